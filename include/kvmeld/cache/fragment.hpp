@@ -1,0 +1,100 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/cache/geometry.hpp>
+#include <kvmeld/cache/hash.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// What a fragment is to a context: the text that several agents saw first, or something one of them read.
+enum class Role : std::uint8_t { prefix, span };
+
+/// What stood before a fragment when it was encoded.
+struct Context {
+  FragmentId prefix;       ///< the prefix fragment; empty: none
+  Digest128 lead_in{};     ///< digest of the lead-in tokens that were dropped; zero: none
+
+  bool operator==(const Context&) const = default;
+};
+
+/// The digest by which a lead-in is named in a fragment's context.
+[[nodiscard]] inline Digest128 lead_in_digest(std::span<const TokenId> tokens) {
+  if (tokens.empty()) return {};
+  Hasher hasher;
+  hasher.text("kvmeld.lead_in");
+  hasher.values(tokens);
+  return hasher.digest();
+}
+
+/// Which of a fragment's tokens one layer holds, as ascending indices. Sliding-window layers hold fewer than full ones.
+struct TokenSet {
+  bool all = true;
+  std::vector<std::int32_t> present;  ///< read only where `all` is false
+
+  bool operator==(const TokenSet&) const = default;
+};
+
+/// One encoding of a fragment's tokens: canonical bytes in the order (layer, plane, token, head, channel).
+///
+/// Immutable once sealed. Scales of a scaled plane follow its elements, f32, in the order (token, head, group).
+struct Payload {
+  Digest128 lead_in{};                       ///< what this encoding's context dropped; zero: encoded right behind the prefix
+  std::vector<std::int64_t> positions;       ///< source position of every token, strictly ascending
+  std::vector<TokenSet> token_sets;          ///< distinct sets; `layer_set` points into it
+  std::vector<std::uint16_t> layer_set;      ///< one entry a layer
+  std::vector<std::size_t> plane_offsets;    ///< byte offset of each (layer, plane), layer-major
+  std::vector<std::size_t> scale_offsets;    ///< byte offset of each plane's scales
+  std::shared_ptr<const std::byte[]> bytes;  ///< null: evicted
+  std::size_t byte_count = 0;
+  std::array<std::uint8_t, 31> digest{};     ///< of positions, token sets and bytes
+
+  /// Tokens that a layer holds.
+  [[nodiscard]] std::int64_t layer_tokens(std::size_t layer) const noexcept {
+    const TokenSet& set = token_sets[layer_set[layer]];
+    return static_cast<std::int64_t>(set.all ? positions.size() : set.present.size());
+  }
+};
+
+/// Immutable, content-named K/V of some tokens: what replicas exchange and `render` reads. A copy shares the bytes.
+///
+/// One or two payloads: the first is the one encoded behind the lead-in and decides order; the second, if there, was
+/// encoded without it and is what `render` reads for whichever span comes first.
+class Fragment {
+ public:
+  struct Body {
+    std::shared_ptr<const Geometry> geometry;
+    Role role = Role::span;
+    FragmentId prefix;                  ///< context: the prefix that stood before
+    std::vector<TokenId> tokens;        ///< empty for latent fragments
+    std::int64_t token_count = 0;
+    std::vector<Payload> payloads;      ///< one or two
+    FragmentId id;
+  };
+
+  Fragment() = default;
+  explicit Fragment(std::shared_ptr<const Body> body) : body_(std::move(body)) {}
+
+  [[nodiscard]] bool valid() const noexcept { return body_ != nullptr; }
+  [[nodiscard]] const FragmentId& id() const noexcept { return body_->id; }
+  [[nodiscard]] Role role() const noexcept { return body_->role; }
+  [[nodiscard]] const FragmentId& prefix() const noexcept { return body_->prefix; }
+  [[nodiscard]] const Geometry& geometry() const noexcept { return *body_->geometry; }
+  [[nodiscard]] const std::shared_ptr<const Geometry>& shared_geometry() const noexcept { return body_->geometry; }
+  [[nodiscard]] std::int64_t token_count() const noexcept { return body_->token_count; }
+  [[nodiscard]] std::span<const TokenId> tokens() const noexcept { return body_->tokens; }
+  [[nodiscard]] bool latent() const noexcept { return body_->tokens.empty() && body_->token_count > 0; }
+  [[nodiscard]] std::span<const Payload> payloads() const noexcept { return body_->payloads; }
+  [[nodiscard]] const std::shared_ptr<const Body>& body() const noexcept { return body_; }
+
+ private:
+  std::shared_ptr<const Body> body_;
+};
+
+KVMELD_NAMESPACE_END

@@ -1,0 +1,62 @@
+#pragma once
+
+/// Language checks, the namespace, and the few macros that every other header stands on.
+
+#if (defined(_MSVC_LANG) && _MSVC_LANG < 202002L) || (!defined(_MSVC_LANG) && __cplusplus < 202002L)
+#error "kvmeld needs C++20: compile with -std=c++20 (g++ >= 12, clang >= 14, nvcc >= 12)"
+#else
+
+#if defined(__FAST_MATH__)
+#error "kvmeld promises identical bytes everywhere: compile without -ffast-math"
+#endif
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include <kvmeld/version.hpp>
+
+static_assert(std::endian::native == std::endian::little, "kvmeld stores little-endian bytes as they lie in memory");
+
+/// Everything public lives in `kvmeld::v0`, inlined into `kvmeld`, so that two versions can share a process.
+#define KVMELD_NAMESPACE_BEGIN \
+  namespace kvmeld {           \
+  inline namespace v0 {
+#define KVMELD_NAMESPACE_END \
+  }                          \
+  }
+
+/// Marks an expression that runs on the host and, under nvcc, on the device.
+#if defined(__CUDACC__)
+#define KVMELD_HD __host__ __device__
+#else
+#define KVMELD_HD
+#endif
+
+/// Marks the one body that is inlined into each instruction set's wrapper (docs/numerics.md).
+#define KVMELD_ALWAYS_INLINE inline __attribute__((always_inline))
+#define KVMELD_NOINLINE __attribute__((noinline))
+
+/// 1 where functions can be compiled for AVX2 and AVX-512 beside the baseline and chosen at run time.
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDA_ARCH__)
+#define KVMELD_X86_DISPATCH 1
+#define KVMELD_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define KVMELD_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#else
+#define KVMELD_X86_DISPATCH 0
+#define KVMELD_TARGET_AVX2
+#define KVMELD_TARGET_AVX512
+#endif
+
+KVMELD_NAMESPACE_BEGIN
+
+/// `a * b + c` with one rounding, on every backend.
+///
+/// The only way in which a product may reach an addition in code that makes cache bytes: compilers contract
+/// `a * b + c` or not as they please, and headers cannot forbid it.
+[[nodiscard]] KVMELD_HD inline float fma(float a, float b, float c) noexcept { return __builtin_fmaf(a, b, c); }
+[[nodiscard]] KVMELD_HD inline double fma(double a, double b, double c) noexcept { return __builtin_fma(a, b, c); }
+
+KVMELD_NAMESPACE_END
+
+#endif  // C++20

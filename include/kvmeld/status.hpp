@@ -1,0 +1,150 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+
+#include <kvmeld/config.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// Why a call refused. One code per cause; the message of the `Status` carries the offending number.
+enum class ErrorCode : std::uint8_t {
+  ok = 0,
+  invalid_argument,        ///< a parameter outside its documented range
+  geometry_mismatch,       ///< two caches, fragments or targets differ in model, shape, dtype, rope or tenant
+  unknown_field,           ///< an enumerator or version that this build does not know
+  unsupported,             ///< known, but not possible here (the message says what to do instead)
+  unknown_layout,          ///< the declared layout is none that this build reads
+  truncated,               ///< bytes end before what they announce
+  oversized,               ///< bytes go on after what they announce, or announce more than the bound
+  corrupt,                 ///< bytes contradict themselves
+  token_count_mismatch,    ///< token ids, positions and K/V rows are not equally many
+  duplicate_position,      ///< two tokens claim one position
+  position_gap,            ///< positions are not consecutive where they must be
+  duplicate_bos,           ///< a second beginning-of-sequence token would enter the context
+  non_finite,              ///< NaN or infinity in a payload, weight or score
+  aliasing,                ///< output overlaps an input
+  output_too_small,        ///< the output view holds fewer tokens or bytes than the plan needs
+  workspace_too_small,     ///< the workspace is smaller than `Plan::workspace_bytes()`
+  prefix_conflict,         ///< two prefixes in one set, or fragments sealed behind different ones
+  prefix_missing,          ///< fragments name a prefix that is neither in the set nor held by the engine
+  payload_missing,         ///< the set knows the id, the bytes are evicted
+  id_mismatch,             ///< bytes do not hash to the id that they claim
+  hash_mismatch,           ///< sets or fragments were identified by different content hashes
+  tokens_required,         ///< the policy needs token ids and a fragment carries none
+  rope_length_dependent,   ///< frequencies would change with the new length, so stored keys cannot be shifted
+  rope_unsupported,        ///< a position scheme that cannot be shifted (several axes)
+  rope_mismatch,           ///< the declared rope does not explain the engine's keys
+  float_environment,       ///< the process computes with flush-to-zero or value-changing options
+  engine_failure,          ///< the inference engine returned an error
+  probe_failed,            ///< the engine did not give back what was written
+};
+
+/// The name of a code as it is written in this header.
+[[nodiscard]] constexpr std::string_view to_string(ErrorCode code) noexcept {
+  switch (code) {
+    case ErrorCode::ok: return "ok";
+    case ErrorCode::invalid_argument: return "invalid_argument";
+    case ErrorCode::geometry_mismatch: return "geometry_mismatch";
+    case ErrorCode::unknown_field: return "unknown_field";
+    case ErrorCode::unsupported: return "unsupported";
+    case ErrorCode::unknown_layout: return "unknown_layout";
+    case ErrorCode::truncated: return "truncated";
+    case ErrorCode::oversized: return "oversized";
+    case ErrorCode::corrupt: return "corrupt";
+    case ErrorCode::token_count_mismatch: return "token_count_mismatch";
+    case ErrorCode::duplicate_position: return "duplicate_position";
+    case ErrorCode::position_gap: return "position_gap";
+    case ErrorCode::duplicate_bos: return "duplicate_bos";
+    case ErrorCode::non_finite: return "non_finite";
+    case ErrorCode::aliasing: return "aliasing";
+    case ErrorCode::output_too_small: return "output_too_small";
+    case ErrorCode::workspace_too_small: return "workspace_too_small";
+    case ErrorCode::prefix_conflict: return "prefix_conflict";
+    case ErrorCode::prefix_missing: return "prefix_missing";
+    case ErrorCode::payload_missing: return "payload_missing";
+    case ErrorCode::id_mismatch: return "id_mismatch";
+    case ErrorCode::hash_mismatch: return "hash_mismatch";
+    case ErrorCode::tokens_required: return "tokens_required";
+    case ErrorCode::rope_length_dependent: return "rope_length_dependent";
+    case ErrorCode::rope_unsupported: return "rope_unsupported";
+    case ErrorCode::rope_mismatch: return "rope_mismatch";
+    case ErrorCode::float_environment: return "float_environment";
+    case ErrorCode::engine_failure: return "engine_failure";
+    case ErrorCode::probe_failed: return "probe_failed";
+  }
+  return "unknown";
+}
+
+/// Success, or a code with a sentence that names the offending number and what to do.
+class [[nodiscard]] Status {
+ public:
+  Status() = default;
+  Status(ErrorCode code, std::string message) : code_(code), message_(std::move(message)) {}
+
+  [[nodiscard]] bool ok() const noexcept { return code_ == ErrorCode::ok; }
+  [[nodiscard]] explicit operator bool() const noexcept { return ok(); }
+  [[nodiscard]] ErrorCode code() const noexcept { return code_; }
+  [[nodiscard]] const std::string& message() const noexcept { return message_; }
+
+ private:
+  ErrorCode code_ = ErrorCode::ok;
+  std::string message_;
+};
+
+/// A value, or the `Status` that says why there is none. Reading the value of an error is undefined.
+template <class T>
+class [[nodiscard]] Result {
+ public:
+  using value_type = T;
+
+  Result(T value) : value_(std::move(value)) {}                  // NOLINT: implicit on purpose
+  Result(Status status) : status_(std::move(status)) {}          // NOLINT: implicit on purpose
+  Result(ErrorCode code, std::string message) : status_(code, std::move(message)) {}
+
+  [[nodiscard]] bool ok() const noexcept { return value_.has_value(); }
+  [[nodiscard]] explicit operator bool() const noexcept { return ok(); }
+  [[nodiscard]] const Status& error() const noexcept { return status_; }
+  [[nodiscard]] const Status& status() const noexcept { return status_; }
+
+  [[nodiscard]] T& operator*() & noexcept { return *value_; }
+  [[nodiscard]] const T& operator*() const& noexcept { return *value_; }
+  [[nodiscard]] T&& operator*() && noexcept { return *std::move(value_); }
+  [[nodiscard]] T* operator->() noexcept { return &*value_; }
+  [[nodiscard]] const T* operator->() const noexcept { return &*value_; }
+
+ private:
+  std::optional<T> value_;
+  Status status_;
+};
+
+namespace detail {
+
+inline void append(std::string& out, std::string_view text) { out += text; }
+template <class Number>
+  requires std::is_arithmetic_v<Number>
+void append(std::string& out, Number number) {
+  out += std::to_string(number);
+}
+
+/// Builds an error whose message is the concatenation of texts and numbers.
+template <class... Parts>
+[[nodiscard]] Status error(ErrorCode code, const Parts&... parts) {
+  std::string message;
+  (append(message, parts), ...);
+  return Status(code, std::move(message));
+}
+
+}  // namespace detail
+
+KVMELD_NAMESPACE_END
+
+/// Returns from the enclosing function with the error of an expression that yields a `Status`.
+#define KVMELD_TRY(expression)                                    \
+  do {                                                            \
+    if (::kvmeld::Status kvmeld_status = (expression); !kvmeld_status) return kvmeld_status; \
+  } while (false)
