@@ -32,8 +32,8 @@ enum class RopeScaling : std::uint8_t {
   linear,            ///< position interpolation: all divided by `factor` (Chen et al. 2023, arXiv:2306.15595)
   llama3,            ///< Llama 3.1: long wavelengths divided by `factor`, short kept, a linear blend between
   yarn,              ///< NTK-by-parts with the index ramp that engines run (Peng et al. 2023, arXiv:2309.00071)
-  longrope,          ///< a divisor for each pair, one list up to `original_context`, another beyond (Ding et al. 2024, arXiv:2402.13753)
-  dynamic_ntk,       ///< the base grows with the length beyond `original_context` (NTK-aware scaling, as in arXiv:2309.00071 §3.3)
+  longrope,          ///< a divisor for each pair, other ones beyond `original_context` (Ding et al. 2024, arXiv:2402.13753)
+  dynamic_ntk,       ///< the base grows with the length beyond `original_context` (dynamic NTK, arXiv:2309.00071)
   explicit_factors,  ///< a divisor for each pair, whatever the length, as llama.cpp's `rope_freqs` tensor
 };
 
@@ -42,23 +42,23 @@ enum class RopeScaling : std::uint8_t {
 /// Pair i of a key at position p is turned by the angle p * f_i; `inverse_frequencies` yields f. Layers may differ, so a cache
 /// carries one spec for each. A plain value: two caches can be merged only where their specs are equal, field by field.
 struct RopeSpec {
-  RopeKind kind = RopeKind::none;                      ///< `none` leaves every other field without meaning.
+  RopeKind kind = RopeKind::none;                      ///< `none` rotates nothing and wants 0 rotary channels.
   RopePairing pairing = RopePairing::half_split;       ///< Which channels turn together.
   std::int32_t first_channel = 0;                      ///< First rotated channel of a head; those before pass through.
   std::int32_t rotary_channels = 0;                    ///< Even number of rotated channels; those behind pass through.
   double base = 10000.0;                               ///< Theta, > 1: pair i of r/2 turns by base^(-2i/r) a position.
   RopeScaling scaling = RopeScaling::none;             ///< Which of the fields below count.
   double factor = 1.0;                                 ///< Context extension, read by all but `none` and `longrope`.
-  std::int32_t original_context = 0;                   ///< Tokens of the pre-training context (llama3, yarn, longrope, dynamic_ntk).
+  std::int32_t original_context = 0;                   ///< Tokens of the pre-training context; linear and explicit do not read it.
   double low_freq_factor = 1.0;                        ///< llama3: turns over the original context up to which all is divided.
   double high_freq_factor = 4.0;                       ///< llama3: turns over the original context from which nothing is.
   double beta_fast = 32.0;                             ///< yarn: turns over the original context from which nothing is divided.
   double beta_slow = 1.0;                              ///< yarn: turns over the original context up to which all is divided.
   bool yarn_truncate = true;                           ///< yarn: round the ramp's ends to whole pairs (false: gpt-oss).
-  double attention_factor = 1.0;                       ///< Magnitude that the engine put into its keys; recorded, never applied by a shift.
-  std::vector<float> short_factors;                    ///< longrope up to `original_context`. (rotary / 2)
-  std::vector<float> long_factors;                     ///< longrope beyond `original_context`. (rotary / 2)
-  std::vector<float> factors;                          ///< explicit_factors. (rotary / 2)
+  double attention_factor = 1.0;                       ///< Magnitude that the engine's keys carry; recorded, never applied again.
+  std::vector<float> short_factors = {};               ///< longrope up to `original_context`. (rotary / 2)
+  std::vector<float> long_factors = {};                ///< longrope beyond `original_context`. (rotary / 2)
+  std::vector<float> factors = {};                     ///< explicit_factors. (rotary / 2)
 
   friend bool operator==(const RopeSpec&, const RopeSpec&) = default;
 };
@@ -162,8 +162,8 @@ namespace detail {
 /// context is created (llama.cpp picks LongRoPE's list from its context size) pass that size as both lengths. A dynamic-NTK cache
 /// that grew past `original_context` token by token holds several sets of frequencies: equal lengths speak only for keys of one
 /// prefill.
-/// Errors: `rope_length_dependent` (dynamic NTK: the lengths differ and either is beyond `original_context`; LongRoPE: they lie on
-/// different sides of it), `rope_unsupported` (several axes), `invalid_argument` (a negative length).
+/// Errors: `rope_length_dependent` (dynamic NTK: the lengths differ and either is beyond `original_context`; LongRoPE: they lie
+/// on different sides of it), `rope_unsupported` (several axes), `invalid_argument` (a negative length).
 [[nodiscard]] inline Status check_shift(const RopeSpec& rope, std::int64_t source_length, std::int64_t target_length) {
   using detail::error;
   if (rope.kind == RopeKind::multi_axis)

@@ -45,7 +45,10 @@ struct YarnRamp {
   double low = 0.0;
   double high = 0.0;
 
-  explicit YarnRamp(const RopeSpec& rope) noexcept : low(yarn_index(rope, rope.beta_fast)), high(yarn_index(rope, rope.beta_slow)) {
+  explicit YarnRamp(const RopeSpec& rope) noexcept {
+    if (rope.scaling != RopeScaling::yarn) return;
+    low = yarn_index(rope, rope.beta_fast);
+    high = yarn_index(rope, rope.beta_slow);
     if (rope.yarn_truncate) {
       low = __builtin_floor(low);
       high = __builtin_ceil(high);
@@ -94,8 +97,7 @@ struct YarnRamp {
   const bool dynamic = rope.scaling == RopeScaling::dynamic_ntk;
   const double base = dynamic ? detail::dynamic_base(rope, context_length) : rope.base;
   const std::vector<float>& stretch = context_length > rope.original_context ? rope.long_factors : rope.short_factors;
-  const bool yarn = rope.scaling == RopeScaling::yarn;
-  const detail::YarnRamp ramp(yarn ? rope : RopeSpec{.rotary_channels = 2, .original_context = 1});
+  const detail::YarnRamp ramp(rope);
   result.reserve(static_cast<std::size_t>(pairs));
   for (std::int32_t i = 0; i < pairs; ++i) {
     const auto index = static_cast<std::size_t>(i);

@@ -2,6 +2,7 @@
 
 /// Turning one key by one table row: the expression, its lane form for devices, and its row form for host vectors.
 
+#include <cstddef>
 #include <cstdint>
 
 #include <kvmeld/cache/rope.hpp>
@@ -13,7 +14,7 @@ KVMELD_NAMESPACE_BEGIN
 ///
 /// The one expression for every backend: row form, lane form and tests reach it, so that bytes agree.
 /// cos = 0, sin = 1 gives exactly (-b, a).
-KVMELD_HD inline void rotate_pair(float& a, float& b, float cos, float sin) noexcept {
+KVMELD_HD KVMELD_ALWAYS_INLINE void rotate_pair(float& a, float& b, float cos, float sin) noexcept {
   const float first = fma(a, cos, -(b * sin));
   const float second = fma(a, sin, b * cos);
   a = first;
@@ -60,25 +61,27 @@ namespace detail {
 
 /// `Pairs` pairs at once. Local arrays, because the loads of one block then cannot alias its stores and compilers keep the block in
 /// registers; a constant trip count, because g++ -O2 vectorises no other loop.
-template <int Pairs>
+template <std::size_t Pairs>
 KVMELD_ALWAYS_INLINE void rotate_block(const float* cos, const float* sin, float* first, float* second) noexcept {
   float a[Pairs], b[Pairs];
-  for (int i = 0; i < Pairs; ++i) {
-    a[i] = fma(first[i], cos[i], -(second[i] * sin[i]));
-    b[i] = fma(first[i], sin[i], second[i] * cos[i]);
+  for (std::size_t i = 0; i < Pairs; ++i) {
+    a[i] = first[i];
+    b[i] = second[i];
+    rotate_pair(a[i], b[i], cos[i], sin[i]);
   }
-  for (int i = 0; i < Pairs; ++i) first[i] = a[i];
-  for (int i = 0; i < Pairs; ++i) second[i] = b[i];
+  for (std::size_t i = 0; i < Pairs; ++i) first[i] = a[i];
+  for (std::size_t i = 0; i < Pairs; ++i) second[i] = b[i];
 }
 
-template <int Pairs>
+template <std::size_t Pairs>
 KVMELD_ALWAYS_INLINE void rotate_block_interleaved(const float* cos, const float* sin, float* row) noexcept {
   float out[2 * Pairs];
-  for (int i = 0; i < Pairs; ++i) {
-    out[2 * i] = fma(row[2 * i], cos[i], -(row[2 * i + 1] * sin[i]));
-    out[2 * i + 1] = fma(row[2 * i], sin[i], row[2 * i + 1] * cos[i]);
+  for (std::size_t i = 0; i < Pairs; ++i) {
+    out[2 * i] = row[2 * i];
+    out[2 * i + 1] = row[2 * i + 1];
+    rotate_pair(out[2 * i], out[2 * i + 1], cos[i], sin[i]);
   }
-  for (int i = 0; i < 2 * Pairs; ++i) row[i] = out[i];
+  for (std::size_t i = 0; i < 2 * Pairs; ++i) row[i] = out[i];
 }
 
 }  // namespace detail

@@ -1,0 +1,88 @@
+#pragma once
+
+/// Cosines and sines for the shifts that one render needs, computed once and shared by every key.
+
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/cache/rope.hpp>
+#include <kvmeld/cache/rope_frequencies.hpp>
+#include <kvmeld/config.hpp>
+#include <kvmeld/status.hpp>
+#include <kvmeld/tensor/math.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// Rows of cosines and sines in f32, one row a shift, of unit magnitude whatever the scaling.
+///
+/// Row s: `pairs()` cosines, then `pairs()` sines; each row starts on a 64-byte boundary, `row_stride()` floats apart, so `data()` can
+/// be copied to a device as it lies. YaRN's attention factor is not in it: keys carry that already, and a shift that applies it
+/// again scales them (by 1.1386 for factor 4).
+///
+/// Accuracy: the angle is shift * frequency in f64, its cosine and sine are rounded once to f32, so an entry is within
+/// 2^-25 + |angle| * 2^-50 of the exact one, and cos^2 + sin^2 within 2^-23 of 1. Bytes do not depend on compiler or processor.
+class RopeTable {
+ public:
+  /// Largest distance that a table turns by; beyond it f64 angles would begin to show in f32.
+  static constexpr std::int64_t max_shift = std::int64_t{1} << 24;
+
+  /// A table without rows, as of layers whose keys carry no position.
+  RopeTable() = default;
+
+  /// Computes one row for each shift, in the order given; the caller keeps them distinct.
+  ///
+  /// `context_length` picks the frequencies where they depend on it (see `inverse_frequencies`); `check_shift` says whether the shift
+  /// is sound there at all. O(shifts * pairs).
+  /// Errors: those of `validate`; `invalid_argument` for |shift| above `max_shift` or a missing length.
+  [[nodiscard]] static Result<RopeTable> build(const RopeSpec& rope, std::span<const std::int64_t> shifts,
+                                               std::int64_t context_length = 0) {
+    for (std::size_t s = 0; s < shifts.size(); ++s)
+      if (shifts[s] > max_shift || shifts[s] < -max_shift)
+        return detail::error(ErrorCode::invalid_argument, "rope: shift ", s, " is ", shifts[s], ", beyond ", max_shift, " positions");
+    const Result<std::vector<double>> frequencies = inverse_frequencies(rope, context_length);
+    if (!frequencies) return frequencies.error();
+    RopeTable table;
+    table.pairs_ = frequencies->size();
+    table.rows_ = shifts.size();
+    table.blocks_per_row_ = (2 * table.pairs_ + Block::size - 1) / Block::size;
+    table.blocks_.resize(table.rows_ * table.blocks_per_row_);
+    for (std::size_t s = 0; s < table.rows_; ++s) {
+      float* const row = table.mutable_row(s);
+      for (std::size_t i = 0; i < table.pairs_; ++i) {
+        const auto [sine, cosine] = math::sin_cos(static_cast<double>(shifts[s]) * (*frequencies)[i]);
+        row[i] = static_cast<float>(cosine);
+        row[table.pairs_ + i] = static_cast<float>(sine);
+      }
+    }
+    return table;
+  }
+
+  /// The row of the shift that was given at this place. (cosines: pairs, sines: pairs)
+  [[nodiscard]] const float* row(std::size_t shift_index) const noexcept {
+    return blocks_.empty() ? nullptr : blocks_[shift_index * blocks_per_row_].values;
+  }
+
+  [[nodiscard]] std::size_t rows() const noexcept { return rows_; }
+  [[nodiscard]] std::size_t pairs() const noexcept { return pairs_; }
+  [[nodiscard]] std::size_t row_stride() const noexcept { return blocks_per_row_ * Block::size; }
+  [[nodiscard]] const float* data() const noexcept { return row(0); }
+  [[nodiscard]] std::size_t size_bytes() const noexcept { return blocks_.size() * sizeof(Block); }
+
+ private:
+  struct alignas(64) Block {
+    static constexpr std::size_t size = 16;
+    float values[size] = {};
+  };
+  // One object a row would be cleaner to index; blocks are what std::vector aligns.
+  [[nodiscard]] float* mutable_row(std::size_t s) noexcept { return blocks_.data()[s * blocks_per_row_].values; }
+
+  std::size_t rows_ = 0;
+  std::size_t pairs_ = 0;
+  std::size_t blocks_per_row_ = 0;
+  std::vector<Block> blocks_;
+};
+
+KVMELD_NAMESPACE_END
