@@ -1,0 +1,94 @@
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+#include <type_traits>
+
+#include <kvmeld/config.hpp>
+#include <kvmeld/status.hpp>
+#include <kvmeld/tensor/rows.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// Work over independent rows in the form that every backend runs: 32 lanes a row.
+///
+/// Lane l owns channels l, l + 32, …; the executor calls `partial` in every lane, joins the 32 states by the fixed tree
+/// 16, 8, 4, 2, 1, and calls `finish` in every lane with the total. A work may add a host form,
+/// `template <Isa isa> void host_rows(begin, end) const`, one always-inline body that vectorises.
+///
+/// Semantic requirements: rows touch disjoint outputs; the host form writes the bytes that the lane form writes.
+template <class W>
+concept RowWork = std::is_trivially_copyable_v<W> && requires(const W& work, std::int64_t row, int lane, typename W::State state) {
+  { work.partial(row, lane) } -> std::same_as<typename W::State>;
+  { W::join(state, state) } -> std::same_as<typename W::State>;
+  work.finish(row, lane, state);
+};
+
+/// Where and how rows run. `bulk` is the only launch: it returns when the work is enqueued (devices) or done (hosts).
+template <class E>
+concept ExecutionPolicy = requires(const E& exec) {
+  { E::on_device } -> std::convertible_to<bool>;
+};
+
+/// Lanes of a row, on every backend: the width of a warp.
+inline constexpr int lanes_per_row = 32;
+
+namespace detail {
+
+struct NoState {};
+
+/// Joins 32 lane states by the fixed tree, as a warp's shuffles do; the total ends in element 0.
+template <class W>
+KVMELD_ALWAYS_INLINE typename W::State join_lanes(typename W::State (&states)[lanes_per_row]) {
+  for (int half = lanes_per_row / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) states[lane] = W::join(states[lane], states[lane + half]);
+  }
+  return states[0];
+}
+
+/// Runs rows [begin, end) in the lane form on the host.
+template <RowWork W>
+void lane_rows(const W& work, std::int64_t begin, std::int64_t end) {
+  for (std::int64_t row = begin; row < end; ++row) {
+    typename W::State states[lanes_per_row];
+    for (int lane = 0; lane < lanes_per_row; ++lane) states[lane] = work.partial(row, lane);
+    const typename W::State total = join_lanes<W>(states);
+    for (int lane = 0; lane < lanes_per_row; ++lane) work.finish(row, lane, total);
+  }
+}
+
+template <class W>
+concept HasHostRows = requires(const W& work) { work.template host_rows<Isa::baseline>(std::int64_t{}, std::int64_t{}); };
+
+template <RowWork W>
+KVMELD_TARGET_AVX512 KVMELD_NOINLINE void rows_avx512(const W& work, std::int64_t begin, std::int64_t end) {
+  work.template host_rows<Isa::avx512>(begin, end);
+}
+template <RowWork W>
+KVMELD_TARGET_AVX2 KVMELD_NOINLINE void rows_avx2(const W& work, std::int64_t begin, std::int64_t end) {
+  work.template host_rows<Isa::avx2>(begin, end);
+}
+template <RowWork W>
+KVMELD_NOINLINE void rows_baseline(const W& work, std::int64_t begin, std::int64_t end) {
+  work.template host_rows<Isa::baseline>(begin, end);
+}
+
+/// Runs rows [begin, end) on the host: the wrapper of one instruction set, or the lane form.
+template <RowWork W>
+void host_rows(const W& work, Isa isa, std::int64_t begin, std::int64_t end) {
+  if constexpr (HasHostRows<W>) {
+#if KVMELD_X86_DISPATCH
+    if (isa == Isa::avx512) return rows_avx512(work, begin, end);
+    if (isa == Isa::avx2) return rows_avx2(work, begin, end);
+#endif
+    (void)isa;
+    rows_baseline(work, begin, end);
+  } else {
+    (void)isa;
+    lane_rows(work, begin, end);
+  }
+}
+
+}  // namespace detail
+
+KVMELD_NAMESPACE_END
