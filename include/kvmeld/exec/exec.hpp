@@ -110,8 +110,13 @@ struct Cpu {
 
   template <RowWork W>
   Status bulk(std::int64_t rows, const W& work) const {
-    static const Threads all_cores(std::max<std::size_t>(std::thread::hardware_concurrency(), 1));
-    return all_cores.bulk(rows, work);
+    return all_cores().bulk(rows, work);
+  }
+
+ private:
+  static const Threads& all_cores() {
+    static const Threads instance(std::max<std::size_t>(std::thread::hardware_concurrency(), 1));
+    return instance;
   }
 };
 

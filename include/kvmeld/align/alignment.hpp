@@ -1,0 +1,121 @@
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <kvmeld/cache/fragment.hpp>
+#include <kvmeld/cache/metadata.hpp>
+#include <kvmeld/config.hpp>
+#include <kvmeld/status.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// One fragment as policies see it: its content, the encoding that ordering reads, and its metadata.
+struct Source {
+  const Fragment* fragment = nullptr;
+  const Payload* payload = nullptr;   ///< payload 0
+  const Metadata* metadata = nullptr;
+  TokenSet selected;                  ///< the tokens that the select policy kept
+
+  [[nodiscard]] std::int64_t selected_count() const noexcept {
+    return selected.all ? fragment->token_count() : static_cast<std::int64_t>(selected.present.size());
+  }
+  /// Index in the fragment of the i-th selected token.
+  [[nodiscard]] std::int64_t selected_token(std::int64_t i) const noexcept {
+    return selected.all ? i : selected.present[static_cast<std::size_t>(i)];
+  }
+  /// Id of a token of the fragment; −1 in a latent one.
+  [[nodiscard]] TokenId token_id(std::int64_t token) const noexcept {
+    return fragment->tokens().empty() ? -1 : fragment->tokens()[static_cast<std::size_t>(token)];
+  }
+};
+
+/// Some layers of a model; every layer unless told otherwise.
+struct LayerMask {
+  std::vector<std::uint8_t> layers;  ///< nonzero where the layer is chosen; empty: all are
+
+  [[nodiscard]] bool all() const noexcept { return layers.empty(); }
+  [[nodiscard]] bool contains(std::size_t layer) const noexcept {
+    return layers.empty() || (layer < layers.size() && layers[layer] != 0);
+  }
+};
+
+/// One input token of an output token.
+struct Contribution {
+  std::uint32_t source = 0;  ///< index into the ordered sources
+  std::uint32_t token = 0;   ///< index of the token in that fragment
+  float weight = 1.0F;       ///< linear; the fuser says whether weights are normalised
+
+  bool operator==(const Contribution&) const = default;
+};
+
+/// The contributions of every output token in some layers, as compressed sparse rows.
+struct AlignmentGroup {
+  LayerMask layers;
+  std::vector<std::uint32_t> row_begin{0};  ///< output o has contributions row_begin[o] … row_begin[o + 1] − 1
+  std::vector<Contribution> contributions;
+
+  /// Ends the row of the current output token.
+  void end_row() { row_begin.push_back(static_cast<std::uint32_t>(contributions.size())); }
+  [[nodiscard]] std::span<const Contribution> row(std::size_t output) const noexcept {
+    return std::span(contributions).subspan(row_begin[output], row_begin[output + 1] - row_begin[output]);
+  }
+};
+
+/// What every aligner produces: for each output token its position, its id, and which input tokens contribute.
+///
+/// An output token without contribution is a hole for the engine to compute.
+struct Alignment {
+  std::vector<std::int64_t> positions;  ///< of each output token, ascending
+  std::vector<TokenId> tokens;          ///< of each output token; −1: not known
+  std::vector<AlignmentGroup> groups;   ///< disjoint layer masks that together cover the layers
+};
+
+/// An output token that `render` leaves to the engine.
+struct Hole {
+  std::int64_t output = 0;    ///< index among the plan's output tokens
+  std::int64_t position = 0;  ///< where the engine computes it
+  TokenId token = -1;         ///< −1: a latent token, which no engine can recompute
+
+  bool operator==(const Hole&) const = default;
+};
+
+/// What policies of every slot share: a value with a name and parameters.
+///
+/// Semantic requirements: `digest` feeds the policy's name and every parameter that changes its result; `reproducible` is
+/// true only if equal inputs give equal bytes on every machine. A policy that reads metadata declares
+/// `static constexpr MetadataFields metadata`.
+template <class P>
+concept Policy = std::copyable<P> && requires(const P& policy, Hasher& hasher) {
+  policy.digest(hasher);
+  { P::reproducible } -> std::convertible_to<bool>;
+};
+
+/// Which tokens of each fragment enter the context.
+template <class P>
+concept SelectPolicy = Policy<P> && requires(const P& policy, const Source& source) {
+  { policy.select(source) } -> std::same_as<Result<TokenSet>>;
+};
+
+/// The canonical order of the spans. Semantic requirement: a total order over distinct fragments, whatever their input order.
+template <class P>
+concept OrderPolicy = Policy<P> && requires(const P& policy, std::span<const Source> sources) {
+  { policy.order(sources) } -> std::same_as<Result<std::vector<std::uint32_t>>>;
+};
+
+/// Which input tokens make which output token, and at which position.
+template <class P>
+concept AlignPolicy = Policy<P> && requires(const P& policy, std::span<const Source> ordered, std::int64_t first_position) {
+  { policy.align(ordered, first_position) } -> std::same_as<Result<Alignment>>;
+};
+
+/// Which output tokens the engine recomputes after the merge: `recompute[o]` is set to nonzero.
+template <class P>
+concept SeamPolicy = Policy<P> && requires(const P& policy, std::span<const Source> ordered, const Alignment& alignment,
+                                           std::span<std::uint8_t> recompute) {
+  { policy.mark(ordered, alignment, recompute) } -> std::same_as<Status>;
+};
+
+KVMELD_NAMESPACE_END

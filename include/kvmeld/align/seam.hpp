@@ -1,0 +1,83 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include <kvmeld/align/alignment.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// Recomputes nothing.
+struct SeamNone {
+  static constexpr bool reproducible = true;
+
+  [[nodiscard]] Status mark(std::span<const Source>, const Alignment&, std::span<std::uint8_t>) const { return {}; }
+  void digest(Hasher& hasher) const { hasher.text("kvmeld.SeamNone"); }
+};
+
+/// Recomputes every output token: the cache that full text gives, at its price.
+struct SeamAll {
+  static constexpr bool reproducible = true;
+
+  [[nodiscard]] Status mark(std::span<const Source>, const Alignment&, std::span<std::uint8_t> recompute) const {
+    std::fill(recompute.begin(), recompute.end(), std::uint8_t{1});
+    return {};
+  }
+  void digest(Hasher& hasher) const { hasher.text("kvmeld.SeamAll"); }
+};
+
+/// Recomputes the first sentences of every span but the first, up to the end of the sentence in which `share` is reached.
+///
+/// Where a seam is cut matters: at a sentence end it helps, inside a sentence it can harm (docs/quality.md). Without
+/// `boundary_tokens` the cut falls wherever `share` does. O(tokens · log boundary tokens).
+/// Errors: `invalid_argument` for a share outside [0, 1], `tokens_required` where boundaries are asked of a latent fragment.
+struct SeamShare {
+  static constexpr bool reproducible = true;
+  float share = 0.25F;                   ///< part of each later span's tokens
+  std::vector<TokenId> boundary_tokens;  ///< ids that end a sentence or line, ascending
+  std::int64_t past_boundary = 0;        ///< tokens recomputed beyond the cut: > 0 cuts inside the next sentence
+
+  [[nodiscard]] Status mark(std::span<const Source> ordered, const Alignment& alignment, std::span<std::uint8_t> recompute) const {
+    if (!(share >= 0.0F && share <= 1.0F)) return detail::error(ErrorCode::invalid_argument, "SeamShare: share ", share, " is outside [0, 1]");
+    if (!std::is_sorted(boundary_tokens.begin(), boundary_tokens.end())) {
+      return detail::error(ErrorCode::invalid_argument, "SeamShare: the ", boundary_tokens.size(), " boundary tokens must ascend");
+    }
+    std::vector<std::int64_t> cut(ordered.size(), 0);  // tokens of each fragment below this index are recomputed
+    for (std::size_t s = 1; s < ordered.size(); ++s) {
+      auto end = cut_of(ordered[s]);
+      if (!end) return end.error();
+      cut[s] = *end;
+    }
+    for (const AlignmentGroup& group : alignment.groups) {
+      for (std::size_t o = 0; o < recompute.size(); ++o) {
+        for (const Contribution& c : group.row(o)) {
+          if (static_cast<std::int64_t>(c.token) < cut[c.source]) recompute[o] = 1;
+        }
+      }
+    }
+    return {};
+  }
+  void digest(Hasher& hasher) const {
+    hasher.text("kvmeld.SeamShare");
+    hasher.value(share);
+    hasher.values(std::span<const TokenId>(boundary_tokens));
+    hasher.value(past_boundary);
+  }
+
+ private:
+  [[nodiscard]] Result<std::int64_t> cut_of(const Source& source) const {
+    const std::int64_t count = source.fragment->token_count();
+    auto cut = static_cast<std::int64_t>(std::ceil(static_cast<double>(share) * static_cast<double>(count)));
+    if (cut == 0) return std::int64_t{0};
+    if (!boundary_tokens.empty()) {
+      if (source.fragment->latent()) {
+        return detail::error(ErrorCode::tokens_required, "SeamShare: a fragment of ", count, " tokens has no ids to find boundaries in");
+      }
+      while (cut < count && !std::binary_search(boundary_tokens.begin(), boundary_tokens.end(), source.token_id(cut - 1))) ++cut;
+    }
+    return std::clamp<std::int64_t>(cut + past_boundary, 0, count);
+  }
+};
+
+KVMELD_NAMESPACE_END
