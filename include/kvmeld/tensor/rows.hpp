@@ -1,0 +1,188 @@
+#pragma once
+
+/// Contiguous elements to f32 and back, inlined into row bodies or called in the right instruction set.
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include <kvmeld/config.hpp>
+#include <kvmeld/tensor/element.hpp>
+#include <kvmeld/tensor/isa.hpp>
+#include <kvmeld/tensor/row_codecs.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+namespace detail {
+
+/// Out-of-line row conversions. A row body that is always inlined carries no target of its own, so what needs one, or
+/// would bloat every caller, is a call; its cost is a nanosecond or two a row.
+template <Isa isa>
+struct RowCalls {
+  template <ElementType type>
+  KVMELD_NOINLINE static void load(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+    load_elements<type>(in, n, out);
+  }
+  template <ElementType type>
+  KVMELD_NOINLINE static void store(const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+    store_elements<type>(in, n, out);
+  }
+};
+
+#if KVMELD_X86_DISPATCH
+
+// The compilers' builtins rather than <immintrin.h>, which costs every user 0.3 s a file under g++ 12.
+typedef float float8 __attribute__((vector_size(32)));
+typedef short short8 __attribute__((vector_size(16)));
+typedef float float8_unaligned __attribute__((vector_size(32), aligned(1), may_alias));
+typedef short short8_unaligned __attribute__((vector_size(16), aligned(1), may_alias));
+
+KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void load_f16_f16c(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+  std::ptrdiff_t i = 0;
+  for (; i + 8 <= n; i += 8, in += 16) {
+    const short8 stored = *reinterpret_cast<const short8_unaligned*>(in);
+    *reinterpret_cast<float8_unaligned*>(out + i) = __builtin_ia32_vcvtph2ps256(stored);
+  }
+  for (; i < n; ++i, in += 2) {
+    f16 stored;
+    std::memcpy(&stored, in, sizeof(stored));
+    out[i] = to_float(stored);
+  }
+}
+
+KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void store_f16_f16c(const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+  std::ptrdiff_t i = 0;
+  for (; i + 8 <= n; i += 8, out += 16) {
+    const float8 values = *reinterpret_cast<const float8_unaligned*>(in + i);
+    *reinterpret_cast<short8_unaligned*>(out) = __builtin_ia32_vcvtps2ph256(values, 0);  // 0: to nearest even
+  }
+  for (; i < n; ++i, out += 2) {
+    const f16 stored = from_float<f16>(in[i]);
+    std::memcpy(out, &stored, sizeof(stored));
+  }
+}
+
+template <>
+struct RowCalls<Isa::avx2> {
+  template <ElementType type>
+  KVMELD_TARGET_AVX2 KVMELD_NOINLINE static void load(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+    load_elements<type>(in, n, out);
+  }
+  template <ElementType type>
+  KVMELD_TARGET_AVX2 KVMELD_NOINLINE static void store(const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+    store_elements<type>(in, n, out);
+  }
+};
+
+template <>
+struct RowCalls<Isa::avx512> {
+  template <ElementType type>
+  KVMELD_TARGET_AVX512 KVMELD_NOINLINE static void load(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+    load_elements<type>(in, n, out);
+  }
+  template <ElementType type>
+  KVMELD_TARGET_AVX512 KVMELD_NOINLINE static void store(const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+    store_elements<type>(in, n, out);
+  }
+};
+
+#endif  // KVMELD_X86_DISPATCH
+
+template <Isa isa>
+inline constexpr bool has_f16c = KVMELD_X86_DISPATCH != 0 && isa != Isa::baseline;
+
+/// Reads `n` contiguous elements at any address as f32. `in` and `out` must not overlap.
+///
+/// f64 narrows to nearest even; i8 comes without scale; q8_0 starts at a block. An unknown type leaves `out` as it is:
+/// plans refuse it long before. Bytes are the same for every `isa`.
+template <Isa isa>
+KVMELD_ALWAYS_INLINE void load_row(ElementType type, const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+  switch (type) {
+    case ElementType::f32: std::memcpy(out, in, sizeof(float) * static_cast<std::size_t>(n)); return;
+    case ElementType::bf16: load_elements<ElementType::bf16>(in, n, out); return;
+    case ElementType::f16:
+#if KVMELD_X86_DISPATCH
+      if constexpr (has_f16c<isa>) return load_f16_f16c(in, n, out);
+#endif
+      RowCalls<isa>::template load<ElementType::f16>(in, n, out);
+      return;
+    case ElementType::f64: RowCalls<isa>::template load<ElementType::f64>(in, n, out); return;
+    case ElementType::f8_e4m3: RowCalls<isa>::template load<ElementType::f8_e4m3>(in, n, out); return;
+    case ElementType::f8_e5m2: RowCalls<isa>::template load<ElementType::f8_e5m2>(in, n, out); return;
+    case ElementType::i8: RowCalls<isa>::template load<ElementType::i8>(in, n, out); return;
+    case ElementType::q8_0: RowCalls<isa>::template load<ElementType::q8_0>(in, n, out); return;
+  }
+}
+
+/// Writes `n` f32 values as contiguous elements at any address, rounded to nearest even. The ranges must not overlap.
+///
+/// i8 rounds to nearest even and saturates, NaN becomes 0, and no scale is applied; q8_0 quantises as ggml's reference
+/// does (`store_block<ElementType::q8_0>`) and pads a last partial block with zeros. Bytes are the same for every `isa`.
+template <Isa isa>
+KVMELD_ALWAYS_INLINE void store_row(ElementType type, const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+  switch (type) {
+    case ElementType::f32: std::memcpy(out, in, sizeof(float) * static_cast<std::size_t>(n)); return;
+    case ElementType::bf16: store_elements<ElementType::bf16>(in, n, out); return;
+    case ElementType::f16:
+#if KVMELD_X86_DISPATCH
+      if constexpr (has_f16c<isa>) return store_f16_f16c(in, n, out);
+#endif
+      RowCalls<isa>::template store<ElementType::f16>(in, n, out);
+      return;
+    case ElementType::f64: RowCalls<isa>::template store<ElementType::f64>(in, n, out); return;
+    case ElementType::f8_e4m3: RowCalls<isa>::template store<ElementType::f8_e4m3>(in, n, out); return;
+    case ElementType::f8_e5m2: RowCalls<isa>::template store<ElementType::f8_e5m2>(in, n, out); return;
+    case ElementType::i8: RowCalls<isa>::template store<ElementType::i8>(in, n, out); return;
+    case ElementType::q8_0: RowCalls<isa>::template store<ElementType::q8_0>(in, n, out); return;
+  }
+}
+
+template <ElementType type>
+[[nodiscard]] KVMELD_HD inline float load_one(const std::byte* base, std::ptrdiff_t index) noexcept {
+  using Codec = ElementCodec<type>;
+  typename Codec::Storage stored;
+  std::memcpy(&stored, base + index * static_cast<std::ptrdiff_t>(sizeof(stored)), sizeof(stored));
+  return Codec::load(stored);
+}
+
+template <ElementType type>
+KVMELD_HD inline void store_one(std::byte* base, std::ptrdiff_t index, float value) noexcept {
+  using Codec = ElementCodec<type>;
+  const typename Codec::Storage stored = Codec::store(value);
+  std::memcpy(base + index * static_cast<std::ptrdiff_t>(sizeof(stored)), &stored, sizeof(stored));
+}
+
+/// One element as f32, with the bits that `load_row` gives; `index` counts elements from `base`, a block's start for q8_0.
+[[nodiscard]] KVMELD_HD inline float load_element(ElementType type, const std::byte* base, std::ptrdiff_t index) noexcept {
+  switch (type) {
+    case ElementType::f64: return load_one<ElementType::f64>(base, index);
+    case ElementType::f32: return load_one<ElementType::f32>(base, index);
+    case ElementType::f16: return load_one<ElementType::f16>(base, index);
+    case ElementType::bf16: return load_one<ElementType::bf16>(base, index);
+    case ElementType::f8_e4m3: return load_one<ElementType::f8_e4m3>(base, index);
+    case ElementType::f8_e5m2: return load_one<ElementType::f8_e5m2>(base, index);
+    case ElementType::i8: return load_one<ElementType::i8>(base, index);
+    case ElementType::q8_0: {
+      q8_0_block block;
+      std::memcpy(&block, base + index / 32 * static_cast<std::ptrdiff_t>(sizeof(block)), sizeof(block));
+      return to_float(block.scale) * static_cast<float>(block.values[index % 32]);
+    }
+  }
+  return 0.0f;
+}
+
+/// Stores one element with the bits that `store_row` gives. Not for q8_0, whose elements share a scale: it writes nothing.
+KVMELD_HD inline void store_element(ElementType type, std::byte* base, std::ptrdiff_t index, float value) noexcept {
+  switch (type) {
+    case ElementType::f64: return store_one<ElementType::f64>(base, index, value);
+    case ElementType::f32: return store_one<ElementType::f32>(base, index, value);
+    case ElementType::f16: return store_one<ElementType::f16>(base, index, value);
+    case ElementType::bf16: return store_one<ElementType::bf16>(base, index, value);
+    case ElementType::f8_e4m3: return store_one<ElementType::f8_e4m3>(base, index, value);
+    case ElementType::f8_e5m2: return store_one<ElementType::f8_e5m2>(base, index, value);
+    case ElementType::i8: return store_one<ElementType::i8>(base, index, value);
+    case ElementType::q8_0: return;
+  }
+}
+
+}  // namespace detail
+KVMELD_NAMESPACE_END
