@@ -1,0 +1,7 @@
+#include <kvmeld/engine/llama_cpp.hpp>
+
+int main() {
+  llama_backend_init();
+  llama_backend_free();
+  return 0;
+}

@@ -1,0 +1,64 @@
+# Every .cuh compiled by nvcc with -std=c++20 and no other flag, linked twice into one program; and tests/cuda/*.cu.
+# Custom commands rather than CMake's CUDA language: that needs nvcc on the PATH, and CMake 3.25 knows no CUDA20.
+
+find_package(CUDAToolkit 12.0 QUIET)
+if(NOT CUDAToolkit_FOUND OR NOT CUDAToolkit_NVCC_EXECUTABLE)
+  message(STATUS "skipped: CUDA headers and device tests (no nvcc)")
+  return()
+endif()
+set(nvcc "${CUDAToolkit_NVCC_EXECUTABLE}")
+set(nvcc_command ${launcher} "${nvcc}" -std=c++20 "-I${PROJECT_SOURCE_DIR}/include")
+set(cuda_dir "${CMAKE_CURRENT_BINARY_DIR}/cuda_objects")
+file(MAKE_DIRECTORY "${cuda_dir}")
+
+# nvcc_object(SOURCE OBJECT [FLAG...])
+function(nvcc_object source object)
+  add_custom_command(OUTPUT "${object}"
+    COMMAND ${nvcc_command} ${ARGN} -MD -MF "${object}.d" -MT "${object}" -c "${source}" -o "${object}"
+    DEPENDS "${source}" DEPFILE "${object}.d" COMMENT "nvcc: ${source}" VERBATIM)
+endfunction()
+
+file(GLOB_RECURSE cuda_headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}/include/*.cuh")
+if(cuda_headers)
+  set(objects "")
+  set(all "// Every CUDA header once more, beside the umbrella.\n#include <kvmeld/kvmeld.hpp>\n")
+  foreach(header IN LISTS cuda_headers)
+    string(REGEX REPLACE "[/.]" "_" name "${header}")
+    file(CONFIGURE OUTPUT "${cuda_dir}/${name}.cu" CONTENT "#include <${header}>\n")
+    nvcc_object("${cuda_dir}/${name}.cu" "${cuda_dir}/${name}.o")
+    list(APPEND objects "${cuda_dir}/${name}.o")
+    string(APPEND all "#include <${header}>\n")
+  endforeach()
+  string(APPEND all "int main() {}\n")
+  file(CONFIGURE OUTPUT "${cuda_dir}/all.cu" CONTENT "${all}")
+  nvcc_object("${cuda_dir}/all.cu" "${cuda_dir}/all.o")
+  add_custom_command(OUTPUT "${cuda_dir}/headers"
+    COMMAND "${nvcc}" ${objects} "${cuda_dir}/all.o" -o "${cuda_dir}/headers"
+    DEPENDS ${objects} "${cuda_dir}/all.o" COMMENT "nvcc: CUDA headers linked twice" VERBATIM)
+  add_custom_target(cuda_headers ALL DEPENDS "${cuda_dir}/headers")
+  add_test(NAME cuda/headers COMMAND "${cuda_dir}/headers")
+endif()
+
+file(GLOB cuda_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/cuda/*.cu")
+if(cuda_sources)
+  add_library(cuda_test_main STATIC support/cuda_main.cpp)
+  target_link_libraries(cuda_test_main PUBLIC Catch2::Catch2)
+  target_include_directories(cuda_test_main SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  # From Catch2 3 on there is a library to link, too.
+  get_target_property(catch_type Catch2::Catch2 TYPE)
+  set(catch_library "")
+  if(NOT catch_type STREQUAL "INTERFACE_LIBRARY")
+    set(catch_library "$<TARGET_FILE:Catch2::Catch2>")
+  endif()
+  foreach(source IN LISTS cuda_sources)
+    cmake_path(GET source STEM stem)
+    set(program "${cuda_dir}/test_${stem}")
+    nvcc_object("${source}" "${program}.o" "-I${CMAKE_CURRENT_SOURCE_DIR}")
+    add_custom_command(OUTPUT "${program}"
+      COMMAND "${nvcc}" "${program}.o" $<TARGET_FILE:cuda_test_main> ${catch_library} -o "${program}"
+      DEPENDS "${program}.o" cuda_test_main COMMENT "nvcc: linking ${stem}" VERBATIM)
+    add_custom_target(cuda_${stem} ALL DEPENDS "${program}")
+    add_test(NAME cuda/${stem} COMMAND "${program}")
+    set_tests_properties(cuda/${stem} PROPERTIES LABELS cuda SKIP_RETURN_CODE 77)
+  endforeach()
+endif()

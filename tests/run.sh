@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Installs what is missing, builds the tests and runs them; the last lines are ctest's summary.
+#
+#   bash tests/run.sh            all tests but the long ones
+#   bash tests/run.sh FILTER     the tests whose name matches the regular expression, for example unit/rope or laws/
+#   bash tests/run.sh --long     also long simulations, and the gates on the real model (fetches 500 MB)
+#
+# KVMELD_JOBS sets the number of jobs, KVMELD_CACHE where the engine and the models are kept.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+. "$root/examples/support/common.sh"
+. "$root/examples/support/build.sh"
+
+filter='' long=OFF
+while [ $# -gt 0 ]; do
+  case $1 in
+    --long) long=ON; shift ;;
+    -*) die "unknown flag $1 (--long, or a filter)" ;;
+    *) filter=$1; shift ;;
+  esac
+done
+
+need_packages "${test_packages[@]}"
+engine=$(bash "$root/examples/support/get_engine.sh")
+models=
+# Where the packages are gone, or there is no network, only the tests that read a model are lost.
+if model=$(bash "$root/examples/support/get_model.sh" smollm2); then models="smollm2=$model"
+else say "skipped: tests on SmolLM2-135M (the file could not be fetched)"; fi
+if model=$(bash "$root/examples/support/get_model.sh" gemma3); then models="$models;gemma3=$model"
+else say "skipped: tests on Gemma 3 270M (the file could not be fetched)"; fi
+if [ $long = ON ]; then models="$models;default=$(bash "$root/examples/support/get_model.sh")"; fi
+export KVMELD_TEST_MODELS=${models#;}
+export KVMELD_TEST_LONG=$([ $long = ON ] && echo 1 || echo 0)
+
+# Light optimisation: the build is most of the time, and what needs another level asks for it itself.
+say "configuring and building with $KVMELD_JOBS jobs"
+configure "$root" "$root/build/tests" --preset ci -DKVMELD_LLAMA_ROOT="$engine" -DKVMELD_TEST_LONG=$long
+targets=()
+if [ -n "$filter" ]; then
+  # A test unit/NAME is built by the target unit_NAME; where the filter names anything else, everything is built.
+  mapfile -t names < <(cd "$root/build/tests" && ctest -N -R "$filter" | sed -nE 's,^ *Test +#[0-9]+: ,,p')
+  [ ${#names[@]} -gt 0 ] || die "no test matches '$filter'"
+  for name in "${names[@]}"; do
+    case $name in
+      unit/* | laws/* | engine/* | sim/* | fuzz/* | long/* | identity/* | cuda/*) targets+=("${name//\//_}") ;;
+      compile/headers_*) targets+=("${name//\//_}") ;;
+      compile/* | consume/*) ;;
+      *) targets=(all); break ;;
+    esac
+  done
+fi
+if [ -z "$filter" ] || [ ${#targets[@]} -gt 0 ]; then build "$root/build/tests" "${targets[@]}"; fi
+command -v nvidia-smi >/dev/null || say "skipped: device tests (no NVIDIA GPU)"
+
+cd "$root/build/tests"
+exec ctest -j "$KVMELD_JOBS" --output-on-failure --no-tests=error ${filter:+-R "$filter"}
