@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Installs what is missing, builds the benchmarks (Release, no -march) and runs them.
+#
+#   bash benchmarks/run.sh [FILTER] [FLAG...]      FILTER: a regular expression over benchmark names
+#   bash benchmarks/run.sh --table                 prints build/benchmarks.json as the table of docs/performance.md
+#
+# Writes build/benchmarks.json in Google Benchmark's format. Every benchmark carries the counter `ratio`: its
+# baseline's time in the same run ÷ its own. Flags go to the program (--benchmark_repetitions=5 and so on).
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+. "$root/examples/support/common.sh"
+. "$root/examples/support/build.sh"
+cd "$root"
+
+if [ "${1:-}" = --table ]; then exec python3 benchmarks/table.py build/benchmarks.json; fi
+filter=.
+case ${1:-} in '' | --*) ;; *) filter=$1; shift ;; esac
+
+need_packages "${benchmark_packages[@]}"
+say "building the benchmarks"
+configure "$root" "$root/build/benchmarks" -DCMAKE_BUILD_TYPE=Release -DKVMELD_BUILD_BENCHMARKS=ON
+build "$root/build/benchmarks" kvmeld_benchmarks
+
+# Google Benchmark leaves the file empty when nothing matched.
+part=$root/build/benchmarks/run.json
+rm -f "$part"
+"$root/build/benchmarks/benchmarks/kvmeld_benchmarks" --benchmark_filter="$filter" --benchmark_counters_tabular=true \
+  --benchmark_out="$part" --benchmark_out_format=json "$@"
+
+# Compile time of each header is measured by the script that the tests use.
+headers=()
+while IFS= read -r header; do
+  if grep -qE -- "$filter" <<<"compile_time/$header"; then headers+=("$header"); fi
+done < <(cd include && find kvmeld -name '*.hpp' -not -name 'llama*' | sort)
+times=$root/build/benchmarks/compile_time.json
+rm -f "$times"
+if [ ${#headers[@]} -gt 0 ]; then
+  say "compile time of ${#headers[@]} headers"
+  python3 tests/compile/header_time.py --include include --runs 3 --json "${headers[@]}" >"$times"
+fi
+
+python3 benchmarks/table.py --merge "$part" "$times" build/benchmarks.json
+say "written: build/benchmarks.json (as a table: bash benchmarks/run.sh --table)"
