@@ -12,8 +12,8 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Which two channels turn together.
 ///
-/// The same model is `interleaved` in a Llama-family GGUF and `half_split` in HF and vLLM (the rows of its key projection are
-/// permuted): take the pairing from the engine that wrote the bytes, not from the model's name.
+/// The same model is `interleaved` in a Llama-family GGUF and `half_split` in HF and vLLM (the rows of its key
+/// projection are permuted): take the pairing from the engine that wrote the bytes, not from the model's name.
 enum class RopePairing : std::uint8_t {
   interleaved,  ///< channels 2i and 2i + 1 of the rotary part
   half_split,   ///< channels i and i + rotary / 2 of the rotary part
@@ -28,37 +28,38 @@ enum class RopeKind : std::uint8_t {
 
 /// How frequencies depart from `base^(-2i / rotary)`.
 enum class RopeScaling : std::uint8_t {
-  none,              ///< as they are
-  linear,            ///< position interpolation: all divided by `factor` (Chen et al. 2023, arXiv:2306.15595)
-  llama3,            ///< Llama 3.1: long wavelengths divided by `factor`, short kept, a linear blend between
-  yarn,              ///< NTK-by-parts with the index ramp that engines run (Peng et al. 2023, arXiv:2309.00071)
-  longrope,          ///< a divisor for each pair, other ones beyond `original_context` (Ding et al. 2024, arXiv:2402.13753)
-  dynamic_ntk,       ///< the base grows with the length beyond `original_context` (dynamic NTK, arXiv:2309.00071)
+  none,         ///< as they are
+  linear,       ///< position interpolation: all divided by `factor` (Chen et al. 2023, arXiv:2306.15595)
+  llama3,       ///< Llama 3.1: long wavelengths divided by `factor`, short kept, a linear blend between
+  yarn,         ///< NTK-by-parts with the index ramp that engines run (Peng et al. 2023, arXiv:2309.00071)
+  longrope,     ///< a divisor for each pair, other ones beyond `original_context` (Ding et al. 2024, arXiv:2402.13753)
+  dynamic_ntk,  ///< the base grows with the length beyond `original_context` (dynamic NTK, arXiv:2309.00071)
   explicit_factors,  ///< a divisor for each pair, whatever the length, as llama.cpp's `rope_freqs` tensor
 };
 
 /// Rotary position embedding of one layer's keys (Su et al. 2021, RoFormer, arXiv:2104.09864).
 ///
-/// Pair i of a key at position p is turned by the angle p * f_i; `inverse_frequencies` yields f. Layers may differ, so a cache
-/// carries one spec for each. A plain value: two caches can be merged only where their specs are equal, field by field.
+/// Pair i of a key at position p is turned by the angle p * f_i; `inverse_frequencies` yields f. Layers may differ, so
+/// a cache carries one spec for each. A plain value: two caches can be merged only where their specs are equal, field
+/// by field.
 struct RopeSpec {
-  RopeKind kind = RopeKind::none;                      ///< `none` rotates nothing and wants 0 rotary channels.
-  RopePairing pairing = RopePairing::half_split;       ///< Which channels turn together.
-  std::int32_t first_channel = 0;                      ///< First rotated channel of a head; those before pass through.
-  std::int32_t rotary_channels = 0;                    ///< Even number of rotated channels; those behind pass through.
-  double base = 10000.0;                               ///< Theta, > 1: pair i of r/2 turns by base^(-2i/r) a position.
-  RopeScaling scaling = RopeScaling::none;             ///< Which of the fields below count.
-  double factor = 1.0;                                 ///< Context extension, read by all but `none` and `longrope`.
-  std::int32_t original_context = 0;                   ///< Tokens of the pre-training context; linear and explicit do not read it.
-  double low_freq_factor = 1.0;                        ///< llama3: turns over the original context up to which all is divided.
-  double high_freq_factor = 4.0;                       ///< llama3: turns over the original context from which nothing is.
-  double beta_fast = 32.0;                             ///< yarn: turns over the original context from which nothing is divided.
-  double beta_slow = 1.0;                              ///< yarn: turns over the original context up to which all is divided.
-  bool yarn_truncate = true;                           ///< yarn: round the ramp's ends to whole pairs (false: gpt-oss).
-  double attention_factor = 1.0;                       ///< Magnitude that the engine's keys carry; recorded, never applied again.
-  std::vector<float> short_factors = {};               ///< longrope up to `original_context`. (rotary / 2)
-  std::vector<float> long_factors = {};                ///< longrope beyond `original_context`. (rotary / 2)
-  std::vector<float> factors = {};                     ///< explicit_factors. (rotary / 2)
+  RopeKind kind = RopeKind::none;                 ///< `none` rotates nothing and wants 0 rotary channels.
+  RopePairing pairing = RopePairing::half_split;  ///< Which channels turn together.
+  std::int32_t first_channel = 0;                 ///< First rotated channel of a head; those before pass through.
+  std::int32_t rotary_channels = 0;               ///< Even number of rotated channels; those behind pass through.
+  double base = 10000.0;                          ///< Theta, > 1: pair i of r/2 turns by base^(-2i/r) a position.
+  RopeScaling scaling = RopeScaling::none;        ///< Which of the fields below count.
+  double factor = 1.0;                            ///< Context extension, read by all but `none` and `longrope`.
+  std::int32_t original_context = 0;      ///< Tokens of the pre-training context; linear and explicit do not read it.
+  double low_freq_factor = 1.0;           ///< llama3: turns over the original context up to which all is divided.
+  double high_freq_factor = 4.0;          ///< llama3: turns over the original context from which nothing is.
+  double beta_fast = 32.0;                ///< yarn: turns over the original context from which nothing is divided.
+  double beta_slow = 1.0;                 ///< yarn: turns over the original context up to which all is divided.
+  bool yarn_truncate = true;              ///< yarn: round the ramp's ends to whole pairs (false: gpt-oss).
+  double attention_factor = 1.0;          ///< Magnitude that the engine's keys carry; recorded, never applied again.
+  std::vector<float> short_factors = {};  ///< longrope up to `original_context`. (rotary / 2)
+  std::vector<float> long_factors = {};   ///< longrope beyond `original_context`. (rotary / 2)
+  std::vector<float> factors = {};        ///< explicit_factors. (rotary / 2)
 
   friend bool operator==(const RopeSpec&, const RopeSpec&) = default;
 };
@@ -74,7 +75,8 @@ namespace detail {
                  " channel pairs; give one for each pair");
   for (std::size_t i = 0; i < factors.size(); ++i)
     if (!finite_positive(static_cast<double>(factors[i])))
-      return error(ErrorCode::invalid_argument, "rope: ", name, "[", i, "] is ", factors[i], "; divisors are finite and above 0");
+      return error(ErrorCode::invalid_argument, "rope: ", name, "[", i, "] is ", factors[i],
+                   "; divisors are finite and above 0");
   return {};
 }
 
@@ -82,12 +84,14 @@ namespace detail {
   const std::int32_t pairs = rope.rotary_channels / 2;
   const RopeScaling s = rope.scaling;
   if (!finite_positive(rope.attention_factor))
-    return error(ErrorCode::invalid_argument, "rope: attention_factor is ", rope.attention_factor, "; it is finite and above 0");
+    return error(ErrorCode::invalid_argument, "rope: attention_factor is ", rope.attention_factor,
+                 "; it is finite and above 0");
   if (s == RopeScaling::none) return {};
   if (s != RopeScaling::longrope && !finite_positive(rope.factor))
     return error(ErrorCode::invalid_argument, "rope: factor is ", rope.factor, "; it is finite and above 0");
   if ((s == RopeScaling::llama3 || s == RopeScaling::yarn || s == RopeScaling::dynamic_ntk) && rope.factor < 1.0)
-    return error(ErrorCode::invalid_argument, "rope: factor is ", rope.factor, "; this scaling extends, so it is at least 1");
+    return error(ErrorCode::invalid_argument, "rope: factor is ", rope.factor,
+                 "; this scaling extends, so it is at least 1");
   if (s != RopeScaling::linear && s != RopeScaling::explicit_factors && rope.original_context <= 0)
     return error(ErrorCode::invalid_argument, "rope: original_context is ", rope.original_context,
                  "; this scaling needs the pre-training context in tokens");
@@ -100,8 +104,8 @@ namespace detail {
       return {};
     case RopeScaling::yarn:
       if (!finite_positive(rope.beta_slow) || !finite_positive(rope.beta_fast) || rope.beta_slow >= rope.beta_fast)
-        return error(ErrorCode::invalid_argument, "rope: yarn needs 0 < beta_slow < beta_fast, got ", rope.beta_slow, " and ",
-                     rope.beta_fast);
+        return error(ErrorCode::invalid_argument, "rope: yarn needs 0 < beta_slow < beta_fast, got ", rope.beta_slow,
+                     " and ", rope.beta_fast);
       return {};
     case RopeScaling::longrope:
       KVMELD_TRY(check_factors(rope.short_factors, pairs, "short_factors"));
@@ -111,9 +115,11 @@ namespace detail {
         return error(ErrorCode::invalid_argument, "rope: dynamic_ntk needs more than 2 rotary channels, got ",
                      rope.rotary_channels);
       return {};
-    case RopeScaling::explicit_factors: return check_factors(rope.factors, pairs, "factors");
+    case RopeScaling::explicit_factors:
+      return check_factors(rope.factors, pairs, "factors");
     case RopeScaling::none:
-    case RopeScaling::linear: return {};
+    case RopeScaling::linear:
+      return {};
   }
   return error(ErrorCode::unknown_field, "rope: scaling ", static_cast<int>(s), " is none that this build knows");
 }
@@ -134,7 +140,8 @@ namespace detail {
   using detail::error;
   if (channels <= 0) return error(ErrorCode::invalid_argument, "rope: a head of ", channels, " channels");
   if (rope.kind == RopeKind::multi_axis)
-    return error(ErrorCode::rope_unsupported, "rope: keys with several position axes (M-RoPE) cannot be shifted by one number; ",
+    return error(ErrorCode::rope_unsupported,
+                 "rope: keys with several position axes (M-RoPE) cannot be shifted by one number; ",
                  "keep such fragments at their positions or seal their keys before rotation");
   if (rope.kind == RopeKind::none) {
     if (rope.rotary_channels != 0)
@@ -143,31 +150,37 @@ namespace detail {
     return {};
   }
   if (rope.kind != RopeKind::rotary)
-    return error(ErrorCode::unknown_field, "rope: kind ", static_cast<int>(rope.kind), " is none that this build knows");
+    return error(ErrorCode::unknown_field, "rope: kind ", static_cast<int>(rope.kind),
+                 " is none that this build knows");
   if (rope.pairing != RopePairing::interleaved && rope.pairing != RopePairing::half_split)
-    return error(ErrorCode::unknown_field, "rope: pairing ", static_cast<int>(rope.pairing), " is none that this build knows");
+    return error(ErrorCode::unknown_field, "rope: pairing ", static_cast<int>(rope.pairing),
+                 " is none that this build knows");
   if (rope.rotary_channels <= 0 || rope.rotary_channels % 2 != 0)
-    return error(ErrorCode::invalid_argument, "rope: rotary_channels is ", rope.rotary_channels, "; it is even and above 0");
+    return error(ErrorCode::invalid_argument, "rope: rotary_channels is ", rope.rotary_channels,
+                 "; it is even and above 0");
   if (rope.first_channel < 0 || rope.rotary_channels > channels || rope.first_channel > channels - rope.rotary_channels)
     return error(ErrorCode::invalid_argument, "rope: channels ", rope.first_channel, " to ",
-                 static_cast<std::int64_t>(rope.first_channel) + rope.rotary_channels, " do not fit a head of ", channels);
+                 static_cast<std::int64_t>(rope.first_channel) + rope.rotary_channels, " do not fit a head of ",
+                 channels);
   if (!detail::finite_positive(rope.base) || rope.base <= 1.0)
     return error(ErrorCode::invalid_argument, "rope: base is ", rope.base, "; it is finite and above 1");
   return detail::check_scaling(rope);
 }
 
-/// Whether keys that were made in a context of `source_length` tokens can be turned to positions in one of `target_length`.
+/// Whether keys that were made in a context of `source_length` tokens can be turned to positions in one of
+/// `target_length`.
 ///
-/// A shift by n turns pair i by n * f_i, which is exact only while f stays the same. Engines that fix the frequencies when the
-/// context is created (llama.cpp picks LongRoPE's list from its context size) pass that size as both lengths. A dynamic-NTK cache
-/// that grew past `original_context` token by token holds several sets of frequencies: equal lengths speak only for keys of one
-/// prefill.
-/// Errors: `rope_length_dependent` (dynamic NTK: the lengths differ and either is beyond `original_context`; LongRoPE: they lie
-/// on different sides of it), `rope_unsupported` (several axes), `invalid_argument` (a negative length).
+/// A shift by n turns pair i by n * f_i, which is exact only while f stays the same. Engines that fix the frequencies
+/// when the context is created (llama.cpp picks LongRoPE's list from its context size) pass that size as both lengths.
+/// A dynamic-NTK cache that grew past `original_context` token by token holds several sets of frequencies: equal
+/// lengths speak only for keys of one prefill. Errors: `rope_length_dependent` (dynamic NTK: the lengths differ and
+/// either is beyond `original_context`; LongRoPE: they lie on different sides of it), `rope_unsupported` (several
+/// axes), `invalid_argument` (a negative length).
 [[nodiscard]] inline Status check_shift(const RopeSpec& rope, std::int64_t source_length, std::int64_t target_length) {
   using detail::error;
   if (rope.kind == RopeKind::multi_axis)
-    return error(ErrorCode::rope_unsupported, "rope: keys with several position axes (M-RoPE) cannot be shifted by one number");
+    return error(ErrorCode::rope_unsupported,
+                 "rope: keys with several position axes (M-RoPE) cannot be shifted by one number");
   if (source_length < 0 || target_length < 0)
     return error(ErrorCode::invalid_argument, "rope: context lengths ", source_length, " and ", target_length,
                  "; neither may be negative");
@@ -179,8 +192,8 @@ namespace detail {
                         ? source_beyond == target_beyond
                         : (!source_beyond && !target_beyond) || source_length == target_length;
   if (same) return {};
-  return error(ErrorCode::rope_length_dependent, "rope: frequencies change between contexts of ", source_length, " and ",
-               target_length, " tokens (original context ", original,
+  return error(ErrorCode::rope_length_dependent, "rope: frequencies change between contexts of ", source_length,
+               " and ", target_length, " tokens (original context ", original,
                "), so stored keys cannot be shifted; recompute them, or seal them before rotation");
 }
 

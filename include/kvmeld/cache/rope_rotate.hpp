@@ -8,7 +8,8 @@
 #include <kvmeld/cache/rope.hpp>
 #include <kvmeld/config.hpp>
 
-// clang -O3 unrolls short loops before it vectorises them, and then finds no vectors in strided pairs: five times slower.
+// clang -O3 unrolls short loops before it vectorises them, and then finds no vectors in strided pairs: five times
+// slower.
 #if defined(__clang__)
 #define KVMELD_KEEP_LOOP _Pragma("clang loop unroll(disable)")
 #else
@@ -35,8 +36,8 @@ struct RopePair {
 };
 
 /// The pair of one channel, for code that owns one channel at a time.
-[[nodiscard]] KVMELD_HD inline RopePair rope_pair(RopePairing pairing, std::int32_t first_channel, std::int32_t rotary_channels,
-                                                  std::int32_t channel) noexcept {
+[[nodiscard]] KVMELD_HD inline RopePair rope_pair(RopePairing pairing, std::int32_t first_channel,
+                                                  std::int32_t rotary_channels, std::int32_t channel) noexcept {
   const std::int32_t c = channel - first_channel;
   if (c < 0 || c >= rotary_channels) return {};
   if (pairing == RopePairing::interleaved) return {first_channel + (c ^ 1), c >> 1};
@@ -45,16 +46,17 @@ struct RopePair {
 }
 
 /// The partner of one channel, or -1 where the channel passes through.
-[[nodiscard]] KVMELD_HD inline std::int32_t pair_of(RopePairing pairing, std::int32_t first_channel, std::int32_t rotary_channels,
-                                                    std::int32_t channel) noexcept {
+[[nodiscard]] KVMELD_HD inline std::int32_t pair_of(RopePairing pairing, std::int32_t first_channel,
+                                                    std::int32_t rotary_channels, std::int32_t channel) noexcept {
   return rope_pair(pairing, first_channel, rotary_channels, channel).partner;
 }
 
 /// One channel of a turned row, read from the row before: the lane form.
 ///
 /// Lanes write elsewhere, or all read before any writes, since a channel needs its partner's old value.
-[[nodiscard]] KVMELD_HD inline float rotated_channel(RopePairing pairing, std::int32_t first_channel, std::int32_t rotary_channels,
-                                                     const float* table_row, const float* row, std::int32_t channel) noexcept {
+[[nodiscard]] KVMELD_HD inline float rotated_channel(RopePairing pairing, std::int32_t first_channel,
+                                                     std::int32_t rotary_channels, const float* table_row,
+                                                     const float* row, std::int32_t channel) noexcept {
   const RopePair pair = rope_pair(pairing, first_channel, rotary_channels, channel);
   if (pair.partner < 0) return row[channel];
   const bool is_first = channel < pair.partner;
@@ -66,8 +68,8 @@ struct RopePair {
 
 namespace detail {
 
-/// `Pairs` pairs at once. Local arrays, because the loads of one block then cannot alias its stores and compilers keep the block in
-/// registers; a constant trip count, because g++ -O2 vectorises no other loop.
+/// `Pairs` pairs at once. Local arrays, because the loads of one block then cannot alias its stores and compilers keep
+/// the block in registers; a constant trip count, because g++ -O2 vectorises no other loop.
 template <std::size_t Pairs>
 KVMELD_ALWAYS_INLINE void rotate_block(const float* cos, const float* sin, float* first, float* second) noexcept {
   float a[Pairs], b[Pairs];
@@ -96,8 +98,9 @@ KVMELD_ALWAYS_INLINE void rotate_block_interleaved(const float* cos, const float
 
 /// Turns one key in place: the host's row form. (channel)
 ///
-/// `row` is a whole head in f32, `table_row` a row of `RopeTable`. Inlined, so that it is compiled for the instruction set of the
-/// function that calls it. A shift of 0 is the caller's to skip: it copies bytes. The arguments are a validated spec's.
+/// `row` is a whole head in f32, `table_row` a row of `RopeTable`. Inlined, so that it is compiled for the instruction
+/// set of the function that calls it. A shift of 0 is the caller's to skip: it copies bytes. The arguments are a
+/// validated spec's.
 KVMELD_ALWAYS_INLINE void rotate_row(RopePairing pairing, std::int32_t first_channel, std::int32_t rotary_channels,
                                      const float* table_row, float* row) noexcept {
   const std::int32_t half = rotary_channels / 2;
