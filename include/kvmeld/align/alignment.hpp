@@ -17,7 +17,7 @@ struct Source {
   const Fragment* fragment = nullptr;
   const Payload* payload = nullptr;   ///< payload 0
   const Metadata* metadata = nullptr;
-  TokenSet selected;                  ///< the tokens that the select policy kept
+  TokenSet selected{};                ///< the tokens that the select policy kept
 
   [[nodiscard]] std::int64_t selected_count() const noexcept {
     return selected.all ? fragment->token_count() : static_cast<std::int64_t>(selected.present.size());
@@ -34,7 +34,7 @@ struct Source {
 
 /// Some layers of a model; every layer unless told otherwise.
 struct LayerMask {
-  std::vector<std::uint8_t> layers;  ///< nonzero where the layer is chosen; empty: all are
+  std::vector<std::uint8_t> layers{};///< nonzero where the layer is chosen; empty: all are
 
   [[nodiscard]] bool all() const noexcept { return layers.empty(); }
   [[nodiscard]] bool contains(std::size_t layer) const noexcept {

@@ -35,7 +35,7 @@ struct SeamAll {
 struct SeamShare {
   static constexpr bool reproducible = true;
   float share = 0.25F;                   ///< part of each later span's tokens
-  std::vector<TokenId> boundary_tokens;  ///< ids that end a sentence or line, ascending
+  std::vector<TokenId> boundary_tokens{};///< ids that end a sentence or line, ascending
   std::int64_t past_boundary = 0;        ///< tokens recomputed beyond the cut: > 0 cuts inside the next sentence
 
   [[nodiscard]] Status mark(std::span<const Source> ordered, const Alignment& alignment, std::span<std::uint8_t> recompute) const {

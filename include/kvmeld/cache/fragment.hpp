@@ -18,7 +18,7 @@ enum class Role : std::uint8_t { prefix, span };
 
 /// What stood before a fragment when it was encoded.
 struct Context {
-  FragmentId prefix;       ///< the prefix fragment; empty: none
+  FragmentId prefix{};     ///< the prefix fragment; empty: none
   Digest128 lead_in{};     ///< digest of the lead-in tokens that were dropped; zero: none
 
   bool operator==(const Context&) const = default;
@@ -36,7 +36,7 @@ struct Context {
 /// Which of a fragment's tokens one layer holds, as ascending indices. Sliding-window layers hold fewer than full ones.
 struct TokenSet {
   bool all = true;
-  std::vector<std::int32_t> present;  ///< read only where `all` is false
+  std::vector<std::int32_t> present{};///< read only where `all` is false
 
   bool operator==(const TokenSet&) const = default;
 };

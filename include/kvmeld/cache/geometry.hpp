@@ -38,8 +38,8 @@ struct PlaneShape {
 
 /// One attention layer: its planes in canonical order (ascending `Plane`), its position scheme, its window.
 struct LayerShape {
-  std::vector<PlaneShape> planes;
-  RopeSpec rope;
+  std::vector<PlaneShape> planes{};
+  RopeSpec rope{};
   KeyForm key_form = KeyForm::post_rope;
   std::int32_t window = 0;                  ///< tokens that a query sees back; 0: all of them
 
@@ -48,12 +48,12 @@ struct LayerShape {
 
 /// Everything that must agree before two caches may meet in one context.
 struct Geometry {
-  std::string model;                        ///< fingerprint of weights and quantisation, e.g. a file digest
-  std::string tokenizer;                    ///< fingerprint of vocabulary and merges
-  std::string tenant;                       ///< caches of different tenants never meet
+  std::string model{};                      ///< fingerprint of weights and quantisation, e.g. a file digest
+  std::string tokenizer{};                  ///< fingerprint of vocabulary and merges
+  std::string tenant{};                     ///< caches of different tenants never meet
   TokenId bos = -1;                         ///< beginning-of-sequence id; -1: the model has none
   std::int64_t trained_context = 0;         ///< positions the model was trained on; 0: unknown
-  std::vector<LayerShape> layers;
+  std::vector<LayerShape> layers{};
 
   bool operator==(const Geometry&) const = default;
 };

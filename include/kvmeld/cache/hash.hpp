@@ -81,6 +81,9 @@ class Xxh3_128 {
 template <class Hash>
 class BasicHasher {
  public:
+  BasicHasher() = default;
+  explicit BasicHasher(Hash hash) : hash_(hash) {}
+
   template <class T>
     requires(std::is_arithmetic_v<T> || std::is_enum_v<T>)
   void value(T v) {

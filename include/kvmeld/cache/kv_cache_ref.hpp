@@ -42,6 +42,13 @@ class BasicKvCacheRef {
   [[nodiscard]] const plane_type& plane(std::size_t layer, std::size_t index) const noexcept {
     return planes_[first_plane_[layer] + index];
   }
+  /// The same memory, its first `count` tokens.
+  [[nodiscard]] BasicKvCacheRef first(std::int64_t count) const {
+    BasicKvCacheRef out = *this;
+    out.tokens_ = count;
+    for (plane_type& plane : out.planes_) plane.tokens = count;
+    return out;
+  }
   [[nodiscard]] bool valid() const noexcept { return geometry_ != nullptr; }
 
  private:

@@ -18,10 +18,10 @@ KVMELD_NAMESPACE_BEGIN
 /// What `seal` needs to know beside the bytes.
 struct SealOptions {
   Role role = Role::span;
-  std::span<const TokenId> tokens;          ///< one for each token of the view; empty: a latent fragment
-  std::span<const std::int64_t> positions;  ///< one for each token of the view, strictly ascending; empty: 0, 1, 2, …
+  std::span<const TokenId> tokens{};        ///< one for each token of the view; empty: a latent fragment
+  std::span<const std::int64_t> positions{};///< one for each token of the view, strictly ascending; empty: 0, 1, 2, …
   std::int64_t drop_first = 0;              ///< leading tokens (prefix, lead-in) that are context, not content
-  Context context;                          ///< what the dropped tokens were
+  Context context{};                        ///< what the dropped tokens were
 };
 
 namespace detail {

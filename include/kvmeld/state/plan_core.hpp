@@ -1,0 +1,219 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/align/alignment.hpp>
+#include <kvmeld/cache/rope_table.hpp>
+#include <kvmeld/cache/seal.hpp>
+#include <kvmeld/state/fragment_set.hpp>
+#include <kvmeld/state/render_work.hpp>
+#include <kvmeld/state/target.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+namespace detail {
+
+/// One fragment encoding that a plan reads; keeps the bytes alive.
+struct PlanSource {
+  Fragment fragment;
+  std::size_t payload_index = 0;
+  float weight = 1.0F;
+
+  [[nodiscard]] const Payload& payload() const noexcept { return fragment.payloads()[payload_index]; }
+};
+
+/// Owner of the arrays behind a `RowGroup`.
+struct GroupArrays {
+  std::vector<std::uint32_t> row_begin{0};
+  std::vector<RowInput> inputs;
+  std::vector<std::uint32_t> out_shift;
+  std::vector<std::uint32_t> run;
+};
+
+/// The part of a plan that does not depend on the merger's type.
+struct PlanCore {
+  std::shared_ptr<const Geometry> geometry;
+  std::vector<PlanSource> sources;
+  std::vector<std::int64_t> positions;       // (outputs)
+  std::vector<TokenId> tokens;               // (outputs)
+  std::vector<Hole> holes;
+  std::vector<std::int64_t> shifts{0};       // distinct turns; index 0 turns nothing
+  std::vector<GroupArrays> groups;
+  std::vector<std::uint32_t> layer_group;    // (layers)
+  std::vector<RopeTable> ropes;
+  std::vector<std::int32_t> layer_rope;      // (layers) −1: keys are not turned
+  std::int64_t bytes = 0;
+  Digest128 render_id;
+
+  [[nodiscard]] std::int64_t outputs() const noexcept { return static_cast<std::int64_t>(positions.size()); }
+  [[nodiscard]] std::size_t planes() const noexcept {
+    std::size_t count = 0;
+    for (const LayerShape& layer : geometry->layers) count += layer.planes.size();
+    return count;
+  }
+};
+
+/// Numbers distinct turns. Positions repeat over layers, so this is called once a contribution and group, not a row.
+class ShiftIndex {
+ public:
+  explicit ShiftIndex(std::vector<std::int64_t>& shifts) : shifts_(shifts) {}
+
+  [[nodiscard]] std::uint32_t operator()(std::int64_t shift) {
+    if (shift == 0) return 0;
+    if (shift == last_shift_) return last_;
+    const auto at = std::lower_bound(sorted_.begin(), sorted_.end(), std::pair<std::int64_t, std::uint32_t>{shift, 0});
+    if (at != sorted_.end() && at->first == shift) {
+      last_ = at->second;
+    } else {
+      last_ = static_cast<std::uint32_t>(shifts_.size());
+      sorted_.insert(at, {shift, last_});
+      shifts_.push_back(shift);
+    }
+    last_shift_ = shift;
+    return last_;
+  }
+
+ private:
+  std::vector<std::int64_t>& shifts_;
+  std::vector<std::pair<std::int64_t, std::uint32_t>> sorted_;
+  std::int64_t last_shift_ = 0;
+  std::uint32_t last_ = 0;
+};
+
+/// Row of a token among those that a layer holds, or −1.
+[[nodiscard]] inline std::int64_t payload_row(const Payload& payload, std::size_t layer, std::uint32_t token) {
+  const TokenSet& set = payload.token_sets[payload.layer_set[layer]];
+  if (set.all) return token;
+  const auto at = std::lower_bound(set.present.begin(), set.present.end(), static_cast<std::int32_t>(token));
+  return at != set.present.end() && *at == static_cast<std::int32_t>(token) ? at - set.present.begin() : -1;
+}
+
+/// Compiles the rows of one layer (and of all that hold the same tokens): token indices become payload rows, positions become turns.
+///
+/// The frame: one contribution is turned straight to its output position; equally turned contributions of a
+/// rotation-equivariant fuser are fused as they lie and turned once; anything else is fused un-rotated.
+inline void compile_rows(const PlanCore& core, const AlignmentGroup& alignment, std::size_t layer, bool equivariant,
+                         std::span<const std::uint8_t> recompute, ShiftIndex& shift_of, GroupArrays& out) {
+  const bool pre_rope = core.geometry->layers[layer].key_form == KeyForm::pre_rope;
+  for (std::size_t o = 0; o < core.positions.size(); ++o) {
+    const std::size_t first = out.inputs.size();
+    std::uint32_t out_shift = 0;
+    if (recompute[o] == 0) {
+      bool equal = true;
+      std::int64_t common = 0;
+      for (const Contribution& c : alignment.row(o)) {
+        const Payload& payload = core.sources[c.source].payload();
+        const std::int64_t row = payload_row(payload, layer, c.token);
+        if (row < 0) continue;
+        const std::int64_t shift = pre_rope ? 0 : core.positions[o] - payload.positions[c.token];
+        equal = equal && (out.inputs.size() == first || shift == common);
+        common = shift;
+        out.inputs.push_back({c.source, static_cast<std::uint32_t>(row), rounded_product(c.weight, core.sources[c.source].weight), shift_of(shift)});
+      }
+      const std::size_t count = out.inputs.size() - first;
+      if (count > 1 && !pre_rope) {
+        if (equal && equivariant) {
+          out_shift = shift_of(common);
+          for (std::size_t i = first; i < out.inputs.size(); ++i) out.inputs[i].shift = 0;
+        } else {
+          out_shift = shift_of(core.positions[o]);
+          std::size_t i = first;
+          for (const Contribution& c : alignment.row(o)) {
+            const Payload& payload = core.sources[c.source].payload();
+            if (payload_row(payload, layer, c.token) >= 0) out.inputs[i++].shift = shift_of(-payload.positions[c.token]);
+          }
+        }
+      }
+    }
+    out.out_shift.push_back(out_shift);
+    out.row_begin.push_back(static_cast<std::uint32_t>(out.inputs.size()));
+  }
+  const std::size_t n = core.positions.size();
+  out.run.assign(n, 1);
+  const auto single = [&](std::size_t o) { return out.row_begin[o + 1] - out.row_begin[o] == 1; };
+  for (std::size_t o = n; o-- > 1;) {
+    if (!single(o) || !single(o - 1)) continue;
+    const RowInput& a = out.inputs[out.row_begin[o - 1]];
+    const RowInput& b = out.inputs[out.row_begin[o]];
+    if (a.source == b.source && a.row + 1 == b.row && a.shift == b.shift) out.run[o - 1] = out.run[o] + 1;
+  }
+}
+
+/// Compiles every layer group, finds the holes, builds the rope tables.
+inline Status compile(PlanCore& core, const Alignment& alignment, bool equivariant, std::span<const std::uint8_t> recompute,
+                      std::int64_t context_length) {
+  const Geometry& geometry = *core.geometry;
+  ShiftIndex shift_of(core.shifts);
+  struct Key {
+    std::size_t alignment_group;
+    bool pre_rope;
+    std::vector<const TokenSet*> sets;
+  };
+  std::vector<Key> keys;
+  std::vector<std::uint8_t> is_hole(core.positions.size(), 0);
+  for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+    std::size_t g = 0;
+    while (g < alignment.groups.size() && !alignment.groups[g].layers.contains(l)) ++g;
+    if (g == alignment.groups.size()) return error(ErrorCode::invalid_argument, "no group of the alignment covers layer ", l);
+    Key key{g, geometry.layers[l].key_form == KeyForm::pre_rope, {}};
+    for (const PlanSource& source : core.sources) {
+      key.sets.push_back(&source.payload().token_sets[source.payload().layer_set[l]]);
+    }
+    std::size_t k = 0;
+    while (k < keys.size() &&
+           !(keys[k].alignment_group == g && keys[k].pre_rope == key.pre_rope &&
+             std::equal(keys[k].sets.begin(), keys[k].sets.end(), key.sets.begin(), [](auto* a, auto* b) { return *a == *b; }))) {
+      ++k;
+    }
+    if (k == keys.size()) {
+      keys.push_back(std::move(key));
+      compile_rows(core, alignment.groups[g], l, equivariant, recompute, shift_of, core.groups.emplace_back());
+    }
+    core.layer_group.push_back(static_cast<std::uint32_t>(k));
+    const GroupArrays& rows = core.groups[k];
+    // A window of w needs no row for tokens that no later query sees.
+    const std::int64_t window = geometry.layers[l].window;
+    const std::size_t needed_from = window == 0 || core.outputs() <= window ? 0 : static_cast<std::size_t>(core.outputs() - window);
+    for (std::size_t o = needed_from; o < is_hole.size() && !geometry.layers[l].planes.empty(); ++o) {
+      if (rows.row_begin[o] == rows.row_begin[o + 1]) is_hole[o] = 1;
+    }
+    std::int64_t token_bytes = 0;
+    for (const PlaneShape& shape : geometry.layers[l].planes) token_bytes += row_bytes(shape) * shape.heads;
+    for (std::size_t o = 0; o < is_hole.size(); ++o) core.bytes += rows.row_begin[o] == rows.row_begin[o + 1] ? 0 : token_bytes;
+  }
+  for (std::size_t o = 0; o < is_hole.size(); ++o) {
+    if (is_hole[o] != 0) core.holes.push_back({static_cast<std::int64_t>(o), core.positions[o], core.tokens[o]});
+  }
+  for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+    const LayerShape& layer = geometry.layers[l];
+    std::int32_t table = -1;
+    const bool turned = core.shifts.size() > 1 && layer.rope.kind != RopeKind::none && layer.key_form == KeyForm::post_rope &&
+                        std::any_of(layer.planes.begin(), layer.planes.end(), [](const PlaneShape& p) { return p.rotary; });
+    if (turned) {
+      for (const PlaneShape& shape : layer.planes) {
+        if (shape.rotary && shape.hadamard != 0) {
+          return error(ErrorCode::unsupported, "layer ", l, ": keys in a Hadamard basis of ", shape.hadamard,
+                       " cannot be turned; use unquantised keys, or positions that do not move");
+        }
+      }
+      for (std::size_t m = 0; m < l && table < 0; ++m) {
+        if (core.layer_rope[m] >= 0 && geometry.layers[m].rope == layer.rope) table = core.layer_rope[m];
+      }
+      if (table < 0) {
+        auto built = RopeTable::build(layer.rope, core.shifts, context_length);
+        if (!built) return built.error();
+        table = static_cast<std::int32_t>(core.ropes.size());
+        core.ropes.push_back(*std::move(built));
+      }
+    }
+    core.layer_rope.push_back(table);
+  }
+  return {};
+}
+
+}  // namespace detail
+KVMELD_NAMESPACE_END

@@ -1,0 +1,127 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include <kvmeld/cache/check_view.hpp>
+#include <kvmeld/cache/content_digest.hpp>
+#include <kvmeld/exec/exec.hpp>
+#include <kvmeld/state/plan.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// What `run` does beside rendering.
+struct RunOptions {
+  bool content_digest = false;  ///< hash what came out, O(bytes) more
+};
+
+namespace detail {
+
+/// Whether rows of consecutive tokens follow each other in memory in canonical order.
+[[nodiscard]] inline bool packed(const MutablePlaneRef& plane) noexcept {
+  return contiguous_heads(plane) && plane.slots.kind == SlotKind::identity && plane.slots.block_size == 0 &&
+         plane.token_stride == static_cast<std::int64_t>(plane.shape.heads) * plane.shape.channels;
+}
+
+inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out) {
+  if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
+  KVMELD_TRY(check_same(*core.geometry, out.geometry()));
+  if (out.tokens() < core.outputs()) {
+    return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(), " tokens, the output holds ", out.tokens());
+  }
+  for (const MutablePlaneRef& plane : out.planes()) {
+    const Footprint span = footprint(plane);
+    const auto first = reinterpret_cast<std::uintptr_t>(plane.data) + static_cast<std::uintptr_t>(span.first_byte);
+    const auto last = reinterpret_cast<std::uintptr_t>(plane.data) + static_cast<std::uintptr_t>(span.last_byte);
+    for (const PlanSource& source : core.sources) {
+      const Payload& payload = source.payload();
+      const auto begin = reinterpret_cast<std::uintptr_t>(payload.bytes.get());
+      if (span.first_byte < span.last_byte && first < begin + payload.byte_count && begin < last) {
+        return error(ErrorCode::aliasing, "the output overlaps the payload of fragment ", source.fragment.id().hex());
+      }
+    }
+  }
+  return {};
+}
+
+/// Lays out the tasks of a run in a workspace. `place` maps a host array to where the executor reads it.
+template <class Place>
+void fill_tasks(const PlanCore& core, const MutableKvCacheRef& out, PlaneTask* tasks, const std::byte** bases, const Place& place) {
+  std::size_t index = 0;
+  const auto at = [&](const auto& array) { return place(array.data()); };
+  for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
+    const LayerShape& layer = core.geometry->layers[l];
+    const GroupArrays& group = core.groups[core.layer_group[l]];
+    for (std::size_t p = 0; p < layer.planes.size(); ++p, ++index) {
+      PlaneTask task;
+      task.out = out.plane(l, p);
+      task.group = {at(group.row_begin), at(group.inputs), at(group.out_shift), at(group.run)};
+      const std::byte** base = bases + index * core.sources.size();
+      for (std::size_t s = 0; s < core.sources.size(); ++s) {
+        const Payload& payload = core.sources[s].payload();
+        base[s] = place(static_cast<const std::byte*>(payload.bytes.get())) + payload.plane_offsets[index];
+      }
+      task.sources = place(static_cast<const std::byte* const*>(base));
+      if (layer.planes[p].rotary && core.layer_rope[l] >= 0) {
+        const RopeTable& table = core.ropes[static_cast<std::size_t>(core.layer_rope[l])];
+        task.rope = place(table.data());
+        task.rope_stride = static_cast<std::int64_t>(table.row_stride());
+        task.pairing = layer.rope.pairing;
+        task.first_channel = layer.rope.first_channel;
+        task.rotary_channels = layer.rope.rotary_channels;
+      }
+      task.packed = packed(task.out);
+      std::construct_at(tasks + index, task);
+    }
+  }
+}
+
+}  // namespace detail
+
+/// Renders a plan into the caller's cache, in the caller's workspace: output row i is output token i, holes are left as they are.
+///
+/// Bytes are the same for every executor. Output is untouched or completely written. O(bytes), no allocation.
+/// Errors: `geometry_mismatch`, `output_too_small`, `workspace_too_small`, `aliasing`, `float_environment`.
+template <ExecutionPolicy E, class M>
+  requires(!E::on_device)
+[[nodiscard]] Result<RenderReport> run(const E& exec, const Plan<M>& plan, std::span<std::byte> workspace, const MutableKvCacheRef& out,
+                                       const RunOptions& options = {}) {
+  const detail::PlanCore& core = plan.core();
+  KVMELD_TRY(check_float_environment());
+  KVMELD_TRY(detail::check_output(core, out));
+  void* memory = workspace.data();
+  std::size_t space = workspace.size();
+  const std::size_t planes = core.planes();
+  const std::size_t needed = plan.workspace_bytes() - 64;
+  if (needed > 0 && std::align(alignof(detail::PlaneTask), needed, memory, space) == nullptr) {
+    return detail::error(ErrorCode::workspace_too_small, "workspace of ", workspace.size(), " bytes, the plan needs ", plan.workspace_bytes());
+  }
+  auto* tasks = static_cast<detail::PlaneTask*>(memory);
+  auto** bases = reinterpret_cast<const std::byte**>(tasks + planes);
+  detail::fill_tasks(core, out, tasks, bases, [](const auto* host) { return host; });
+  using Fuse = typename decltype(plan.merger().fuse)::policy_type;
+  const detail::RenderWork<Fuse> work{plan.merger().fuse.policy(), tasks, static_cast<std::int64_t>(planes), core.outputs()};
+  if (core.outputs() > 0) KVMELD_TRY(exec.bulk(static_cast<std::int64_t>(planes) * core.outputs(), work));
+  RenderReport report{core.outputs(), static_cast<std::int64_t>(core.holes.size()), core.bytes, core.render_id, std::nullopt};
+  if (options.content_digest) report.content_digest = content_digest(KvCacheRef(out).first(core.outputs()));
+  return report;
+}
+
+/// Plans and runs in one call, in a workspace of its own.
+///
+/// `target` tells positions and masks; its geometry is the output's. Errors: those of `plan` and `run`.
+template <ExecutionPolicy E, class M>
+[[nodiscard]] Result<RenderReport> render(const E& exec, const FragmentSet& set, const M& merger, const MutableKvCacheRef& out,
+                                          Target target = {}, const RunOptions& options = {}) {
+  if (!out.valid()) return detail::error(ErrorCode::invalid_argument, "the output view has no geometry");
+  if (target.geometry.layers.empty()) target.geometry = out.geometry();
+  auto made = plan(set, merger, target);
+  if (!made) return made.error();
+  std::vector<std::byte> workspace(made->workspace_bytes());
+  return run(exec, *made, workspace, out, options);
+}
+
+KVMELD_NAMESPACE_END
