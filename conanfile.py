@@ -49,7 +49,8 @@ class KvmeldConan(ConanFile):
     def package_info(self):
         self.cpp_info.bindirs = []
         self.cpp_info.libdirs = []
-        self.cpp_info.set_property("cmake_file_name", "kvmeld")
-        self.cpp_info.set_property("cmake_target_name", "kvmeld::kvmeld")
+        # The package brings its own kvmeldConfig.cmake, which knows the components.
+        self.cpp_info.set_property("cmake_find_mode", "none")
+        self.cpp_info.builddirs = [os.path.join("share", "cmake", "kvmeld")]
         if self.settings.os == "Linux":
             self.cpp_info.system_libs = ["pthread"]

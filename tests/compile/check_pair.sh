@@ -31,7 +31,7 @@ while IFS= read -r sentence; do
 done <<<"$(field error)"
 lines=$(field error_lines)
 if [ -n "$lines" ]; then
-  found=$(grep -cE '(^|[^a-z])error( |:|$)' <<<"$output")
+  found=$(grep -cE ': (fatal )?error[: ]' <<<"$output")
   [ "$found" = "$lines" ] || { echo "$found error lines, expected $lines"; failed=1; }
 fi
 [ "$failed" = 0 ] || echo "$output"
