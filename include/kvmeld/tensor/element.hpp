@@ -194,9 +194,9 @@ template <>
 template <>
 [[nodiscard]] KVMELD_HD constexpr bf16 from_float<bf16>(float value) noexcept {
   const std::uint32_t bits = detail::float_bits(value);
-  const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const std::uint32_t nan = (bits >> 16) | 0x40u;
-  return bf16{static_cast<std::uint16_t>(detail::select(detail::mask_if((bits & 0x7fffffffu) > 0x7f800000u), nan, rounded))};
+  const std::uint32_t is_nan = detail::mask_if((bits & 0x7fffffffu) > 0x7f800000u);
+  const std::uint32_t half = (0x7fffu + ((bits >> 16) & 1u)) & ~is_nan;
+  return bf16{static_cast<std::uint16_t>(((bits + half) >> 16) | (is_nan & 0x40u))};
 }
 
 /// Saturates: what would round beyond 448, infinity included, becomes ±448, as inference kernels store caches.

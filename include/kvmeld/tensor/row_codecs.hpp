@@ -134,33 +134,38 @@ KVMELD_ALWAYS_INLINE void store_block<ElementType::q8_0>(const float* __restrict
   }
 }
 
-/// All of a row: whole blocks, then the rest through a padded one, so that the same expressions make every byte.
-template <ElementType type>
-KVMELD_ALWAYS_INLINE void load_elements(const std::byte* __restrict in, std::ptrdiff_t n, float* __restrict out) noexcept {
-  constexpr std::ptrdiff_t bytes = byte_size(type, row_block);
-  std::ptrdiff_t i = 0;
-  for (; i + row_block <= n; i += row_block, in += bytes) load_block<type>(in, out + i);
-  if (i < n) {
-    std::byte padded[static_cast<std::size_t>(bytes)] = {};
-    float values[row_block];
-    std::memcpy(padded, in, static_cast<std::size_t>(byte_size(type, n - i)));
-    load_block<type>(padded, values);
-    std::memcpy(out + i, values, sizeof(float) * static_cast<std::size_t>(n - i));
+// All of a row: whole blocks, then the rest through a padded one, so that the same expressions make every byte. Macros,
+// because a function that calls one for a wider instruction set must itself be compiled for it.
+#define KVMELD_LOAD_BLOCKS(BLOCK)                                                      \
+  constexpr std::ptrdiff_t kvmeld_bytes = byte_size(type, row_block);                  \
+  std::ptrdiff_t i = 0;                                                                \
+  for (; i + row_block <= n; i += row_block, in += kvmeld_bytes) BLOCK(in, out + i);   \
+  if (i < n) {                                                                         \
+    std::byte padded[static_cast<std::size_t>(kvmeld_bytes)] = {};                     \
+    float values[row_block];                                                           \
+    std::memcpy(padded, in, static_cast<std::size_t>(byte_size(type, n - i)));         \
+    BLOCK(padded, values);                                                             \
+    std::memcpy(out + i, values, sizeof(float) * static_cast<std::size_t>(n - i));     \
   }
-}
+#define KVMELD_STORE_BLOCKS(BLOCK)                                                     \
+  constexpr std::ptrdiff_t kvmeld_bytes = byte_size(type, row_block);                  \
+  std::ptrdiff_t i = 0;                                                                \
+  for (; i + row_block <= n; i += row_block, out += kvmeld_bytes) BLOCK(in + i, out);  \
+  if (i < n) {                                                                         \
+    float values[row_block] = {};                                                      \
+    std::byte padded[static_cast<std::size_t>(kvmeld_bytes)];                          \
+    std::memcpy(values, in + i, sizeof(float) * static_cast<std::size_t>(n - i));      \
+    BLOCK(values, padded);                                                             \
+    std::memcpy(out, padded, static_cast<std::size_t>(byte_size(type, n - i)));        \
+  }
 
 template <ElementType type>
-KVMELD_ALWAYS_INLINE void store_elements(const float* __restrict in, std::ptrdiff_t n, std::byte* __restrict out) noexcept {
-  constexpr std::ptrdiff_t bytes = byte_size(type, row_block);
-  std::ptrdiff_t i = 0;
-  for (; i + row_block <= n; i += row_block, out += bytes) store_block<type>(in + i, out);
-  if (i < n) {
-    float values[row_block] = {};
-    std::byte padded[static_cast<std::size_t>(bytes)];
-    std::memcpy(values, in + i, sizeof(float) * static_cast<std::size_t>(n - i));
-    store_block<type>(values, padded);
-    std::memcpy(out, padded, static_cast<std::size_t>(byte_size(type, n - i)));
-  }
+KVMELD_ALWAYS_INLINE void load_elements(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+  KVMELD_LOAD_BLOCKS(load_block<type>);
+}
+template <ElementType type>
+KVMELD_ALWAYS_INLINE void store_elements(const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+  KVMELD_STORE_BLOCKS(store_block<type>);
 }
 
 }  // namespace detail

@@ -10,6 +10,7 @@
 #include <kvmeld/tensor/element.hpp>
 #include <kvmeld/tensor/isa.hpp>
 #include <kvmeld/tensor/row_codecs.hpp>
+#include <kvmeld/tensor/rows_x86.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
@@ -30,46 +31,15 @@ struct RowCalls {
 
 #if KVMELD_X86_DISPATCH
 
-// The compilers' builtins rather than <immintrin.h>, which costs every user 0.3 s a file under g++ 12.
-typedef float float8 __attribute__((vector_size(32)));
-typedef short short8 __attribute__((vector_size(16)));
-typedef float float8_unaligned __attribute__((vector_size(32), aligned(1), may_alias));
-typedef short short8_unaligned __attribute__((vector_size(16), aligned(1), may_alias));
-
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void load_f16_f16c(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
-  std::ptrdiff_t i = 0;
-  for (; i + 8 <= n; i += 8, in += 16) {
-    const short8 stored = *reinterpret_cast<const short8_unaligned*>(in);
-    *reinterpret_cast<float8_unaligned*>(out + i) = __builtin_ia32_vcvtph2ps256(stored);
-  }
-  for (; i < n; ++i, in += 2) {
-    f16 stored;
-    std::memcpy(&stored, in, sizeof(stored));
-    out[i] = to_float(stored);
-  }
-}
-
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void store_f16_f16c(const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
-  std::ptrdiff_t i = 0;
-  for (; i + 8 <= n; i += 8, out += 16) {
-    const float8 values = *reinterpret_cast<const float8_unaligned*>(in + i);
-    *reinterpret_cast<short8_unaligned*>(out) = __builtin_ia32_vcvtps2ph256(values, 0);  // 0: to nearest even
-  }
-  for (; i < n; ++i, out += 2) {
-    const f16 stored = from_float<f16>(in[i]);
-    std::memcpy(out, &stored, sizeof(stored));
-  }
-}
-
 template <>
 struct RowCalls<Isa::avx2> {
   template <ElementType type>
   KVMELD_TARGET_AVX2 KVMELD_NOINLINE static void load(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
-    load_elements<type>(in, n, out);
+    KVMELD_LOAD_BLOCKS(Avx2Block<type>::load);
   }
   template <ElementType type>
   KVMELD_TARGET_AVX2 KVMELD_NOINLINE static void store(const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
-    store_elements<type>(in, n, out);
+    KVMELD_STORE_BLOCKS(Avx2Block<type>::store);
   }
 };
 
@@ -77,18 +47,15 @@ template <>
 struct RowCalls<Isa::avx512> {
   template <ElementType type>
   KVMELD_TARGET_AVX512 KVMELD_NOINLINE static void load(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
-    load_elements<type>(in, n, out);
+    KVMELD_LOAD_BLOCKS(Avx512Block<type>::load);
   }
   template <ElementType type>
   KVMELD_TARGET_AVX512 KVMELD_NOINLINE static void store(const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
-    store_elements<type>(in, n, out);
+    KVMELD_STORE_BLOCKS(Avx512Block<type>::store);
   }
 };
 
 #endif  // KVMELD_X86_DISPATCH
-
-template <Isa isa>
-inline constexpr bool has_f16c = KVMELD_X86_DISPATCH != 0 && isa != Isa::baseline;
 
 /// Reads `n` contiguous elements at any address as f32. `in` and `out` must not overlap.
 ///
@@ -97,14 +64,9 @@ inline constexpr bool has_f16c = KVMELD_X86_DISPATCH != 0 && isa != Isa::baselin
 template <Isa isa>
 KVMELD_ALWAYS_INLINE void load_row(ElementType type, const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
   switch (type) {
-    case ElementType::f32: std::memcpy(out, in, sizeof(float) * static_cast<std::size_t>(n)); return;
+    case ElementType::f32: load_elements<ElementType::f32>(in, n, out); return;
     case ElementType::bf16: load_elements<ElementType::bf16>(in, n, out); return;
-    case ElementType::f16:
-#if KVMELD_X86_DISPATCH
-      if constexpr (has_f16c<isa>) return load_f16_f16c(in, n, out);
-#endif
-      RowCalls<isa>::template load<ElementType::f16>(in, n, out);
-      return;
+    case ElementType::f16: RowCalls<isa>::template load<ElementType::f16>(in, n, out); return;
     case ElementType::f64: RowCalls<isa>::template load<ElementType::f64>(in, n, out); return;
     case ElementType::f8_e4m3: RowCalls<isa>::template load<ElementType::f8_e4m3>(in, n, out); return;
     case ElementType::f8_e5m2: RowCalls<isa>::template load<ElementType::f8_e5m2>(in, n, out); return;
@@ -120,14 +82,9 @@ KVMELD_ALWAYS_INLINE void load_row(ElementType type, const std::byte* in, std::p
 template <Isa isa>
 KVMELD_ALWAYS_INLINE void store_row(ElementType type, const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
   switch (type) {
-    case ElementType::f32: std::memcpy(out, in, sizeof(float) * static_cast<std::size_t>(n)); return;
-    case ElementType::bf16: store_elements<ElementType::bf16>(in, n, out); return;
-    case ElementType::f16:
-#if KVMELD_X86_DISPATCH
-      if constexpr (has_f16c<isa>) return store_f16_f16c(in, n, out);
-#endif
-      RowCalls<isa>::template store<ElementType::f16>(in, n, out);
-      return;
+    case ElementType::f32: store_elements<ElementType::f32>(in, n, out); return;
+    case ElementType::bf16: RowCalls<isa>::template store<ElementType::bf16>(in, n, out); return;
+    case ElementType::f16: RowCalls<isa>::template store<ElementType::f16>(in, n, out); return;
     case ElementType::f64: RowCalls<isa>::template store<ElementType::f64>(in, n, out); return;
     case ElementType::f8_e4m3: RowCalls<isa>::template store<ElementType::f8_e4m3>(in, n, out); return;
     case ElementType::f8_e5m2: RowCalls<isa>::template store<ElementType::f8_e5m2>(in, n, out); return;
