@@ -129,6 +129,21 @@ TEST_CASE("a quarter turn maps (a, b) to (-b, a), and four are the identity, exa
   }
 }
 
+TEST_CASE("the documented expression is the one computed, to the bit") {
+  // Another order of the same sum passes every tolerance, and changes the bytes that replicas compare.
+  for (const float angle : {0.1f, 1.0f, 2.5f, -4.0f}) {
+    const float c = std::cos(angle), z = std::sin(angle);
+    for (const float x : {1.1f, -0.3f, 7.7e-3f})
+      for (const float y : {2.3f, -1.7e3f, 0.9f}) {
+        float a = x, b = y;
+        kvmeld::rotate_pair(a, b, c, z);
+        const float product_a = y * z, product_b = y * c;
+        CHECK(a == std::fma(x, c, -product_a));
+        CHECK(b == std::fma(x, z, product_b));
+      }
+  }
+}
+
 TEST_CASE("every head size and placement agrees with plain loops, and other channels pass through") {
   struct Head {
     int channels, first, rotary;

@@ -2,10 +2,9 @@
 
 /// Cosines and sines for the shifts that one render needs, computed once and shared by every key.
 
+#include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include <kvmeld/cache/rope.hpp>
@@ -92,6 +91,7 @@ class RopeTable {
     table.rows_ = shifts.size();
     table.blocks_per_row_ = (2 * table.pairs_ + Block::size - 1) / Block::size;
     table.blocks_.resize(table.rows_ * table.blocks_per_row_);
+    if (table.pairs_ == 0) return table;  // no rope: rows hold nothing and have no address
     const auto fill = detail::rope_row_filler(best_isa());
     for (std::size_t s = 0; s < table.rows_; ++s)
       fill(static_cast<double>(shifts[s]), frequencies->data(), table.pairs_, table.mutable_row(s));
@@ -103,6 +103,7 @@ class RopeTable {
     return blocks_.empty() ? nullptr : blocks_[shift_index * blocks_per_row_].values;
   }
 
+  /// Shifts, channel pairs, floats from one row to the next, and everything that a device needs copied.
   [[nodiscard]] std::size_t rows() const noexcept { return rows_; }
   [[nodiscard]] std::size_t pairs() const noexcept { return pairs_; }
   [[nodiscard]] std::size_t row_stride() const noexcept { return blocks_per_row_ * Block::size; }
@@ -114,7 +115,7 @@ class RopeTable {
     static constexpr std::size_t size = 16;
     float values[size] = {};
   };
-  // One object a row would be cleaner to index; blocks are what std::vector aligns.
+  // std::vector aligns its elements and not its rows, hence whole blocks.
   [[nodiscard]] float* mutable_row(std::size_t s) noexcept { return blocks_.data()[s * blocks_per_row_].values; }
 
   std::size_t rows_ = 0;
