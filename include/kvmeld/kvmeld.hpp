@@ -4,6 +4,11 @@
 ///
 /// One include for hosts: needs no nvcc, no engine, no network library. Engines, CUDA and transports have headers of their own.
 
+#include <kvmeld/config.hpp>
+
+// A user of an older standard has just read the one line that says so; the rest would bury it.
+#if __cplusplus >= 202002L
+
 #include <kvmeld/align/aligner.hpp>
 #include <kvmeld/align/alignment.hpp>
 #include <kvmeld/align/order.hpp>
@@ -20,7 +25,6 @@
 #include <kvmeld/cache/rope.hpp>
 #include <kvmeld/cache/seal.hpp>
 #include <kvmeld/cache/verify_rope.hpp>
-#include <kvmeld/config.hpp>
 #include <kvmeld/exec/exec.hpp>
 #include <kvmeld/fuse/fold.hpp>
 #include <kvmeld/fuse/fuser.hpp>
@@ -32,3 +36,5 @@
 #include <kvmeld/tensor/element.hpp>
 #include <kvmeld/tensor/tensor_view.hpp>
 #include <kvmeld/version.hpp>
+
+#endif  // C++20
