@@ -24,14 +24,14 @@ struct TokenMatch {
     if (mode > MatchMode::common_prefix) return detail::error(ErrorCode::unknown_field, "TokenMatch: mode unknown to this build");
     std::int64_t longest = 0;
     std::int64_t shared = ordered.empty() ? 0 : ordered[0].selected_count();
-    for (const Source& source : ordered) longest = std::max(longest, source.selected_count());
+    for (const Source& source : ordered) longest = (std::max)(longest, source.selected_count());
     if (mode == MatchMode::common_prefix) {
       for (const Source& source : ordered) {
         if (source.fragment->latent()) {
           return detail::error(ErrorCode::tokens_required, "TokenMatch: fragment ", source.fragment->id().hex(), " has ",
                                source.fragment->token_count(), " tokens without ids; match by index, or concatenate");
         }
-        shared = std::min(shared, source.selected_count());
+        shared = (std::min)(shared, source.selected_count());
         for (std::int64_t i = 0; i < shared; ++i) {
           if (id(source, i) != id(ordered[0], i)) shared = i;
         }

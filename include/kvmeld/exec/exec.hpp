@@ -67,7 +67,7 @@ class Threads {
   Status bulk(std::int64_t rows, const W& work) const {
     // Four chunks a thread even out their speeds; a chunk below 64 rows costs more to hand out than to run.
     const auto wanted = static_cast<std::int64_t>(4 * size_);
-    const std::int64_t chunk = std::max<std::int64_t>((rows + wanted - 1) / wanted, 64);
+    const std::int64_t chunk = (std::max<std::int64_t>)((rows + wanted - 1) / wanted, 64);
     Job<W> job{&work, rows, chunk, isa_};
     run_(pool_, static_cast<std::size_t>((rows + chunk - 1) / chunk), &Job<W>::task, &job);
     return {};
@@ -85,7 +85,7 @@ class Threads {
       const FloatEnvironmentGuard guard;
       const Job& job = *static_cast<const Job*>(self);
       const std::int64_t begin = static_cast<std::int64_t>(index) * job.chunk;
-      detail::host_rows(*job.work, job.isa, begin, std::min(begin + job.chunk, job.rows));
+      detail::host_rows(*job.work, job.isa, begin, (std::min)(begin + job.chunk, job.rows));
     }
   };
   template <class P>
