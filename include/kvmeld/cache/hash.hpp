@@ -82,7 +82,7 @@ template <class Hash>
 class BasicHasher {
  public:
   BasicHasher() = default;
-  explicit BasicHasher(Hash hash) : hash_(hash) {}
+  explicit BasicHasher(const Hash& hash) : hash_(hash) {}
 
   template <class T>
     requires(std::is_arithmetic_v<T> || std::is_enum_v<T>)

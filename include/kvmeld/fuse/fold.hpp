@@ -18,6 +18,7 @@ struct WeightedMean {
   static constexpr bool reproducible = true;
   static constexpr bool rotation_equivariant = true;
   static constexpr bool keeps_single = true;
+  static constexpr bool normalises = true;
   static constexpr MetadataFields metadata = MetadataFields::confidence;
   Weighting weighting = Weighting::uniform;
 
@@ -27,7 +28,9 @@ struct WeightedMean {
   [[nodiscard]] KVMELD_HD constexpr float init() const noexcept { return 0.0F; }
   [[nodiscard]] KVMELD_HD float absorb(float acc, float value, float weight) const noexcept { return fma(weight, value, acc); }
   [[nodiscard]] KVMELD_HD constexpr float join(float a, float b) const noexcept { return a + b; }
-  [[nodiscard]] KVMELD_HD constexpr float finish(float acc, float total_weight, int) const noexcept { return acc / total_weight; }
+  [[nodiscard]] KVMELD_HD float finish(float acc, float total_weight, int) const noexcept {
+    return detail::divide(acc, 1.0F / total_weight, total_weight);
+  }
   void digest(Hasher& hasher) const {
     hasher.text("kvmeld.WeightedMean");
     hasher.value(weighting);

@@ -18,6 +18,7 @@ KVMELD_NAMESPACE_BEGIN
 ///
 /// Semantic requirements: `rotation_equivariant` is true only if rotating all inputs alike rotates the output (a weighted
 /// mean is; a maximum is not). Optional: `static constexpr bool keeps_single` (one contribution is its own result),
+/// `static constexpr bool normalises` (`finish` divides by the total weight: plans refuse rows where it is not above 0),
 /// `float weight(const Source&) const` (multiplies the aligner's weights).
 template <class F>
 concept FusePolicy =
@@ -56,7 +57,7 @@ Fuser(P) -> Fuser<P>;
 namespace detail {
 
 template <class F>
-[[nodiscard]] constexpr bool keeps_single() noexcept {
+[[nodiscard]] KVMELD_HD constexpr bool keeps_single() noexcept {
   if constexpr (requires { F::keeps_single; }) {
     return F::keeps_single;
   } else {
@@ -66,6 +67,13 @@ template <class F>
 
 /// a * b, rounded: no compiler may contract it into a later addition.
 [[nodiscard]] KVMELD_HD inline float rounded_product(float a, float b) noexcept { return fma(a, b, 0.0F); }
+
+/// a / b from b's reciprocal: one multiplication and two fma correct it to the nearest float (Markstein's step), where a
+/// division instruction a channel would cost more than all the rest of a mean.
+[[nodiscard]] KVMELD_HD inline float divide(float a, float reciprocal, float b) noexcept {
+  const float q = a * reciprocal;
+  return fma(fma(-q, b, a), reciprocal, q);
+}
 
 }  // namespace detail
 

@@ -4,9 +4,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include <kvmeld/cache/lane_copy.hpp>
 #include <kvmeld/cache/plane_ref.hpp>
 #include <kvmeld/cache/rope_rotate.hpp>
 #include <kvmeld/cache/row_copy.hpp>
+#include <kvmeld/cache/turn_rows.hpp>
 #include <kvmeld/exec/row_work.hpp>
 #include <kvmeld/fuse/fuser.hpp>
 #include <kvmeld/tensor/rows.hpp>
@@ -80,15 +82,21 @@ struct RenderWork {
     const RowInput* inputs = task.group.inputs + begin;
     const std::uint32_t out_shift = task.group.out_shift[o];
     const bool copies = count == 1 && keeps_single<F>() && !task.turns(inputs[0].shift);
-    for (std::int32_t head = 0; head < task.out.shape.heads; ++head) {
-      const std::int64_t offset = task.out.row_offset(slot, head);
-      if (copies) {
-        lane_copy(task, task.input(inputs[0], head), offset, lane);
-        continue;
+    const std::int32_t heads = task.out.shape.heads;
+    if (copies) {
+      for (std::int32_t head = 0; head < heads; ++head) {
+        lane_scatter(task.out, task.out.row_offset(slot, head), task.input(inputs[0], head), lane);
       }
+      return;
+    }
+    if (block_elements(task.out.shape.type) > 1) {
+      lane_blocks(task, inputs, count, out_shift, slot, lane);
+      return;
+    }
+    for (std::int32_t head = 0; head < heads; ++head) {
+      const std::int64_t offset = task.out.row_offset(slot, head);
       for (std::int32_t c = lane; c < task.out.shape.channels; c += lanes_per_row) {
-        const RopePair pair = task.rope == nullptr ? RopePair{}
-                                                   : rope_pair(task.pairing, task.first_channel, task.rotary_channels, c);
+        const RopePair pair = pair_at(task, c);
         if (pair.partner >= 0 && pair.partner < c) continue;  // its first channel does both
         float a = 0;
         float b = 0;
@@ -130,6 +138,25 @@ struct RenderWork {
     }
     const std::int64_t slot = task.out.slots.slot(o);
     if (slot < 0) return 1;
+    const std::int64_t bytes = row_bytes(shape);
+    std::byte* const out = task.out.data + task.out.byte_offset(task.out.row_offset(slot, 0));
+    if (single && task.turns(inputs[0].shift) && task.out.contiguous_rows()) {
+      const Turn turn{task.table(inputs[0].shift), shape.channels, task.first_channel, task.rotary_channels, task.pairing};
+      if (!task.packed) {
+        turn_rows<isa>(shape.type, turn, task.input(inputs[0], 0), bytes, out, task.out.byte_offset(task.out.head_stride), shape.heads);
+        return 1;
+      }
+      const std::int64_t run = task.group.run[o] < last - o ? task.group.run[o] : last - o;
+      turn_rows<isa>(shape.type, turn, task.input(inputs[0], 0), bytes, out, bytes, run * shape.heads);
+      return run;
+    }
+    const std::uint32_t out_shift = task.group.out_shift[o];
+    bool turns = task.turns(out_shift);
+    for (int i = 0; i < count; ++i) turns = turns || task.turns(inputs[i].shift);
+    if (!single && !turns && count <= chunk_inputs && contiguous_heads(task.out)) {
+      fuse_unturned<isa>(task, inputs, count, out);
+      return 1;
+    }
     for (std::int32_t head = 0; head < shape.heads; ++head) {
       if (single && !task.turns(inputs[0].shift)) {
         scatter_row(task.out, slot, head, task.input(inputs[0], head));
@@ -141,7 +168,6 @@ struct RenderWork {
         rotate_row(task.pairing, task.first_channel, task.rotary_channels, task.table(inputs[0].shift), row);
       } else {
         host_fuse<isa>(task, inputs, count, head, row);
-        const std::uint32_t out_shift = task.group.out_shift[o];
         if (task.turns(out_shift)) rotate_row(task.pairing, task.first_channel, task.rotary_channels, task.table(out_shift), row);
       }
       if (task.out.contiguous_rows()) {
@@ -153,6 +179,42 @@ struct RenderWork {
       }
     }
     return 1;
+  }
+
+  /// Fuses all heads of a token as one long row, in blocks that stay in registers: no input is turned.
+  template <Isa isa>
+  KVMELD_ALWAYS_INLINE void fuse_unturned(const PlaneTask& task, const RowInput* inputs, int count, std::byte* out) const {
+    constexpr std::int64_t block = 64;
+    const ElementType type = task.out.shape.type;
+    const std::int64_t n = static_cast<std::int64_t>(task.out.shape.heads) * task.out.shape.channels;
+    float weight = 0;
+    for (int i = 0; i < count; ++i) weight += inputs[i].weight;
+    std::int64_t at = 0;
+    for (; at + block <= n; at += block) {
+      const std::int64_t offset = task.out.byte_offset(at);
+      alignas(64) float row[block];
+      alignas(64) Accumulator acc[block];
+      for (std::int64_t c = 0; c < block; ++c) acc[c] = fuser.init();
+      for (int i = 0; i < count; ++i) {
+        const float w = inputs[i].weight;
+        load_row<isa>(type, task.input(inputs[i], 0) + offset, block, row);
+        for (std::int64_t c = 0; c < block; ++c) acc[c] = fuser.absorb(acc[c], row[c], w);
+      }
+      for (std::int64_t c = 0; c < block; ++c) row[c] = fuser.finish(acc[c], weight, count);
+      store_row<isa>(type, row, block, out + offset);
+    }
+    if (at == n) return;
+    const std::int64_t offset = task.out.byte_offset(at);
+    const std::int64_t rest = n - at;
+    float row[block];
+    Accumulator acc[block];
+    for (std::int64_t c = 0; c < rest; ++c) acc[c] = fuser.init();
+    for (int i = 0; i < count; ++i) {
+      load_row<isa>(type, task.input(inputs[i], 0) + offset, rest, row);
+      for (std::int64_t c = 0; c < rest; ++c) acc[c] = fuser.absorb(acc[c], row[c], inputs[i].weight);
+    }
+    for (std::int64_t c = 0; c < rest; ++c) row[c] = fuser.finish(acc[c], weight, count);
+    store_row<isa>(type, row, rest, out + offset);
   }
 
   template <Isa isa>
@@ -262,13 +324,29 @@ struct RenderWork {
     rotate_pair(a, b, table[pair.index], table[task.rotary_channels / 2 + pair.index]);
   }
 
-  KVMELD_HD static void lane_copy(const PlaneTask& task, const std::byte* in, std::int64_t offset, int lane) {
-    const std::int64_t size = block_bytes(task.out.shape.type);
-    const std::int64_t blocks = task.out.shape.channels / block_elements(task.out.shape.type);
-    for (std::int64_t i = lane; i < blocks; i += lanes_per_row) {
-      const std::int64_t channel = i * block_elements(task.out.shape.type);
-      std::byte* out = task.out.data + task.out.byte_offset(offset + task.out.channel_offset(channel));
-      for (std::int64_t k = 0; k < size; ++k) out[k] = in[i * size + k];
+  [[nodiscard]] KVMELD_HD static RopePair pair_at(const PlaneTask& task, std::int32_t channel) {
+    return task.rope == nullptr ? RopePair{} : rope_pair(task.pairing, task.first_channel, task.rotary_channels, channel);
+  }
+
+  /// Types stored in blocks: a lane makes whole blocks, because the elements of one share a scale.
+  KVMELD_HD void lane_blocks(const PlaneTask& task, const RowInput* inputs, int count, std::uint32_t out_shift, std::int64_t slot,
+                             int lane) const {
+    const std::int32_t blocks = task.out.shape.channels / static_cast<std::int32_t>(row_block);
+    for (std::int32_t i = lane; i < blocks * task.out.shape.heads; i += lanes_per_row) {
+      const std::int32_t head = i / blocks;
+      const std::int32_t first = i % blocks * static_cast<std::int32_t>(row_block);
+      float values[row_block];
+      for (std::int32_t k = 0; k < row_block; ++k) {
+        // A pair is computed at its first channel, wherever the block's edge falls.
+        const RopePair pair = pair_at(task, first + k);
+        const bool second = pair.partner >= 0 && pair.partner < first + k;
+        float a = 0;
+        float b = 0;
+        lane_fuse(task, inputs, count, head, second ? pair.partner : first + k, second ? RopePair{first + k, pair.index} : pair, a, b);
+        if (pair.partner >= 0 && task.turns(out_shift)) turn(task, out_shift, pair, a, b);
+        values[k] = second ? b : a;
+      }
+      store_q8_0(values, task.out.data + task.out.byte_offset(task.out.row_offset(slot, head) + first));
     }
   }
 };
