@@ -37,6 +37,12 @@ inline constexpr std::ptrdiff_t row_block = 32;
   return (magnitude ^ negative) - negative;
 }
 
+/// Sets the quiet bit of a NaN: whether a conversion between f32 and f64 does so is the compiler's choice.
+[[nodiscard]] KVMELD_HD constexpr float quieted(float value) noexcept {
+  const std::uint32_t bits = float_bits(value);
+  return bits_float(bits | (mask_if((bits & 0x7fffffffu) > 0x7f800000u) & 0x00400000u));
+}
+
 /// Storage form of one element and its two conversions, all of them branch-free.
 template <ElementType type>
 struct ElementCodec;
@@ -44,8 +50,8 @@ struct ElementCodec;
 template <>
 struct ElementCodec<ElementType::f64> {
   using Storage = double;
-  [[nodiscard]] static KVMELD_HD constexpr float load(double stored) noexcept { return static_cast<float>(stored); }
-  [[nodiscard]] static KVMELD_HD constexpr double store(float value) noexcept { return static_cast<double>(value); }
+  [[nodiscard]] static KVMELD_HD constexpr float load(double stored) noexcept { return quieted(static_cast<float>(stored)); }
+  [[nodiscard]] static KVMELD_HD constexpr double store(float value) noexcept { return static_cast<double>(quieted(value)); }
 };
 template <>
 struct ElementCodec<ElementType::f32> {
@@ -115,8 +121,7 @@ KVMELD_ALWAYS_INLINE void load_block<ElementType::q8_0>(const std::byte* __restr
 ///
 /// Two cases that it leaves undefined are defined here. A NaN or infinity in the block stores a NaN scale and zeros,
 /// so that the loss is visible. A largest magnitude so small that 1 / scale overflows stores zeros.
-template <>
-KVMELD_ALWAYS_INLINE void store_block<ElementType::q8_0>(const float* __restrict in, std::byte* __restrict out) noexcept {
+KVMELD_HD KVMELD_ALWAYS_INLINE void store_q8_0(const float* __restrict in, std::byte* __restrict out) noexcept {
   std::int32_t largest = 0;  // as bits: magnitudes order like integers, and integers have an exact, associative max
   for (std::ptrdiff_t i = 0; i < row_block; ++i) {
     const std::int32_t magnitude = static_cast<std::int32_t>(float_bits(in[i]) & 0x7fffffffu);
@@ -132,6 +137,10 @@ KVMELD_ALWAYS_INLINE void store_block<ElementType::q8_0>(const float* __restrict
     const float scaled = bits_float(float_bits(in[i]) & mask_if(reciprocal > 0.0f)) * reciprocal;
     values[i] = static_cast<std::int8_t>(round_half_away(scaled));
   }
+}
+template <>
+KVMELD_ALWAYS_INLINE void store_block<ElementType::q8_0>(const float* __restrict in, std::byte* __restrict out) noexcept {
+  store_q8_0(in, out);
 }
 
 // All of a row: whole blocks, then the rest through a padded one, so that the same expressions make every byte. Macros,
