@@ -36,26 +36,34 @@ inline void row_axes(const PlaneRef& plane, std::int64_t scale, std::int64_t uni
   }
 }
 inline void sort_axes(Axis* first, std::size_t count) noexcept {
-  std::sort(first, first + count, [](const Axis& a, const Axis& b) { return magnitude(a.stride) < magnitude(b.stride); });
+  std::sort(first, first + count,
+            [](const Axis& a, const Axis& b) { return magnitude(a.stride) < magnitude(b.stride); });
 }
 
+/// The lowest and highest slot in use; `high < low` where there is none.
+struct SlotRange {
+  std::int64_t low = max_extent;
+  std::int64_t high = -1;
+
+  explicit SlotRange(const PlaneRef& plane) noexcept {
+    for_each_run(plane.slots, plane.tokens, [this](std::int64_t, std::int64_t slot, std::int64_t count) {
+      low = std::min(low, slot);
+      high = std::max(high, slot + count - 1);
+      return true;
+    });
+  }
+};
+
 /// Whether no two (slot, head, channel) share an element: each axis steps over all that the smaller ones span.
-[[nodiscard]] inline bool nested(const PlaneRef& plane) noexcept {
-  const std::int64_t unit = block_elements(plane.shape.type);
-  Axis axes[5];
+[[nodiscard]] inline bool nested(const PlaneRef& plane, const SlotRange& range) noexcept {
+  if (range.high < range.low) return true;
+  const std::int64_t unit = block_elements(plane.shape.type), block = plane.slots.block_size;
+  const std::int64_t slots = range.high - range.low + 1;
   Axis row[4];
   row_axes(plane, 1, unit, row);
-  std::copy(row + 1, row + 4, axes);
-  std::int64_t low = max_extent, high = -1;
-  for_each_run(plane.slots, plane.tokens, [&](std::int64_t, std::int64_t slot, std::int64_t count) {
-    low = std::min(low, slot);
-    high = std::max(high, slot + count - 1);
-    return true;
-  });
-  if (high < low) return true;
-  const std::int64_t block = plane.slots.block_size;
-  axes[3] = {block == 0 ? high - low + 1 : std::min(block, high - low + 1), plane.token_stride / unit};
-  axes[4] = block == 0 ? Axis{} : Axis{high / block - low / block + 1, plane.slots.block_stride / unit};
+  Axis axes[5] = {row[1], row[2], row[3]};
+  axes[3] = {block == 0 ? slots : std::min(block, slots), plane.token_stride / unit};
+  axes[4] = block == 0 ? Axis{} : Axis{range.high / block - range.low / block + 1, plane.slots.block_stride / unit};
   sort_axes(axes, 5);
   std::int64_t span = 1;
   for (const Axis& axis : axes) {
@@ -91,7 +99,8 @@ struct Segment {
     sort_axes(axes, 4);
     std::int64_t length = size;
     std::size_t outer = 0;
-    for (; outer < 4 && (axes[outer].extent == 1 || axes[outer].stride == length); ++outer) length *= axes[outer].extent;
+    for (; outer < 4 && (axes[outer].extent == 1 || axes[outer].stride == length); ++outer)
+      length *= axes[outer].extent;
     std::int64_t index[4] = {};
     for (;;) {
       std::int64_t at = base;
@@ -109,7 +118,8 @@ struct Segment {
 }
 
 [[nodiscard]] inline bool intersect(const std::vector<Segment>& a, const std::vector<Segment>& b) noexcept {
-  std::uintptr_t reach_a = 0, reach_b = 0;  // segments of one plane may overlap each other, so remember how far any went
+  std::uintptr_t reach_a = 0,
+                 reach_b = 0;  // segments of one plane may overlap each other, so remember how far any went
   for (std::size_t i = 0, j = 0; i < a.size() || j < b.size();) {
     if (j == b.size() || (i < a.size() && a[i].first <= b[j].first)) {
       if (a[i].first < reach_b) return true;
@@ -123,7 +133,8 @@ struct Segment {
 }
 
 /// Slots of a plane, each with the first token that uses it; sorted.
-[[nodiscard]] inline std::vector<std::pair<std::int64_t, std::int64_t>> used_slots(const TokenSlots& slots, std::int64_t tokens) {
+[[nodiscard]] inline std::vector<std::pair<std::int64_t, std::int64_t>> used_slots(const TokenSlots& slots,
+                                                                                   std::int64_t tokens) {
   std::vector<std::pair<std::int64_t, std::int64_t>> out;
   for (std::int64_t t = 0; t < tokens; ++t) {
     const std::int64_t slot = slots.slot(t);
@@ -134,10 +145,11 @@ struct Segment {
 }
 
 [[nodiscard]] inline bool same_lattice(const PlaneRef& a, const PlaneRef& b) noexcept {
-  return a.data == b.data && a.shape.type == b.shape.type && a.shape.heads == b.shape.heads && a.shape.channels == b.shape.channels &&
-         a.token_stride == b.token_stride && a.head_stride == b.head_stride && a.channel_stride == b.channel_stride &&
-         a.channel_split == b.channel_split && a.split_stride == b.split_stride && a.slots.block_size == b.slots.block_size &&
-         a.slots.block_stride == b.slots.block_stride && nested(a);
+  return a.data == b.data && a.shape.type == b.shape.type && a.shape.heads == b.shape.heads &&
+         a.shape.channels == b.shape.channels && a.token_stride == b.token_stride && a.head_stride == b.head_stride &&
+         a.channel_stride == b.channel_stride && a.channel_split == b.channel_split &&
+         a.split_stride == b.split_stride && a.slots.block_size == b.slots.block_size &&
+         a.slots.block_stride == b.slots.block_stride;
 }
 
 [[nodiscard]] inline bool planes_overlap(const PlaneRef& a, const PlaneRef& b) {
@@ -147,7 +159,11 @@ struct Segment {
     if (x[i].first == y[j].first) return true;
     x[i].first < y[j].first ? ++i : ++j;
   }
-  return false;
+  SlotRange both(a);
+  const SlotRange other(b);
+  both.low = std::min(both.low, other.low);
+  both.high = std::max(both.high, other.high);
+  return !nested(a, both) && intersect(segments(a), segments(b));
 }
 
 [[nodiscard]] inline Segment extent_in_memory(const PlaneRef& plane) noexcept {
@@ -161,8 +177,9 @@ struct Segment {
 
 /// Whether two caches share a byte: the test behind `aliasing`.
 ///
-/// Exact. Two sequences of one engine's pool do not overlap merely because their blocks alternate. Both passed `check_view`.
-/// O(planes²) comparisons of footprints; only planes whose footprints meet are compared slot by slot or piece by piece.
+/// Exact. Two sequences of one engine's pool do not overlap merely because their blocks alternate. Both passed
+/// `check_view`. O(planes²) comparisons of footprints; only planes whose footprints meet are compared slot by slot or
+/// piece by piece.
 [[nodiscard]] inline bool overlaps(const KvCacheRef& a, const KvCacheRef& b) {
   std::vector<detail::Segment> extents;
   for (const PlaneRef& plane : b.planes()) extents.push_back(detail::extent_in_memory(plane));
@@ -178,20 +195,20 @@ struct Segment {
 
 /// Checks that no element of a view has two names, so that a write leaves what was written.
 ///
-/// Errors: `aliasing`, naming the two tokens that share a slot, or the strides that step into each other (a stride of 0 over
-/// more than one head or token, say). O(tokens log tokens).
+/// Errors: `aliasing`, naming the two tokens that share a slot, or the strides that step into each other (a stride of 0
+/// over more than one head or token, say). O(tokens log tokens).
 [[nodiscard]] inline Status check_writable(const MutablePlaneRef& plane) {
   if (plane.tokens == 0) return {};
-  if (!detail::nested(plane)) {
-    return detail::error(ErrorCode::aliasing, "strides step into each other: token ", plane.token_stride, ", head ", plane.head_stride,
-                         ", channel ", plane.channel_stride, ", block ", plane.slots.block_stride);
+  if (!detail::nested(plane, detail::SlotRange(plane))) {
+    return detail::error(ErrorCode::aliasing, "strides step into each other: token ", plane.token_stride, ", head ",
+                         plane.head_stride, ", channel ", plane.channel_stride, ", block ", plane.slots.block_stride);
   }
   if (plane.slots.kind == SlotKind::identity) return {};
   const auto used = detail::used_slots(plane.slots, plane.tokens);
   for (std::size_t i = 1; i < used.size(); ++i) {
     if (used[i].first == used[i - 1].first) {
-      return detail::error(ErrorCode::aliasing, "tokens ", used[i - 1].second, " and ", used[i].second, " share slot ", used[i].first,
-                           " of a view that may be written");
+      return detail::error(ErrorCode::aliasing, "tokens ", used[i - 1].second, " and ", used[i].second, " share slot ",
+                           used[i].first, " of a view that may be written");
     }
   }
   return {};

@@ -26,19 +26,23 @@ inline constexpr std::int64_t max_extent = std::int64_t{1} << 48;
 
 __extension__ typedef __int128 Wide;  // NOLINT: `using` gives a pedantic warning
 
-[[nodiscard]] constexpr bool sane(std::int64_t stride) noexcept { return stride <= max_extent && stride >= -max_extent; }
+[[nodiscard]] constexpr bool sane(std::int64_t stride) noexcept {
+  return stride <= max_extent && stride >= -max_extent;
+}
 
 /// Entry of a table of either width.
 [[nodiscard]] inline std::int64_t table_entry(const TokenSlots& slots, std::int64_t index) noexcept {
   const bool narrow = slots.kind == SlotKind::block_table_i32 || slots.kind == SlotKind::slot_list_i32;
-  return narrow ? static_cast<const std::int32_t*>(slots.table)[index] : static_cast<const std::int64_t*>(slots.table)[index];
+  return narrow ? static_cast<const std::int32_t*>(slots.table)[index]
+                : static_cast<const std::int64_t*>(slots.table)[index];
 }
 [[nodiscard]] constexpr bool is_block_table(SlotKind kind) noexcept {
   return kind == SlotKind::block_table_i32 || kind == SlotKind::block_table_i64;
 }
 
-/// Calls `visit(first token, first slot, count)` for runs of tokens in consecutive slots of one block; holes are skipped.
-/// Stops when `visit` returns false. O(table entries), O(blocks) for identity. The slots were checked by `check_slots`.
+/// Calls `visit(first token, first slot, count)` for runs of tokens in consecutive slots of one block; holes are
+/// skipped. Stops when `visit` returns false. O(table entries), O(blocks) for identity. The slots were checked by
+/// `check_slots`.
 template <class Visit>
 void for_each_run(const TokenSlots& slots, std::int64_t tokens, Visit&& visit) {
   const std::int64_t block = slots.block_size;
@@ -65,16 +69,20 @@ void for_each_run(const TokenSlots& slots, std::int64_t tokens, Visit&& visit) {
 
 /// Checks the token axis: kinds, table present, entries in a range that cannot overflow. O(table entries).
 /// @param slot_count slots that exist; entries at or above it are refused.
-[[nodiscard]] inline Status check_slots(const TokenSlots& slots, std::int64_t tokens, std::int64_t slot_count = max_extent) {
+[[nodiscard]] inline Status check_slots(const TokenSlots& slots, std::int64_t tokens,
+                                        std::int64_t slot_count = max_extent) {
   if (slots.kind > SlotKind::slot_list_i64) {
-    return error(ErrorCode::unknown_layout, "slot kind ", static_cast<int>(slots.kind), " is none that this build knows");
+    return error(ErrorCode::unknown_layout, "slot kind ", static_cast<int>(slots.kind),
+                 " is none that this build knows");
   }
   if (tokens < 0 || tokens > max_extent) return error(ErrorCode::invalid_argument, "a view of ", tokens, " tokens");
   if (slots.block_size < 0 || slots.block_size > max_extent || !sane(slots.block_stride)) {
-    return error(ErrorCode::invalid_argument, "blocks of ", slots.block_size, " tokens, ", slots.block_stride, " elements apart");
+    return error(ErrorCode::invalid_argument, "blocks of ", slots.block_size, " tokens, ", slots.block_stride,
+                 " elements apart");
   }
   if (slots.kind == SlotKind::identity) {
-    if (slots.first < 0 || slots.first > max_extent) return error(ErrorCode::invalid_argument, "first slot is ", slots.first);
+    if (slots.first < 0 || slots.first > max_extent)
+      return error(ErrorCode::invalid_argument, "first slot is ", slots.first);
     if (tokens > 0 && (slots.first >= slot_count || tokens > slot_count - slots.first)) {
       return error(ErrorCode::truncated, "slots ", slots.first, " to ", slots.first + tokens - 1, " of ", slot_count);
     }
@@ -83,13 +91,14 @@ void for_each_run(const TokenSlots& slots, std::int64_t tokens, Visit&& visit) {
   if (tokens == 0) return {};
   if (slots.table == nullptr) return error(ErrorCode::invalid_argument, "slots come from a table, and there is none");
   const bool blocks = is_block_table(slots.kind);
-  if (blocks && slots.block_size == 0) return error(ErrorCode::invalid_argument, "a block table with blocks of 0 tokens");
+  if (blocks && slots.block_size == 0)
+    return error(ErrorCode::invalid_argument, "a block table with blocks of 0 tokens");
   const std::int64_t entries = blocks ? (tokens - 1) / slots.block_size + 1 : tokens;
   const std::int64_t bound = blocks ? slot_count / slots.block_size : slot_count;
   for (std::int64_t i = 0; i < entries; ++i) {
     if (table_entry(slots, i) >= bound) {
-      return error(ErrorCode::invalid_argument, "table entry ", i, " is ", blocks ? "block " : "slot ", table_entry(slots, i),
-                   "; there are ", bound);
+      return error(ErrorCode::invalid_argument, "table entry ", i, " is ", blocks ? "block " : "slot ",
+                   table_entry(slots, i), "; there are ", bound);
     }
   }
   return {};
@@ -101,17 +110,19 @@ void for_each_run(const TokenSlots& slots, std::int64_t tokens, Visit&& visit) {
   bool any = false;
   for_each_run(plane.slots, plane.tokens, [&](std::int64_t, std::int64_t slot, std::int64_t count) {
     const std::int64_t block = plane.slots.block_size;
-    const Wide first = block == 0 ? Wide{slot} * plane.token_stride
-                                  : Wide{slot / block} * plane.slots.block_stride + Wide{slot % block} * plane.token_stride;
+    const Wide first = block == 0
+                           ? Wide{slot} * plane.token_stride
+                           : Wide{slot / block} * plane.slots.block_stride + Wide{slot % block} * plane.token_stride;
     const Wide last = first + Wide{count - 1} * plane.token_stride;
-    if (!any || first < low) low = first;
-    if (!any || last < low) low = last;
-    if (!any || first > high) high = first;
-    if (!any || last > high) high = last;
+    const Wide least = first < last ? first : last, most = first < last ? last : first;
+    if (!any || least < low) low = least;
+    if (!any || most > high) high = most;
     any = true;
     return true;
   });
-  const auto stretch = [&](std::int64_t extent, std::int64_t stride) { (stride < 0 ? low : high) += Wide{extent - 1} * stride; };
+  const auto stretch = [&](std::int64_t extent, std::int64_t stride) {
+    (stride < 0 ? low : high) += Wide{extent - 1} * stride;
+  };
   if (!any) return false;
   stretch(plane.shape.heads, plane.head_stride);
   const std::int64_t channels = plane.shape.channels, split = plane.channel_split;
