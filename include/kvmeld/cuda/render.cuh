@@ -1,0 +1,195 @@
+#pragma once
+
+/// `run` and `render` on a CUDA device: the plan is made on the host, rows are moved, turned and fused by the device.
+
+#include <kvmeld/cuda/upload.cuh>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+
+#include <kvmeld/state/render.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+namespace gpu {
+
+/// A payload whose canonical bytes lie on the device already, so that no run copies them again.
+struct ResidentPayload {
+  FragmentId fragment{};
+  std::size_t payload = 0;           ///< index among the fragment's payloads
+  const std::byte* bytes = nullptr;  ///< device memory, `Payload::byte_count` bytes, unchanged until the stream has passed
+};
+
+/// What a device run is told beside the plan. There is no content digest: it would have to wait for the device.
+struct RenderOptions {
+  std::span<const ResidentPayload> resident{};
+};
+
+}  // namespace gpu
+
+namespace detail {
+
+[[nodiscard]] inline const gpu::ResidentPayload* find_resident(const PlanSource& source, const gpu::RenderOptions& options) noexcept {
+  for (const gpu::ResidentPayload& r : options.resident) {
+    if (r.fragment == source.fragment.id() && r.payload == source.payload_index) return &r;
+  }
+  return nullptr;
+}
+
+/// Offsets of the arrays that are filled once device addresses are known.
+struct RenderOffsets {
+  std::size_t tasks = 0;
+  std::size_t bases = 0;
+};
+
+/// @param keep_last  copies the last source through the staging buffer, so that it need not outlive the call.
+[[nodiscard]] inline RenderOffsets lay_out(Upload& upload, const PlanCore& core, const gpu::RenderOptions& options, bool keep_last) {
+  RenderOffsets at;
+  at.tasks = upload.reserve(core.planes() * sizeof(PlaneTask));
+  at.bases = upload.reserve(core.planes() * core.sources.size() * sizeof(const std::byte*));
+  const auto stage = [&](const auto& array) { upload.stage(array.data(), array.size() * sizeof(array[0])); };
+  for (const GroupArrays& group : core.groups) {
+    stage(group.row_begin);
+    stage(group.inputs);
+    stage(group.out_shift);
+    stage(group.run);
+  }
+  for (const RopeTable& table : core.ropes) upload.stage(table.data(), table.size_bytes());
+  for (std::size_t s = 0; s < core.sources.size(); ++s) {
+    const Payload& payload = core.sources[s].payload();
+    if (const gpu::ResidentPayload* r = find_resident(core.sources[s], options)) {
+      upload.resident(payload.bytes.get(), payload.byte_count, r->bytes);
+    } else if (keep_last && s + 1 == core.sources.size()) {
+      upload.stage(payload.bytes.get(), payload.byte_count);
+    } else {
+      upload.attach(payload.bytes.get(), payload.byte_count);
+    }
+  }
+  return at;
+}
+
+/// What can be told of device views: memory that the host cannot see is compared where the slots are known.
+[[nodiscard]] inline Status check_device_output(const PlanCore& core, const DeviceView<std::byte>& out, std::span<const std::byte> workspace,
+                                                const gpu::RenderOptions& options) {
+  const auto meets = [](const Segment& a, const std::byte* begin, std::size_t bytes) {
+    const auto first = reinterpret_cast<std::uintptr_t>(begin);
+    return a.first < first + bytes && first < a.last;
+  };
+  for (std::size_t p = 0; p < out.planes.size(); ++p) {
+    if (out.readable[p] == 0) continue;
+    const Segment extent = extent_in_memory(out.planes[p]);
+    if (meets(extent, workspace.data(), workspace.size())) return error(ErrorCode::aliasing, "plane ", p, " of the output overlaps the workspace");
+    for (const PlanSource& source : core.sources) {
+      const gpu::ResidentPayload* r = find_resident(source, options);
+      if (r != nullptr && meets(extent, r->bytes, source.payload().byte_count)) {
+        return error(ErrorCode::aliasing, "plane ", p, " of the output overlaps the payload of fragment ", source.fragment.id().hex());
+      }
+    }
+  }
+  return {};
+}
+
+// Internal linkage: see check_device.cuh.
+namespace {
+
+template <class M>
+Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<M>& plan, std::span<std::byte> workspace,
+                                   const MutableKvCacheRef& out, const gpu::RenderOptions& options, bool keep_last) {
+  const PlanCore& core = plan.core();
+  if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
+  KVMELD_TRY(check_same(*core.geometry, out.geometry()));
+  if (out.tokens() < core.outputs()) {
+    return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(), " tokens, the output holds ", out.tokens());
+  }
+  const RenderReport report{core.outputs(), static_cast<std::int64_t>(core.holes.size()), core.bytes, core.render_id, std::nullopt};
+  if (core.outputs() == 0 || core.planes() == 0) return report;
+  KVMELD_TRY(check_not_capturing(stream));
+  KVMELD_TRY(gpu::check_device());
+  auto view = device_view(out, core.outputs());
+  if (!view) return view.error();
+  KVMELD_TRY(check_device_output(core, *view, workspace, options));
+  Upload upload;
+  const RenderOffsets at = lay_out(upload, core, options, keep_last);
+  view->stage_tables(upload);
+  KVMELD_TRY(upload.place(workspace));
+  view->follow_tables(upload);
+  const MutableKvCacheRef device_out(out.shared_geometry(), std::move(view->planes), core.outputs());
+  fill_tasks(core, device_out, upload.staged<PlaneTask>(at.tasks), upload.staged<const std::byte*>(at.bases), upload);
+  KVMELD_TRY(upload.send(stream));
+  using Fuse = typename decltype(plan.merger().fuse)::policy_type;
+  const RenderWork<Fuse> work{plan.merger().fuse.policy(), upload.device<const PlaneTask>(at.tasks),
+                              static_cast<std::int64_t>(core.planes()), core.outputs()};
+  KVMELD_TRY(stream.bulk(static_cast<std::int64_t>(core.planes()) * core.outputs(), work));
+  return report;
+}
+
+}  // namespace
+}  // namespace detail
+
+namespace gpu {
+
+/// Bytes of device memory that `run` needs beside the output: tables, row lists, and every payload that is not resident.
+///
+/// Any alignment. O(planes + fragments), no CUDA call.
+template <class M>
+[[nodiscard]] std::size_t workspace_bytes(const Plan<M>& plan, const MutableKvCacheRef& out, const RenderOptions& options = {}) {
+  detail::Upload upload;
+  (void)detail::lay_out(upload, plan.core(), options, false);
+  for (const MutablePlaneRef& plane : out.planes()) upload.stage(plane.slots.table, detail::table_bytes(plane.slots, plan.tokens()));
+  return upload.workspace_bytes();
+}
+
+}  // namespace gpu
+
+/// Renders a plan into a cache in device memory: everything is enqueued in the stream, and the call returns.
+///
+/// `out` is a view whose elements the current device can reach. Its slot tables may lie in host memory (checked, and
+/// copied with the plan) or in device memory (used as they lie, unchecked: the host cannot read them without waiting).
+/// Payloads are copied into the workspace unless they are resident; from pageable memory, which is what `seal` makes,
+/// CUDA may wait for the stream inside that copy. The plan, resident payloads and the workspace stay until the stream has
+/// passed; everything else may go when the call returns. The first call on a device also waits for `gpu::check_device`.
+///
+/// Errors, with nothing launched: those of the host's `run`; `invalid_argument` (a plane in host memory), `unsupported`
+/// (a stream that is captured), `float_environment`, `engine_failure` with CUDA's text. A fault on the device shows in
+/// the stream later, as CUDA's always do, and leaves the output undefined.
+template <class M>
+[[nodiscard]] static Result<RenderReport> run(const gpu::Stream& stream, const Plan<M>& plan, std::span<std::byte> workspace,
+                                              const MutableKvCacheRef& out, const gpu::RenderOptions& options = {}) {
+  return detail::run_on_device(stream, plan, workspace, out, options, false);
+}
+
+/// Plans on the host and runs on the device, in a workspace of the stream's own memory pool.
+///
+/// Allocates with `cudaMallocAsync` and frees with `cudaFreeAsync`, both in the stream: callers who must not allocate call
+/// `plan` and `run`. The set's fragments stay until the stream has passed. `target.local` is read on the host.
+/// Errors: those of `plan` and `run`; `unsupported` for a local cache in device memory.
+template <class M>
+[[nodiscard]] static Result<RenderReport> render(const gpu::Stream& stream, const FragmentSet& set, const M& merger,
+                                                 const MutableKvCacheRef& out, Target target = {}, const gpu::RenderOptions& options = {}) {
+  if (!out.valid()) return detail::error(ErrorCode::invalid_argument, "the output view has no geometry");
+  if (target.geometry.layers.empty()) target.geometry = out.geometry();
+  if (target.local) {
+    for (const PlaneRef& plane : target.local->planes()) {
+      cudaPointerAttributes memory{};
+      KVMELD_TRY(detail::cuda_status(cudaPointerGetAttributes(&memory, plane.data), "asking where the local cache lies"));
+      if (memory.type == cudaMemoryTypeDevice) {
+        return detail::error(ErrorCode::unsupported, "the local cache lies in device memory; copy its layers to the host first");
+      }
+    }
+  }
+  const auto made = plan(set, merger, target);
+  if (!made) return made.error();
+  const std::size_t bytes = gpu::workspace_bytes(*made, out, options);
+  void* workspace = nullptr;
+  KVMELD_TRY(detail::cuda_status(cudaMallocAsync(&workspace, bytes, stream.get()), "allocating a workspace"));
+  // The copy of the local cache is the plan's own, and the plan goes when this returns.
+  const bool keep_last = target.local && !target.layers.all();
+  auto report = detail::run_on_device(stream, *made, std::span(static_cast<std::byte*>(workspace), bytes), out, options, keep_last);
+  const Status freed = detail::cuda_status(cudaFreeAsync(workspace, stream.get()), "freeing a workspace");
+  if (report.ok() && !freed) return freed;
+  return report;
+}
+
+KVMELD_NAMESPACE_END
