@@ -24,30 +24,34 @@ namespace llama {
 
 /// What the loaded model cannot say by itself.
 struct GeometryOptions {
-  std::string model;      ///< fingerprint of the weights, best a digest of the file; empty: `model_fingerprint`
+  std::string model;  ///< fingerprint of the weights, best a digest of the file; empty: `model_fingerprint`
   std::string tenant;
-  std::string gguf_path;  ///< the model's file, from which a `rope_freqs` tensor is read; empty: models that need it are refused
-  /// Take an architecture's metadata at its word although this library does not know how the engine builds its layers. `probe` then
-  /// decides: do not merge without it.
+  std::string gguf_path;  ///< the model's file, from which a `rope_freqs` tensor is read; empty: models that need it
+                          ///< are refused
+  /// Take an architecture's metadata at its word although this library does not know how the engine builds its layers.
+  /// `probe` then decides: do not merge without it.
   bool any_architecture = false;
 };
 
 /// Names a model by its description, size, parameter count and all scalar metadata.
 ///
-/// Two quantisations differ, two fine-tunes with the same metadata and tensors of the same sizes do not: where such may meet, give
-/// `GeometryOptions::model` a digest of the file. O(metadata).
+/// Two quantisations differ, two fine-tunes with the same metadata and tensors of the same sizes do not: where such may
+/// meet, give `GeometryOptions::model` a digest of the file. O(metadata).
 [[nodiscard]] inline std::string model_fingerprint(const llama_model* model) {
   Hasher hasher;
   hasher.text("kvmeld.llama.model");
   std::string text(256, '\0');
   const std::int32_t length = llama_model_desc(model, text.data(), text.size());
-  hasher.text(std::string_view(text.data(), length < 0 ? 0 : std::min(text.size() - 1, static_cast<std::size_t>(length))));
+  hasher.text(
+      std::string_view(text.data(), length < 0 ? 0 : std::min(text.size() - 1, static_cast<std::size_t>(length))));
   hasher.value(llama_model_size(model));
   hasher.value(llama_model_n_params(model));
   const std::int32_t count = llama_model_meta_count(model);
   for (std::int32_t i = 0; i < count; ++i) {
-    hasher.text(detail::metadata_text([&](char* out, std::size_t size) { return llama_model_meta_key_by_index(model, i, out, size); }));
-    hasher.text(detail::metadata_text([&](char* out, std::size_t size) { return llama_model_meta_val_str_by_index(model, i, out, size); }));
+    hasher.text(detail::metadata_text(
+        [&](char* out, std::size_t size) { return llama_model_meta_key_by_index(model, i, out, size); }));
+    hasher.text(detail::metadata_text(
+        [&](char* out, std::size_t size) { return llama_model_meta_val_str_by_index(model, i, out, size); }));
   }
   return "llama:" + hasher.digest().hex();
 }
@@ -87,11 +91,12 @@ namespace detail {
 
 /// The geometry of contexts that `llama_init_from_model(model, parameters)` makes.
 ///
-/// Shapes and rope come from the GGUF metadata as the engine reads them (llama.cpp, src/llama-model.cpp), element types and rope
-/// overrides from the parameters. Nothing is guessed from a name: an architecture whose layers are built in a way that the metadata
-/// does not tell is refused. `read` compares every export with it, `probe` compares it with the engine's keys.
-/// Errors: `unsupported` (architecture, element type, latent attention, unknown sliding pattern, rope tensor that cannot be read),
-/// `rope_unsupported` (M-RoPE), `corrupt` (metadata that is missing or contradicts itself). O(metadata + vocabulary).
+/// Shapes and rope come from the GGUF metadata as the engine reads them (llama.cpp, src/llama-model.cpp), element types
+/// and rope overrides from the parameters. Nothing is guessed from a name: an architecture whose layers are built in a
+/// way that the metadata does not tell is refused. `read` compares every export with it, `probe` compares it with the
+/// engine's keys. Errors: `unsupported` (architecture, element type, latent attention, unknown sliding pattern, rope
+/// tensor that cannot be read), `rope_unsupported` (M-RoPE), `corrupt` (metadata that is missing or contradicts
+/// itself). O(metadata + vocabulary).
 [[nodiscard]] inline Result<Geometry> geometry(const llama_model* model, const llama_context_params& parameters,
                                                const GeometryOptions& options = {}) {
   using detail::error;
@@ -102,7 +107,8 @@ namespace detail {
     return error(ErrorCode::unsupported, "llama: architecture '", arch,
                  "' is not one whose layers are known; set any_architecture and run probe before merging");
   if (llama_model_is_recurrent(model) || llama_model_is_hybrid(model) || metadata.has("attention.kv_lora_rank"))
-    return error(ErrorCode::unsupported, "llama: '", arch, "' keeps recurrent or latent state, which is no key and value plane");
+    return error(ErrorCode::unsupported, "llama: '", arch,
+                 "' keeps recurrent or latent state, which is no key and value plane");
   const Result<ElementType> key_type = element_type(static_cast<std::int32_t>(parameters.type_k));
   if (!key_type) return key_type.error();
   const Result<ElementType> value_type = element_type(static_cast<std::int32_t>(parameters.type_v));
@@ -115,17 +121,20 @@ namespace detail {
   const std::int64_t kv_heads = metadata.integer("attention.head_count_kv", llama_model_n_head_kv(model));
   const std::int32_t layers = llama_model_n_layer(model);
   constexpr std::int64_t most = 1 << 20;
-  if (layers <= 0 || kv_heads <= 0 || kv_heads > most || key_channels <= 0 || key_channels > most || value_channels <= 0 ||
-      value_channels > most)
-    return error(ErrorCode::corrupt, "llama: metadata says ", layers, " layers, ", kv_heads, " KV heads of ", key_channels, " and ",
-                 value_channels, " channels");
+  if (layers <= 0 || kv_heads <= 0 || kv_heads > most || key_channels <= 0 || key_channels > most ||
+      value_channels <= 0 || value_channels > most)
+    return error(ErrorCode::corrupt, "llama: metadata says ", layers, " layers, ", kv_heads, " KV heads of ",
+                 key_channels, " and ", value_channels, " channels");
 
   const std::int32_t window = llama_model_n_swa(model);
-  const std::int64_t period = metadata.integer("attention.sliding_window_pattern", known == nullptr ? 0 : known->window_period);
+  const std::int64_t period =
+      metadata.integer("attention.sliding_window_pattern", known == nullptr ? 0 : known->window_period);
   if (window > 0 && (period <= 0 || known == nullptr))
-    return error(ErrorCode::unsupported, "llama: '", arch, "' has a sliding window of ", window, " and no known pattern of layers");
+    return error(ErrorCode::unsupported, "llama: '", arch, "' has a sliding window of ", window,
+                 " and no known pattern of layers");
 
-  Result<RopeSpec> full = detail::rope_of(model, metadata, parameters, static_cast<std::int32_t>(key_channels), options.gguf_path);
+  Result<RopeSpec> full =
+      detail::rope_of(model, metadata, parameters, static_cast<std::int32_t>(key_channels), options.gguf_path);
   if (!full) return full.error();
   RopeSpec windowed = *full;
   if (window > 0) {
@@ -142,11 +151,12 @@ namespace detail {
   result.trained_context = llama_model_n_ctx_train(model);
   for (std::int32_t l = 0; l < layers; ++l) {
     const bool slides = window > 0 && l % period < period - 1;
-    LayerShape layer = attention_layer(*key_type, static_cast<std::int32_t>(kv_heads), static_cast<std::int32_t>(key_channels),
-                                       slides ? windowed : *full);
+    LayerShape layer = attention_layer(*key_type, static_cast<std::int32_t>(kv_heads),
+                                       static_cast<std::int32_t>(key_channels), slides ? windowed : *full);
     layer.planes[1].type = *value_type;
     layer.planes[1].channels = static_cast<std::int32_t>(value_channels);
-    for (PlaneShape& plane : layer.planes) plane.hadamard = detail::hadamard_side(plane.type, plane.channels, plane.plane);
+    for (PlaneShape& plane : layer.planes)
+      plane.hadamard = detail::hadamard_side(plane.type, plane.channels, plane.plane);
     if (slides) layer.window = window;
     result.layers.push_back(std::move(layer));
   }

@@ -1,6 +1,7 @@
 #pragma once
 
-/// The scalar GGUF metadata of a loaded model, by the keys that the engine itself reads, and which architectures are known.
+/// The scalar GGUF metadata of a loaded model, by the keys that the engine itself reads, and which architectures are
+/// known.
 
 #include <charconv>
 #include <cstddef>
@@ -17,7 +18,8 @@ KVMELD_NAMESPACE_BEGIN
 namespace llama {
 namespace detail {
 
-/// Calls one of the engine's text getters (which return the whole length, or a negative number) until the buffer is large enough.
+/// Calls one of the engine's text getters (which return the whole length, or a negative number) until the buffer is
+/// large enough.
 template <class Getter>
 [[nodiscard]] std::string metadata_text(const Getter& get) {
   std::string text(128, '\0');
@@ -38,7 +40,9 @@ class Metadata {
   [[nodiscard]] const std::string& architecture() const noexcept { return architecture_; }
   [[nodiscard]] std::string text(std::string_view key) const { return text_of(architecture_ + "." + std::string(key)); }
   [[nodiscard]] bool has(std::string_view key) const { return !text(key).empty(); }
-  [[nodiscard]] std::int64_t integer(std::string_view key, std::int64_t otherwise) const { return parse(key, otherwise); }
+  [[nodiscard]] std::int64_t integer(std::string_view key, std::int64_t otherwise) const {
+    return parse(key, otherwise);
+  }
   [[nodiscard]] double real(std::string_view key, double otherwise) const { return parse(key, otherwise); }
 
  private:
@@ -50,14 +54,16 @@ class Metadata {
     return !value.empty() && problem == std::errc() && end == value.data() + value.size() ? number : otherwise;
   }
   [[nodiscard]] std::string text_of(const std::string& key) const {
-    return metadata_text([&](char* out, std::size_t size) { return llama_model_meta_val_str(model_, key.c_str(), out, size); });
+    return metadata_text(
+        [&](char* out, std::size_t size) { return llama_model_meta_val_str(model_, key.c_str(), out, size); });
   }
 
   const llama_model* model_;
   std::string architecture_;
 };
 
-/// An architecture whose layers follow from its metadata: every layer has K and V of one shape and the same rope, but for windows.
+/// An architecture whose layers follow from its metadata: every layer has K and V of one shape and the same rope, but
+/// for windows.
 struct Architecture {
   std::string_view name;
   std::int32_t window_period = 0;  ///< layer l slides where l % period < period - 1; 0: no layer slides
@@ -65,9 +71,11 @@ struct Architecture {
 };
 
 inline constexpr Architecture known_architectures[] = {
-    {"llama"},    {"qwen2"},     {"qwen2moe"}, {"qwen3"},   {"qwen3moe"}, {"gemma"},   {"phi2"},
-    {"phi3"},     {"starcoder2"}, {"internlm2"}, {"granite"}, {"mistral3"}, {"command-r"}, {"stablelm"},
-    {"gemma2", 2}, {"gemma3", 6, 10000.0}, {"gpt-oss", 2},
+    {"llama"},      {"qwen2"},     {"qwen2moe"},  {"qwen3"},
+    {"qwen3moe"},   {"gemma"},     {"phi2"},      {"phi3"},
+    {"starcoder2"}, {"internlm2"}, {"granite"},   {"mistral3"},
+    {"command-r"},  {"stablelm"},  {"gemma2", 2}, {"gemma3", 6, 10000.0},
+    {"gpt-oss", 2},
 };
 
 [[nodiscard]] inline const Architecture* known_architecture(std::string_view name) noexcept {

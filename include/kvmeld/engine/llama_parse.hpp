@@ -63,7 +63,8 @@ class Cursor {
   return {};
 }
 
-[[nodiscard]] inline Status parse_cells(Cursor& cursor, const StateForm& form, std::uint32_t cells, StateSection& section) {
+[[nodiscard]] inline Status parse_cells(Cursor& cursor, const StateForm& form, std::uint32_t cells,
+                                        StateSection& section) {
   const auto ext = static_cast<std::uint64_t>(form.cell_ext_bytes);
   if (cells > 0x7fffffffU || cursor.left() / (12 + ext) < cells) return cursor.cut(cells, "the cells");
   section.positions.reserve(cells);
@@ -88,36 +89,41 @@ class Cursor {
   std::int32_t type = 0;
   KVMELD_TRY(cursor.word(type, "a layer's type"));
   if (type != ggml_type_number(shape.type))
-    return error(ErrorCode::geometry_mismatch, "llama state: layer ", layer, " stores ggml type ", type, ", the geometry says ",
-                 to_string(shape.type));
-  const auto elements = static_cast<std::uint64_t>(row_elements(shape));
+    return error(ErrorCode::geometry_mismatch, "llama state: layer ", layer, " stores ggml type ", type,
+                 ", the geometry says ", to_string(shape.type));
+  const auto elements = static_cast<std::uint64_t>(cell_elements(shape));
   if (transposed) {
     std::uint32_t element = 0, row = 0;
     KVMELD_TRY(cursor.word(element, "a layer's element size"));
     KVMELD_TRY(cursor.word(row, "a layer's row"));
     if (block_elements(shape.type) != 1 || element != static_cast<std::uint32_t>(block_bytes(shape.type)))
-      return error(ErrorCode::corrupt, "llama state: layer ", layer, " has transposed ", to_string(shape.type), " of ", element, " bytes");
+      return error(ErrorCode::corrupt, "llama state: layer ", layer, " has transposed ", to_string(shape.type), " of ",
+                   element, " bytes");
     if (row != elements)
-      return error(ErrorCode::geometry_mismatch, "llama state: layer ", layer, " has rows of ", row, " elements, the geometry says ", elements);
+      return error(ErrorCode::geometry_mismatch, "llama state: layer ", layer, " has rows of ", row,
+                   " elements, the geometry says ", elements);
   } else {
     std::uint64_t row = 0;
     KVMELD_TRY(cursor.word(row, "a layer's row size"));
-    if (row != row_bytes(shape))
-      return error(ErrorCode::geometry_mismatch, "llama state: layer ", layer, " has rows of ", row, " bytes, the geometry says ", row_bytes(shape));
+    if (row != cell_bytes(shape))
+      return error(ErrorCode::geometry_mismatch, "llama state: layer ", layer, " has rows of ", row,
+                   " bytes, the geometry says ", cell_bytes(shape));
   }
   offset = cursor.at();
-  return cursor.skip(cells, row_bytes(shape), "a layer's rows");
+  return cursor.skip(cells, cell_bytes(shape), "a layer's rows");
 }
 
 /// A basis word against the declared basis: 0 and 1 are flags, larger numbers the block size.
 [[nodiscard]] inline Status check_basis(const char* plane, std::uint32_t word, const PlaneShape& shape) {
-  const bool agrees = word <= 1 ? (word != 0) == (shape.hadamard != 0) : static_cast<std::int64_t>(word) == shape.hadamard;
+  const bool agrees =
+      word <= 1 ? (word != 0) == (shape.hadamard != 0) : static_cast<std::int64_t>(word) == shape.hadamard;
   if (agrees) return {};
-  return error(ErrorCode::geometry_mismatch, "llama state: ", plane, " are stored in Hadamard basis ", word, ", the geometry says ",
-               shape.hadamard);
+  return error(ErrorCode::geometry_mismatch, "llama state: ", plane, " are stored in Hadamard basis ", word,
+               ", the geometry says ", shape.hadamard);
 }
 
-[[nodiscard]] inline Status parse_layers(Cursor& cursor, const Geometry& geometry, StateForm& form, StateSection& section) {
+[[nodiscard]] inline Status parse_layers(Cursor& cursor, const Geometry& geometry, StateForm& form,
+                                         StateSection& section) {
   std::uint32_t transposed = 0, layers = 0;
   KVMELD_TRY(cursor.word(transposed, "the transposed flag"));
   KVMELD_TRY(cursor.word(layers, "the layer count"));
@@ -126,7 +132,8 @@ class Cursor {
     return error(ErrorCode::corrupt, "llama state: one section has transposed values, the other has not");
   form.transposed_values = transposed == 1;
   if (layers != section.layers.size())
-    return error(ErrorCode::geometry_mismatch, "llama state: ", layers, " layers, the geometry has ", section.layers.size(), " here");
+    return error(ErrorCode::geometry_mismatch, "llama state: ", layers, " layers, the geometry has ",
+                 section.layers.size(), " here");
   if (form.basis_words) {
     KVMELD_TRY(cursor.word(form.key_basis, "the key basis"));
     KVMELD_TRY(cursor.word(form.value_basis, "the value basis"));
@@ -140,13 +147,15 @@ class Cursor {
     const std::vector<PlaneShape>& planes = geometry.layers[section.layers[i]].planes;
     if (planes.size() < 2) continue;
     if (form.basis_words) KVMELD_TRY(check_basis("values", form.value_basis, planes[1]));
-    KVMELD_TRY(parse_plane(cursor, planes[1], section.layers[i], form.transposed_values, section.cells(), section.values[i]));
+    KVMELD_TRY(
+        parse_plane(cursor, planes[1], section.layers[i], form.transposed_values, section.cells(), section.values[i]));
   }
   form.complete = true;
   return {};
 }
 
-[[nodiscard]] inline Status parse_section(Cursor& cursor, const Geometry& geometry, StateForm& form, StateSection& section) {
+[[nodiscard]] inline Status parse_section(Cursor& cursor, const Geometry& geometry, StateForm& form,
+                                          StateSection& section) {
   std::uint32_t streams = 0;
   KVMELD_TRY(cursor.word(streams, "the stream count"));
   if (streams == 0 || streams > max_streams)
@@ -159,7 +168,8 @@ class Cursor {
     KVMELD_TRY(cursor.word(cells, "the cell count"));
     if (cells == 0) continue;
     if (!section.positions.empty())
-      return error(ErrorCode::corrupt, "llama state: stream ", s, " holds ", cells, " cells beside another stream's; one sequence is in one");
+      return error(ErrorCode::corrupt, "llama state: stream ", s, " holds ", cells,
+                   " cells beside another stream's; one sequence is in one");
     KVMELD_TRY(parse_cells(cursor, form, cells, section));
     KVMELD_TRY(parse_layers(cursor, geometry, form, section));
   }
@@ -167,8 +177,8 @@ class Cursor {
 }
 
 /// One attempt at one form. `reached` is how far it got, to tell which attempt's error is worth reporting.
-[[nodiscard]] inline Status parse_form(std::span<const std::byte> bytes, const Geometry& geometry, const StateForm& form,
-                                       StateLayout& layout, std::size_t& reached) {
+[[nodiscard]] inline Status parse_form(std::span<const std::byte> bytes, const Geometry& geometry,
+                                       const StateForm& form, StateLayout& layout, std::size_t& reached) {
   Cursor cursor(bytes);
   layout.form = form;
   layout.size_bytes = bytes.size();
@@ -182,7 +192,8 @@ class Cursor {
   }
   reached = cursor.at();
   if (status && cursor.left() != 0)
-    status = error(ErrorCode::oversized, "llama state: ", cursor.left(), " bytes follow after byte ", cursor.at(), ", where it should end");
+    status = error(ErrorCode::oversized, "llama state: ", cursor.left(), " bytes follow after byte ", cursor.at(),
+                   ", where it should end");
   return status;
 }
 
@@ -190,10 +201,11 @@ class Cursor {
 
 /// Finds out where everything lies in the bytes of one sequence, as `llama_state_seq_get_data` writes them.
 ///
-/// The bytes carry no version. Every known form is tried; one is accepted only if it ends exactly where the bytes end and its
-/// layers, types and row sizes are the geometry's. A sequence without cells is a valid state. O(cells + layers), nothing copied.
-/// Errors: `truncated`, `oversized`, `corrupt`, `duplicate_position`, `geometry_mismatch`, of the form that explained most bytes;
-/// `unknown_layout` where two forms fit; `unsupported` (a geometry that this engine cannot hold).
+/// The bytes carry no version. Every known form is tried; one is accepted only if it ends exactly where the bytes end
+/// and its layers, types and row sizes are the geometry's. A sequence without cells is a valid state. O(cells +
+/// layers), nothing copied. Errors: `truncated`, `oversized`, `corrupt`, `duplicate_position`, `geometry_mismatch`, of
+/// the form that explained most bytes; `unknown_layout` where two forms fit; `unsupported` (a geometry that this engine
+/// cannot hold).
 [[nodiscard]] inline Result<StateLayout> parse_state(std::span<const std::byte> bytes, const Geometry& geometry) {
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     const Result<detail::LayerPlanes> planes = detail::layer_planes(geometry, l);
@@ -228,7 +240,8 @@ class Cursor {
     }
   }
   if (fits == 1) return found;
-  if (fits > 1) return detail::error(ErrorCode::unknown_layout, "llama state: ", fits, " forms fit these ", bytes.size(), " bytes");
+  if (fits > 1)
+    return detail::error(ErrorCode::unknown_layout, "llama state: ", fits, " forms fit these ", bytes.size(), " bytes");
   return best;
 }
 

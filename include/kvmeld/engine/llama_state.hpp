@@ -20,8 +20,8 @@ namespace llama {
 
 /// A view over the bytes of one sequence: tokens in ascending position order, sliding-window layers with holes.
 ///
-/// K rows lie (cell, head, channel), V rows too or, transposed, (head, channel, cell). The bytes are the caller's and outlive it.
-/// Move-only: the cache view points into the slot lists.
+/// K rows lie (cell, head, channel), V rows too or, transposed, (head, channel, cell). The bytes are the caller's and
+/// outlive it. Move-only: the cache view points into the slot lists.
 template <class Byte>
 struct StateView {
   StateLayout layout;
@@ -43,7 +43,7 @@ template <class Byte>
   plane.data = data;
   plane.shape = shape;
   plane.tokens = tokens;
-  plane.token_stride = transposed ? 1 : row_elements(shape);
+  plane.token_stride = transposed ? 1 : cell_elements(shape);
   plane.head_stride = transposed ? cells * shape.channels : shape.channels;
   plane.channel_stride = transposed ? cells : 1;
   if (!slots.empty()) {
@@ -54,8 +54,10 @@ template <class Byte>
 }
 
 /// The cell of every token; empty where token i is cell i.
-[[nodiscard]] inline std::vector<std::int32_t> token_slots(const StateSection& section, std::span<const std::int64_t> positions) {
-  if (section.positions.size() == positions.size() && std::equal(positions.begin(), positions.end(), section.positions.begin()))
+[[nodiscard]] inline std::vector<std::int32_t> token_slots(const StateSection& section,
+                                                           std::span<const std::int64_t> positions) {
+  if (section.positions.size() == positions.size() &&
+      std::equal(positions.begin(), positions.end(), section.positions.begin()))
     return {};
   std::vector<std::int32_t> slots(positions.size(), -1);
   std::size_t t = 0;
@@ -67,7 +69,8 @@ template <class Byte>
 }
 
 template <class Byte>
-[[nodiscard]] StateView<Byte> make_view(std::span<Byte> bytes, StateLayout layout, std::shared_ptr<const Geometry> geometry) {
+[[nodiscard]] StateView<Byte> make_view(std::span<Byte> bytes, StateLayout layout,
+                                        std::shared_ptr<const Geometry> geometry) {
   StateView<Byte> view;
   view.layout = std::move(layout);
   for (const StateSection& section : view.layout.sections)
@@ -90,8 +93,8 @@ template <class Byte>
     const auto cells = static_cast<std::int64_t>(section.cells());
     planes.push_back(state_plane(bytes.data() + section.keys[i], layer.planes[0], false, cells, tokens, view.slots[s]));
     if (layer.planes.size() > 1)
-      planes.push_back(state_plane(bytes.data() + section.values[i], layer.planes[1], view.layout.form.transposed_values, cells,
-                                   tokens, view.slots[s]));
+      planes.push_back(state_plane(bytes.data() + section.values[i], layer.planes[1],
+                                   view.layout.form.transposed_values, cells, tokens, view.slots[s]));
   }
   view.cache = BasicKvCacheRef<Byte>(std::move(geometry), std::move(planes), tokens);
   return view;
@@ -109,13 +112,15 @@ template <class Byte>
   return detail::make_view(bytes, *std::move(layout), std::move(geometry));
 }
 
-/// Bytes of one sequence that are still to be filled: header, cells and positions are there, every K and V element is 0.
+/// Bytes of one sequence that are still to be filled: header, cells and positions are there, every K and V element is
+/// 0.
 ///
 /// `view.cache` is what `run` renders into; then `write` hands `bytes()` to the engine. Move-only.
 class StateBlob {
  public:
   StateBlob() = default;
-  StateBlob(std::unique_ptr<std::byte[]> storage, StateView<std::byte> view) : storage_(std::move(storage)), view_(std::move(view)) {}
+  StateBlob(std::unique_ptr<std::byte[]> storage, StateView<std::byte> view)
+      : storage_(std::move(storage)), view_(std::move(view)) {}
 
   [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return {storage_.get(), view_.layout.size_bytes}; }
   [[nodiscard]] std::span<std::byte> mutable_bytes() noexcept { return {storage_.get(), view_.layout.size_bytes}; }
@@ -175,12 +180,12 @@ inline void emit_section(Emitter& out, const Geometry& geometry, const StateForm
       out.word(ggml_type_number(shape.type));
       if (transposed) {
         out.word(static_cast<std::uint32_t>(block_bytes(shape.type)));
-        out.word(static_cast<std::uint32_t>(row_elements(shape)));
+        out.word(static_cast<std::uint32_t>(cell_elements(shape)));
       } else {
-        out.word(row_bytes(shape));
+        out.word(cell_bytes(shape));
       }
       offset = out.at();
-      out.skip(cells * row_bytes(shape));
+      out.skip(cells * cell_bytes(shape));
     };
     for (std::size_t i = 0; i < section.layers.size(); ++i)
       plane(geometry.layers[section.layers[i]].planes[0], false, section.keys[i]);
@@ -221,37 +226,47 @@ inline void emit_section(Emitter& out, const Geometry& geometry, const StateForm
 
 /// Makes the bytes of a sequence at the given positions, all elements 0, in the form that an engine's own export had.
 ///
-/// Positions ascend strictly and are below 2^31; gaps are allowed. Sliding-window layers hold the cells that are less than the window
-/// before the last one, as the engine keeps them. `tokens` (one a position) is needed only where cells carry their token (12-byte
-/// extension).
-/// Errors: `invalid_argument` (positions out of range or order; an incomplete form), `duplicate_position`, `tokens_required`,
-/// `token_count_mismatch`, `unsupported` (a geometry that this engine cannot hold). One allocation; O(bytes) to clear it.
+/// Positions ascend strictly and are below 2^31; gaps are allowed. Sliding-window layers hold the cells that are less
+/// than the window before the last one, as the engine keeps them. `tokens` (one a position) is needed only where cells
+/// carry their token (12-byte extension). Errors: `invalid_argument` (positions out of range or order; an incomplete
+/// form), `duplicate_position`, `tokens_required`, `token_count_mismatch`, `unsupported` (a geometry that this engine
+/// cannot hold). One allocation; O(bytes) to clear it.
 [[nodiscard]] inline Result<StateBlob> make_state(std::shared_ptr<const Geometry> geometry, const StateForm& form,
-                                                  std::span<const std::int64_t> positions, std::span<const TokenId> tokens = {}) {
+                                                  std::span<const std::int64_t> positions,
+                                                  std::span<const TokenId> tokens = {}) {
   using detail::error;
   for (std::size_t l = 0; l < geometry->layers.size(); ++l) {
     const Result<detail::LayerPlanes> planes = detail::layer_planes(*geometry, l);
     if (!planes) return planes.error();
     if (form.transposed_values && planes->value != nullptr && block_elements(planes->value->type) != 1)
-      return error(ErrorCode::unsupported, "llama state: layer ", l, " cannot hold transposed ", to_string(planes->value->type));
+      return error(ErrorCode::unsupported, "llama state: layer ", l, " cannot hold transposed ",
+                   to_string(planes->value->type));
   }
   if (!form.complete && !positions.empty())
-    return error(ErrorCode::invalid_argument, "llama state: the form was read from a sequence of 0 cells and does not say how ",
-                 positions.size(), " are laid out; read it from a sequence that holds a token");
-  if (form.streams == 0 || form.streams > max_streams || (form.cell_ext_bytes != 0 && form.cell_ext_bytes != 8 && form.cell_ext_bytes != 12))
-    return error(ErrorCode::unknown_layout, "llama state: ", form.streams, " streams and ", form.cell_ext_bytes, " bytes of cell extension");
+    return error(ErrorCode::invalid_argument,
+                 "llama state: the form was read from a sequence of 0 cells and does not say how ", positions.size(),
+                 " are laid out; read it from a sequence that holds a token");
+  if (form.streams == 0 || form.streams > max_streams ||
+      (form.cell_ext_bytes != 0 && form.cell_ext_bytes != 8 && form.cell_ext_bytes != 12))
+    return error(ErrorCode::unknown_layout, "llama state: ", form.streams, " streams and ", form.cell_ext_bytes,
+                 " bytes of cell extension");
   for (std::size_t i = 0; i < positions.size(); ++i) {
     if (positions[i] < 0 || positions[i] > 0x7fffffff)
-      return error(ErrorCode::invalid_argument, "llama state: position ", positions[i], " of token ", i, " does not fit the engine");
+      return error(ErrorCode::invalid_argument, "llama state: position ", positions[i], " of token ", i,
+                   " does not fit the engine");
     if (i > 0 && positions[i] == positions[i - 1])
-      return error(ErrorCode::duplicate_position, "llama state: tokens ", i - 1, " and ", i, " both claim position ", positions[i]);
+      return error(ErrorCode::duplicate_position, "llama state: tokens ", i - 1, " and ", i, " both claim position ",
+                   positions[i]);
     if (i > 0 && positions[i] < positions[i - 1])
-      return error(ErrorCode::invalid_argument, "llama state: position ", positions[i], " of token ", i, " is below its predecessor's");
+      return error(ErrorCode::invalid_argument, "llama state: position ", positions[i], " of token ", i,
+                   " is below its predecessor's");
   }
   if (form.cell_ext_bytes == 12 && tokens.empty() && !positions.empty())
-    return error(ErrorCode::tokens_required, "llama state: this engine's cells carry token ids; give the ", positions.size(), " tokens");
+    return error(ErrorCode::tokens_required, "llama state: this engine's cells carry token ids; give the ",
+                 positions.size(), " tokens");
   if (!tokens.empty() && tokens.size() != positions.size())
-    return error(ErrorCode::token_count_mismatch, "llama state: ", tokens.size(), " tokens for ", positions.size(), " positions");
+    return error(ErrorCode::token_count_mismatch, "llama state: ", tokens.size(), " tokens for ", positions.size(),
+                 " positions");
 
   const std::size_t size = detail::emit_state(nullptr, *geometry, form, positions, tokens).size_bytes;
   auto storage = std::make_unique<std::byte[]>(size);
