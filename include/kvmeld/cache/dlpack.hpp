@@ -1,6 +1,7 @@
 #pragma once
 
-/// Planes from DLPack tensors, read by their fields alone: any type shaped like `DLTensor` will do, and no dlpack.h is needed.
+/// Planes from DLPack tensors, read by their fields alone: any type shaped like `DLTensor` will do, and no dlpack.h is
+/// needed.
 
 #include <concepts>
 #include <cstddef>
@@ -16,8 +17,8 @@ KVMELD_NAMESPACE_BEGIN
 
 /// A type with the fields of DLPack's `DLTensor` (version 0.6 or later).
 ///
-/// Semantic requirements: `shape` has `ndim` entries; `strides` too, in elements, or is null, which means compact row-major;
-/// the first element lies `byte_offset` bytes behind `data`.
+/// Semantic requirements: `shape` has `ndim` entries; `strides` too, in elements, or is null, which means compact
+/// row-major; the first element lies `byte_offset` bytes behind `data`.
 template <class T>
 concept DlpackTensor = requires(const T& t) {
   { t.data } -> std::convertible_to<void*>;
@@ -39,12 +40,12 @@ struct FixedAxis {
 
 /// Which axis of a tensor means what. Axes that are not named must be fixed, or have extent 1.
 struct DlpackAxes {
-  std::int32_t token = 0;           ///< tokens, or tokens of a block where there is a block axis
-  std::int32_t head = 1;            ///< -1: the plane has one head and the tensor no axis for it
+  std::int32_t token = 0;  ///< tokens, or tokens of a block where there is a block axis
+  std::int32_t head = 1;   ///< -1: the plane has one head and the tensor no axis for it
   std::int32_t channel = 2;
   std::int32_t block = -1;          ///< -1: not paged
   std::int32_t channel_outer = -1;  ///< D/x of a split-channel tensor; -1: not split
-  std::int64_t first_channel = 0;   ///< where the plane begins in the channel axis: D for the value of a packed [.., 2D]
+  std::int64_t first_channel = 0;  ///< where the plane begins in the channel axis: D for the value of a packed [.., 2D]
   std::vector<FixedAxis> fixed = {};
 };
 
@@ -52,14 +53,15 @@ struct DlpackAxes {
 struct DlpackOptions {
   PerLayer<TokenPlacement> tokens = {};
   std::vector<DlpackAxes> axes = {DlpackAxes{}};  ///< one for all planes, or one for each plane of a layer
-  bool raw_bytes = false;                         ///< accept uint8 tensors for planes of 8-bit floats, as vLLM stores them
+  bool raw_bytes = false;  ///< accept uint8 tensors for planes of 8-bit floats, as vLLM stores them
   ScaleTables scales = {};
 };
 
 namespace detail {
 
 /// The element type that DLPack's (code, bits) names; codes from dlpack.h 1.1.
-[[nodiscard]] inline Result<ElementType> dlpack_type(std::int64_t code, std::int64_t bits, ElementType declared, bool raw_bytes) {
+[[nodiscard]] inline Result<ElementType> dlpack_type(std::int64_t code, std::int64_t bits, ElementType declared,
+                                                     bool raw_bytes) {
   if (code == 2 && bits == 64) return ElementType::f64;
   if (code == 2 && bits == 32) return ElementType::f32;
   if (code == 2 && bits == 16) return ElementType::f16;
@@ -69,7 +71,8 @@ namespace detail {
   if (code == 12 && bits == 8) return ElementType::f8_e5m2;
   const bool eight = declared == ElementType::f8_e4m3 || declared == ElementType::f8_e5m2;
   if (code == 1 && bits == 8 && raw_bytes && eight) return declared;
-  return error(ErrorCode::unsupported, "DLPack type code ", code, " of ", bits, " bits is no cache element of this build");
+  return error(ErrorCode::unsupported, "DLPack type code ", code, " of ", bits,
+               " bits is no cache element of this build");
 }
 
 /// A tensor's axes as read and checked: extents, element strides, and the elements it spans around its first.
@@ -82,10 +85,12 @@ struct DlpackShape {
 template <DlpackTensor T>
 [[nodiscard]] Result<DlpackShape> dlpack_shape(const T& t) {
   DlpackShape s;
-  if (t.ndim < 1 || t.ndim > 16) return error(ErrorCode::invalid_argument, "a tensor of ", static_cast<std::int64_t>(t.ndim), " axes");
+  if (t.ndim < 1 || t.ndim > 16)
+    return error(ErrorCode::invalid_argument, "a tensor of ", static_cast<std::int64_t>(t.ndim), " axes");
   const auto device = static_cast<std::int64_t>(t.device.device_type);
   if (device != 1 && device != 2 && device != 3 && device != 13) {
-    return error(ErrorCode::unsupported, "DLPack device type ", device, "; host (1), CUDA (2), pinned (3) and managed (13) memory can be viewed");
+    return error(ErrorCode::unsupported, "DLPack device type ", device,
+                 "; host (1), CUDA (2), pinned (3) and managed (13) memory can be viewed");
   }
   if (static_cast<std::int64_t>(t.dtype.lanes) != 1) {
     return error(ErrorCode::unsupported, "elements of ", static_cast<std::int64_t>(t.dtype.lanes), " lanes");
@@ -98,7 +103,7 @@ template <DlpackTensor T>
     s.extents[a] = t.shape[a];
     s.strides[a] = t.strides == nullptr ? compact : static_cast<std::int64_t>(t.strides[a]);
     compact = extent_product({compact, s.extents[a]});
-    if (compact < 0 || !sane(s.strides[a])) {
+    if (compact < 0 || s.extents[a] > max_extent || !sane(s.strides[a])) {
       return error(ErrorCode::invalid_argument, "axis ", a, " has extent ", s.extents[a], " and stride ", s.strides[a]);
     }
     s.empty = s.empty || s.extents[a] == 0;
@@ -114,35 +119,48 @@ template <DlpackTensor T>
 }
 
 /// Sorts a tensor's axes into a plane's strides. `slots` receives how many the tensor has.
-[[nodiscard]] inline Result<PlaneStrides> dlpack_strides(const DlpackShape& s, const PlaneShape& shape, const DlpackAxes& axes, std::int64_t& slots) {
+[[nodiscard]] inline Result<PlaneStrides> dlpack_strides(const DlpackShape& s, const PlaneShape& shape,
+                                                         const DlpackAxes& axes, std::int64_t& slots) {
   std::vector<bool> used(s.extents.size());
   const auto take = [&](std::int32_t axis) {
     if (axis < 0 || static_cast<std::size_t>(axis) >= used.size() || used[static_cast<std::size_t>(axis)]) return false;
     used[static_cast<std::size_t>(axis)] = true;
     return true;
   };
-  const auto extent = [&](std::int32_t axis) { return axis < 0 ? std::int64_t{1} : s.extents[static_cast<std::size_t>(axis)]; };
-  const auto stride = [&](std::int32_t axis) { return axis < 0 ? std::int64_t{0} : s.strides[static_cast<std::size_t>(axis)]; };
-  if (!take(axes.token) || !take(axes.channel) || (axes.head >= 0 && !take(axes.head)) || (axes.block >= 0 && !take(axes.block)) ||
-      (axes.channel_outer >= 0 && !take(axes.channel_outer))) {
+  const auto extent = [&](std::int32_t axis) {
+    return axis < 0 ? std::int64_t{1} : s.extents[static_cast<std::size_t>(axis)];
+  };
+  const auto stride = [&](std::int32_t axis) {
+    return axis < 0 ? std::int64_t{0} : s.strides[static_cast<std::size_t>(axis)];
+  };
+  if (!take(axes.token) || !take(axes.channel) || (axes.head >= 0 && !take(axes.head)) ||
+      (axes.block >= 0 && !take(axes.block)) || (axes.channel_outer >= 0 && !take(axes.channel_outer))) {
     return error(ErrorCode::invalid_argument, "token, head, channel and block are different axes below ", used.size());
   }
-  PlaneStrides out{.offset = axes.first_channel * stride(axes.channel), .token = stride(axes.token), .head = stride(axes.head),
+  PlaneStrides out{.offset = axes.first_channel * stride(axes.channel),
+                   .token = stride(axes.token),
+                   .head = stride(axes.head),
                    .channel = stride(axes.channel)};
   for (const FixedAxis& f : axes.fixed) {
-    if (!take(f.axis)) return error(ErrorCode::invalid_argument, "fixed axis ", f.axis, " is none of the tensor's, or named twice");
-    if (f.index < 0 || f.index >= extent(f.axis)) return error(ErrorCode::invalid_argument, "index ", f.index, " of fixed axis ", f.axis, " with extent ", extent(f.axis));
+    if (!take(f.axis))
+      return error(ErrorCode::invalid_argument, "fixed axis ", f.axis, " is none of the tensor's, or named twice");
+    if (f.index < 0 || f.index >= extent(f.axis))
+      return error(ErrorCode::invalid_argument, "index ", f.index, " of fixed axis ", f.axis, " with extent ",
+                   extent(f.axis));
     out.offset += f.index * stride(f.axis);
   }
   for (std::size_t a = 0; a < used.size(); ++a) {
-    if (!used[a] && s.extents[a] != 1) return error(ErrorCode::invalid_argument, "axis ", a, " of extent ", s.extents[a], " has no meaning: name it or fix it");
+    if (!used[a] && s.extents[a] != 1)
+      return error(ErrorCode::invalid_argument, "axis ", a, " of extent ", s.extents[a],
+                   " has no meaning: name it or fix it");
   }
-  const std::int64_t channels = extent(axes.channel) * extent(axes.channel_outer);
-  const bool fits = axes.channel_outer >= 0 ? axes.first_channel == 0 && channels == shape.channels
-                                            : axes.first_channel >= 0 && axes.first_channel <= channels - shape.channels;
+  const std::int64_t channels = extent_product({extent(axes.channel), extent(axes.channel_outer)});
+  const bool fits = axes.channel_outer >= 0
+                        ? axes.first_channel == 0 && channels == shape.channels
+                        : axes.first_channel >= 0 && axes.first_channel <= channels - shape.channels;
   if (extent(axes.head) != shape.heads || !fits) {
-    return error(ErrorCode::geometry_mismatch, "the tensor has ", extent(axes.head), " heads of ", channels, " channels, the plane ", shape.heads, " of ",
-                 shape.channels, " from channel ", axes.first_channel);
+    return error(ErrorCode::geometry_mismatch, "the tensor has ", extent(axes.head), " heads of ", channels,
+                 " channels, the plane ", shape.heads, " of ", shape.channels, " from channel ", axes.first_channel);
   }
   if (axes.channel_outer >= 0) {
     out.channel_split = extent(axes.channel);
@@ -152,21 +170,23 @@ template <DlpackTensor T>
   if (axes.block >= 0) {
     out.block_size = slots;
     out.block = stride(axes.block);
-    slots *= extent(axes.block);
+    slots = extent_product({slots, extent(axes.block)});
+    if (slots < 0) return error(ErrorCode::invalid_argument, extent(axes.block), " blocks of ", out.block_size, " tokens");
   }
   return out;
 }
 
 }  // namespace detail
 
-/// Views tensors of an engine or framework as a cache. @param tensors one for each plane, layer-major. O(planes + table entries).
+/// Views tensors of an engine or framework as a cache. @param tensors one for each plane, layer-major. O(planes + table
+/// entries).
 ///
-/// @tparam Byte `std::byte` where the view may be written (a `DLTensor` does not say whether it may), `const std::byte` otherwise.
-/// Errors: `geometry_mismatch` where a tensor's type, heads or channels are not the plane's (bf16 handed in as f16, say);
-/// `unsupported` for devices, lanes and types that this build cannot view; those of `contiguous_view`.
+/// @tparam Byte `std::byte` where the view may be written (a `DLTensor` does not say whether it may), `const std::byte`
+/// otherwise. Errors: `geometry_mismatch` where a tensor's type, heads or channels are not the plane's (bf16 handed in
+/// as f16, say); `unsupported` for devices, lanes and types that this build cannot view; those of `contiguous_view`.
 template <class Byte = const std::byte, DlpackTensor T>
-[[nodiscard]] Result<BasicKvCacheRef<Byte>> dlpack_view(std::shared_ptr<const Geometry> geometry, const std::vector<T>& tensors,
-                                                        const DlpackOptions& options) {
+[[nodiscard]] Result<BasicKvCacheRef<Byte>> dlpack_view(std::shared_ptr<const Geometry> geometry,
+                                                        const std::vector<T>& tensors, const DlpackOptions& options) {
   detail::LayoutBuilder<Byte> builder(std::move(geometry), options.tokens, options.scales);
   if (!builder.ok()) return builder.finish();
   std::size_t index = 0;
@@ -184,8 +204,8 @@ template <class Byte = const std::byte, DlpackTensor T>
       const auto type = detail::dlpack_type(tensor.dtype.code, tensor.dtype.bits, shape.type, options.raw_bytes);
       builder.expect(type.status(), l, "tensor");
       if (type.ok() && *type != shape.type) {
-        builder.fail(detail::error(ErrorCode::geometry_mismatch, "layer ", l, " plane ", p, ": the tensor holds ", to_string(*type), ", the geometry declares ",
-                                   to_string(shape.type)));
+        builder.fail(detail::error(ErrorCode::geometry_mismatch, "layer ", l, " plane ", p, ": the tensor holds ",
+                                   to_string(*type), ", the geometry declares ", to_string(shape.type)));
       }
       const auto s = detail::dlpack_shape(tensor);
       builder.expect(s.status(), l, "tensor");
@@ -198,7 +218,8 @@ template <class Byte = const std::byte, DlpackTensor T>
       const std::int64_t size = block_bytes(shape.type);
       std::span<Byte> buffer;
       if (!s->empty && tensor.data != nullptr) {
-        auto* first = static_cast<Byte*>(static_cast<void*>(tensor.data)) + static_cast<std::ptrdiff_t>(tensor.byte_offset) + s->low * size;
+        auto* first = static_cast<Byte*>(static_cast<void*>(tensor.data)) +
+                      static_cast<std::ptrdiff_t>(tensor.byte_offset) + s->low * size;
         buffer = std::span<Byte>(first, static_cast<std::size_t>((s->high - s->low + 1) * size));
       }
       strides->offset -= s->low;
