@@ -29,7 +29,7 @@ struct SinCos {
 
 namespace detail {
 
-/// An unevaluated sum whose `low` part is below the last place of `high`.
+/// An unevaluated sum whose `low` part lies below the last place of `high`.
 struct DoubleDouble {
   double high;
   double low;
@@ -195,7 +195,7 @@ namespace math {
           bits_double(double_bits(select(swap, sine, cosine)) ^ cosine_sign)};
 }
 
-/// e^x within 0.51 ulp (0.75 where the result is subnormal); infinity above 709.78, subnormal and then 0 below -708.4, NaN for NaN.
+/// e^x within 0.6 ulp (0.75 where the result is subnormal); infinity above 709.78, subnormal and then 0 below -708.4, NaN for NaN.
 [[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double exp(double x) noexcept { return detail::exp_of_sum(x, 0.0); }
 
 /// Natural logarithm within 0.51 ulp; -infinity for 0, NaN below it.
