@@ -68,7 +68,8 @@ struct SeamShare {
  private:
   [[nodiscard]] Result<std::int64_t> cut_of(const Source& source) const {
     const std::int64_t count = source.fragment->token_count();
-    auto cut = static_cast<std::int64_t>(std::ceil(static_cast<double>(share) * static_cast<double>(count)));
+    // In f32, so that 0.1 of 10 tokens is 1: in f64 the share is a little more than what its decimal says.
+    auto cut = static_cast<std::int64_t>(std::ceil(share * static_cast<float>(count)));
     if (cut == 0) return std::int64_t{0};
     if (!boundary_tokens.empty()) {
       if (source.fragment->latent()) {

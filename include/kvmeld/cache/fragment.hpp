@@ -16,6 +16,9 @@ KVMELD_NAMESPACE_BEGIN
 /// What a fragment is to a context: the text that several agents saw first, or something one of them read.
 enum class Role : std::uint8_t { prefix, span };
 
+/// Last position that a token may have: far beyond any context, and far from overflow.
+inline constexpr std::int64_t max_position = std::int64_t{1} << 48;
+
 /// What stood before a fragment when it was encoded.
 struct Context {
   FragmentId prefix{};     ///< the prefix fragment; empty: none
@@ -96,5 +99,16 @@ class Fragment {
  private:
   std::shared_ptr<const Body> body_;
 };
+
+/// Of two handles of one id, the payload bytes that either has: what was evicted here may be there. O(payloads).
+[[nodiscard]] inline Fragment with_all_bytes(const Fragment& a, const Fragment& b) {
+  std::shared_ptr<Fragment::Body> both;
+  for (std::size_t p = 0; p < a.payloads().size(); ++p) {
+    if (a.payloads()[p].bytes != nullptr || b.payloads()[p].bytes == nullptr) continue;
+    if (both == nullptr) both = std::make_shared<Fragment::Body>(*a.body());
+    both->payloads[p] = b.payloads()[p];
+  }
+  return both == nullptr ? a : Fragment(std::move(both));
+}
 
 KVMELD_NAMESPACE_END

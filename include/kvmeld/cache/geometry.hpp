@@ -94,9 +94,41 @@ namespace detail {
   return error(ErrorCode::geometry_mismatch, field, " differs: '", a, "' against '", b, "'");
 }
 template <class Number>
+[[nodiscard]] Status differ(const char* field, Number a, Number b) {
+  return error(ErrorCode::geometry_mismatch, field, " differs: ", a, " against ", b);
+}
+template <class Number>
 [[nodiscard]] Status differ(const char* field, std::size_t layer, Number a, Number b) {
-  return error(ErrorCode::geometry_mismatch, field, " differs at layer ", layer, ": ", static_cast<std::int64_t>(a),
-               " against ", static_cast<std::int64_t>(b));
+  return error(ErrorCode::geometry_mismatch, field, " differs at layer ", layer, ": ", a, " against ", b);
+}
+
+/// The factors of two specs: their counts, or the first that differs.
+[[nodiscard]] inline Status differ(const char* field, std::size_t layer, const std::vector<float>& a, const std::vector<float>& b) {
+  if (a.size() != b.size()) return differ(field, layer, a.size(), b.size());
+  std::size_t i = 0;
+  while (a[i] == b[i]) ++i;
+  return differ(field, layer, a[i], b[i]);
+}
+
+[[nodiscard]] inline Status check_same(const RopeSpec& a, const RopeSpec& b, std::size_t layer) {
+  if (a == b) return {};
+  if (a.kind != b.kind) return differ("rope kind", layer, static_cast<int>(a.kind), static_cast<int>(b.kind));
+  if (a.pairing != b.pairing) return differ("rope pairing", layer, static_cast<int>(a.pairing), static_cast<int>(b.pairing));
+  if (a.first_channel != b.first_channel) return differ("rope first channel", layer, a.first_channel, b.first_channel);
+  if (a.rotary_channels != b.rotary_channels) return differ("rope rotary channels", layer, a.rotary_channels, b.rotary_channels);
+  if (a.base != b.base) return differ("rope base", layer, a.base, b.base);
+  if (a.scaling != b.scaling) return differ("rope scaling", layer, static_cast<int>(a.scaling), static_cast<int>(b.scaling));
+  if (a.factor != b.factor) return differ("rope factor", layer, a.factor, b.factor);
+  if (a.original_context != b.original_context) return differ("rope original context", layer, a.original_context, b.original_context);
+  if (a.low_freq_factor != b.low_freq_factor) return differ("rope low_freq_factor", layer, a.low_freq_factor, b.low_freq_factor);
+  if (a.high_freq_factor != b.high_freq_factor) return differ("rope high_freq_factor", layer, a.high_freq_factor, b.high_freq_factor);
+  if (a.beta_fast != b.beta_fast) return differ("rope beta_fast", layer, a.beta_fast, b.beta_fast);
+  if (a.beta_slow != b.beta_slow) return differ("rope beta_slow", layer, a.beta_slow, b.beta_slow);
+  if (a.yarn_truncate != b.yarn_truncate) return differ("rope yarn_truncate", layer, int{a.yarn_truncate}, int{b.yarn_truncate});
+  if (a.attention_factor != b.attention_factor) return differ("rope attention factor", layer, a.attention_factor, b.attention_factor);
+  if (a.short_factors != b.short_factors) return differ("rope short_factors", layer, a.short_factors, b.short_factors);
+  if (a.long_factors != b.long_factors) return differ("rope long_factors", layer, a.long_factors, b.long_factors);
+  return differ("rope factors", layer, a.factors, b.factors);
 }
 
 }  // namespace detail
@@ -124,16 +156,16 @@ template <class Number>
   if (a.model != b.model) return differ("model", a.model, b.model);
   if (a.tokenizer != b.tokenizer) return differ("tokenizer", a.tokenizer, b.tokenizer);
   if (a.tenant != b.tenant) return differ("tenant", a.tenant, b.tenant);
-  if (a.bos != b.bos) return differ("bos token", 0, a.bos, b.bos);
-  if (a.trained_context != b.trained_context) return differ("trained context", 0, a.trained_context, b.trained_context);
-  if (a.layers.size() != b.layers.size()) return differ("layer count", 0, a.layers.size(), b.layers.size());
+  if (a.bos != b.bos) return differ("bos token", a.bos, b.bos);
+  if (a.trained_context != b.trained_context) return differ("trained context", a.trained_context, b.trained_context);
+  if (a.layers.size() != b.layers.size()) return differ("layer count", a.layers.size(), b.layers.size());
   for (std::size_t l = 0; l < a.layers.size(); ++l) {
     const LayerShape& x = a.layers[l];
     const LayerShape& y = b.layers[l];
     if (x.planes.size() != y.planes.size()) return differ("plane count", l, x.planes.size(), y.planes.size());
     if (x.window != y.window) return differ("window", l, x.window, y.window);
     if (x.key_form != y.key_form) return differ("key form", l, static_cast<int>(x.key_form), static_cast<int>(y.key_form));
-    if (!(x.rope == y.rope)) return detail::error(ErrorCode::geometry_mismatch, "rope differs at layer ", l);
+    KVMELD_TRY(detail::check_same(x.rope, y.rope, l));
     for (std::size_t p = 0; p < x.planes.size(); ++p) {
       const PlaneShape& s = x.planes[p];
       const PlaneShape& t = y.planes[p];
@@ -141,8 +173,9 @@ template <class Number>
       if (s.type != t.type) return differ("element type", l, static_cast<int>(s.type), static_cast<int>(t.type));
       if (s.heads != t.heads) return differ("head count", l, s.heads, t.heads);
       if (s.channels != t.channels) return differ("head size", l, s.channels, t.channels);
-      if (s.rotary != t.rotary) return differ("rotary flag", l, s.rotary, t.rotary);
-      if (s.scales != t.scales || s.scale_group != t.scale_group) return differ("scales", l, s.scale_group, t.scale_group);
+      if (s.rotary != t.rotary) return differ("rotary flag", l, int{s.rotary}, int{t.rotary});
+      if (s.scales != t.scales) return differ("scale scheme", l, static_cast<int>(s.scales), static_cast<int>(t.scales));
+      if (s.scale_group != t.scale_group) return differ("scale group", l, s.scale_group, t.scale_group);
       if (s.hadamard != t.hadamard) return differ("Hadamard basis", l, s.hadamard, t.hadamard);
     }
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <compare>
 #include <cstdint>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -43,7 +44,19 @@ enum class MetadataFields : std::uint8_t { none = 0, provenance = 1, confidence 
   return (static_cast<std::uint8_t>(all) & static_cast<std::uint8_t>(field)) != 0;
 }
 
-/// Least upper bound: union of the dots, per-agent maximum of the confidences.
+/// The one form of equal metadata: ascending, without repetition, and no −0, which equals +0 and has other bytes.
+[[nodiscard]] inline Metadata normalised(Metadata m) {
+  std::sort(m.provenance.begin(), m.provenance.end());
+  m.provenance.erase(std::unique(m.provenance.begin(), m.provenance.end()), m.provenance.end());
+  for (auto& [agent, value] : m.confidence) value += 0.0F;
+  std::sort(m.confidence.begin(), m.confidence.end(),
+            [](const auto& a, const auto& b) { return a.first != b.first ? a.first < b.first : a.second > b.second; });
+  m.confidence.erase(std::unique(m.confidence.begin(), m.confidence.end(), [](const auto& a, const auto& b) { return a.first == b.first; }),
+                     m.confidence.end());
+  return m;
+}
+
+/// Least upper bound of two in normalised form: union of the dots, per-agent maximum of the confidences.
 [[nodiscard]] inline Metadata join(const Metadata& a, const Metadata& b) {
   Metadata out;
   std::set_union(a.provenance.begin(), a.provenance.end(), b.provenance.begin(), b.provenance.end(),

@@ -27,6 +27,7 @@ struct SealOptions {
 namespace detail {
 
 [[nodiscard]] inline Status check_seal(const KvCacheRef& view, const SealOptions& options) {
+  if (!view.valid()) return error(ErrorCode::invalid_argument, "the view has no geometry");
   const auto n = static_cast<std::size_t>(view.tokens());
   if (!options.tokens.empty() && options.tokens.size() != n) {
     return error(ErrorCode::token_count_mismatch, options.tokens.size(), " token ids for ", n, " rows of K/V");
@@ -40,8 +41,9 @@ namespace detail {
                    options.positions[i - 1], "; source positions must ascend strictly");
     }
   }
-  if (!options.positions.empty() && options.positions[0] < 0) {
-    return error(ErrorCode::invalid_argument, "position ", options.positions[0], " is negative");
+  if (!options.positions.empty() && (options.positions.front() < 0 || options.positions.back() > max_position)) {
+    return error(ErrorCode::invalid_argument, "positions ", options.positions.front(), " to ", options.positions.back(),
+                 " are not in [0, ", max_position, "]");
   }
   if (options.drop_first < 0 || options.drop_first > view.tokens()) {
     return error(ErrorCode::invalid_argument, "drop_first ", options.drop_first, " of ", n, " tokens");
@@ -104,7 +106,8 @@ namespace detail {
       total += rows * static_cast<std::size_t>(row_scales(shape)) * sizeof(float);
     }
   }
-  const auto storage = std::make_shared<std::vector<std::byte>>(total);  // zero-filled, so that padding hashes alike
+  // Zero-filled, so that padding hashes alike; never empty, since null bytes mean an evicted payload.
+  const auto storage = std::make_shared<std::vector<std::byte>>(std::max<std::size_t>(total, 1));
   std::size_t index = 0;
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     for (std::size_t p = 0; p < geometry.layers[l].planes.size(); ++p, ++index) {

@@ -18,7 +18,7 @@ KVMELD_NAMESPACE_BEGIN
 ///
 /// Semantic requirements: `rotation_equivariant` is true only if rotating all inputs alike rotates the output (a weighted
 /// mean is; a maximum is not). Optional: `static constexpr bool keeps_single` (one contribution is its own result),
-/// `static constexpr bool normalises` (`finish` divides by the total weight: plans refuse rows where it is not above 0),
+/// `static constexpr bool normalises` (`finish` divides by the total weight: plans refuse rows where it is not in (2^-100, 2^100)),
 /// `float weight(const Source&) const` (multiplies the aligner's weights).
 template <class F>
 concept FusePolicy =

@@ -27,7 +27,8 @@ class FragmentSet {
     Metadata metadata;
   };
 
-  /// Adds one operation: "this agent produced these tokens' K/V". A fragment that is there already gains the metadata. O(n).
+  /// Adds one operation: "this agent produced these tokens' K/V". A fragment that is there already gains the metadata, and
+  /// payloads that were evicted. O(n).
   ///
   /// Errors: `hash_mismatch` where the set's ids come from another content hash; `non_finite` for a NaN or infinite confidence;
   /// `invalid_argument` for a fragment without body. The set is unchanged then.
@@ -37,20 +38,22 @@ class FragmentSet {
     if (confidence) metadata.confidence.emplace_back(provenance.agent, *confidence);
     return insert(fragment, metadata);
   }
-  Status insert(const Fragment& fragment, const Metadata& metadata = {}) {
+  Status insert(const Fragment& fragment, const Metadata& given = {}) {
     if (!fragment.valid()) return detail::error(ErrorCode::invalid_argument, "an empty Fragment has no id to insert");
     if (!entries_.empty() && entries_.front().fragment.id().tag() != fragment.id().tag()) {
       return detail::error(ErrorCode::hash_mismatch, "set of hash tag ", entries_.front().fragment.id().tag(), ", fragment of ",
                            fragment.id().tag());
     }
-    for (const auto& [agent, confidence] : metadata.confidence) {
+    for (const auto& [agent, confidence] : given.confidence) {
       if (!std::isfinite(confidence)) return detail::error(ErrorCode::non_finite, "confidence of agent ", agent, " is not finite");
     }
+    const Metadata metadata = normalised(given);
     const auto at = std::lower_bound(entries_.begin(), entries_.end(), fragment.id(),
                                      [](const Entry& e, const FragmentId& id) { return e.fragment.id() < id; });
     if (at != entries_.end() && at->fragment.id() == fragment.id()) {
       digest_.subtract(detail::entry_digest(fragment.id(), at->metadata));
       at->metadata = kvmeld::join(at->metadata, metadata);
+      at->fragment = with_all_bytes(at->fragment, fragment);
       digest_.add(detail::entry_digest(fragment.id(), at->metadata));
     } else {
       digest_.add(detail::entry_digest(fragment.id(), metadata));
@@ -92,7 +95,7 @@ class FragmentSet {
         out.digest_.add(detail::entry_digest(j->fragment.id(), j->metadata));
         out.entries_.push_back(*j++);
       } else {
-        Entry both{i->fragment, i->metadata};
+        Entry both{with_all_bytes(i->fragment, j->fragment), i->metadata};
         if (i->metadata != j->metadata) {
           both.metadata = kvmeld::join(i->metadata, j->metadata);
           out.digest_.subtract(detail::entry_digest(i->fragment.id(), i->metadata));

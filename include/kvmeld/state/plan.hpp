@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <kvmeld/state/merger.hpp>
+#include <kvmeld/state/plan_check.hpp>
 #include <kvmeld/state/plan_core.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -46,85 +47,25 @@ class Plan {
 
 namespace detail {
 
-/// The prefix and the spans of a set, checked against each other and the target.
-struct SetParts {
-  const FragmentSet::Entry* prefix = nullptr;
-  std::vector<const FragmentSet::Entry*> spans;
-};
-
-inline Result<SetParts> split(const FragmentSet& set, const Target& target) {
-  SetParts parts;
-  for (const FragmentSet::Entry& entry : set.entries()) {
-    KVMELD_TRY(check_same(entry.fragment.geometry(), target.geometry));
-    if (entry.fragment.role() == Role::prefix) {
-      if (parts.prefix != nullptr) {
-        return error(ErrorCode::prefix_conflict, "two prefixes in one set: ", parts.prefix->fragment.id().hex(), " and ", entry.fragment.id().hex());
-      }
-      parts.prefix = &entry;
-    } else {
-      parts.spans.push_back(&entry);
-    }
-  }
-  const FragmentId* named = nullptr;
-  for (const FragmentSet::Entry* span : parts.spans) {
-    const FragmentId& prefix = span->fragment.prefix();
-    if (prefix.empty()) continue;
-    if (named != nullptr && *named != prefix) {
-      return error(ErrorCode::prefix_conflict, "spans were sealed behind two prefixes: ", named->hex(), " and ", prefix.hex());
-    }
-    named = &prefix;
-  }
-  if (named != nullptr && parts.prefix != nullptr && *named != parts.prefix->fragment.id()) {
-    return error(ErrorCode::prefix_conflict, "spans were sealed behind prefix ", named->hex(), ", the set holds ", parts.prefix->fragment.id().hex());
-  }
-  if (named != nullptr && parts.prefix == nullptr && !target.prefix_in_place) {
-    return error(ErrorCode::prefix_missing, "spans name prefix ", named->hex(), ", which is not in the set; insert it, or set prefix_in_place");
-  }
-  if (target.prefix_in_place) parts.prefix = nullptr;
-  return parts;
-}
-
-inline Status check_positions(const Geometry& geometry, const std::vector<PlanSource>& sources, const PlanCore& core, std::int64_t context_length) {
-  std::int64_t target_length = core.positions.empty() ? 0 : core.positions.back() + 1;
-  std::int64_t source_length = 0;
-  for (const PlanSource& source : sources) {
-    if (!source.payload().positions.empty()) source_length = std::max(source_length, source.payload().positions.back() + 1);
-  }
-  if (context_length > 0) target_length = source_length = context_length;
-  for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
-    for (const PlaneShape& shape : geometry.layers[l].planes) {
-      if (shape.rotary) KVMELD_TRY(check_shift(geometry.layers[l].rope, source_length, target_length));
-      if (shape.channels > max_channels) {
-        return error(ErrorCode::unsupported, "layer ", l, ": head size ", shape.channels, " is above ", max_channels);
-      }
-      if (shape.scales != ScaleScheme::none) {
-        return error(ErrorCode::unsupported, "layer ", l, ": rendering planes with scales apart is not possible; seal them as f16 or q8_0");
-      }
-    }
-  }
-  std::int64_t bos_seen = 0;
-  for (const TokenId token : core.tokens) bos_seen += geometry.bos >= 0 && token == geometry.bos ? 1 : 0;
-  if (bos_seen > 1) {
-    return error(ErrorCode::duplicate_bos, bos_seen, " beginning-of-sequence tokens (id ", geometry.bos,
-                 ") would enter one context; seal it once, in the prefix");
-  }
-  return {};
-}
-
 /// Appends the local cache as a source for the layers that the target leaves out.
 inline Status add_local(PlanCore& core, Alignment& alignment, const Target& target) {
+  const std::size_t layers = target.geometry.layers.size();
   if (target.layers.all()) return {};
-  if (!target.local) return error(ErrorCode::invalid_argument, "the target leaves layers out and gives no local cache for them");
+  if (target.layers.layers.size() != layers) {
+    return error(ErrorCode::invalid_argument, "the target's layer mask has ", target.layers.layers.size(), " entries for ", layers, " layers");
+  }
+  if (std::find(target.layers.layers.begin(), target.layers.layers.end(), 0) == target.layers.layers.end()) return {};
+  if (!target.local || !target.local->valid()) {
+    return error(ErrorCode::invalid_argument, "the target leaves layers out and gives no local cache for them");
+  }
   if (target.local->tokens() < core.outputs()) {
     return error(ErrorCode::token_count_mismatch, "the local cache holds ", target.local->tokens(), " tokens, the render ", core.outputs());
   }
   KVMELD_TRY(check_same(target.local->geometry(), target.geometry));
-  std::vector<std::int64_t> positions = core.positions;
-  for (std::int64_t t = core.outputs(); t < target.local->tokens(); ++t) positions.push_back(positions.empty() ? t : positions.back() + 1);
-  auto sealed = seal(*target.local, {.positions = positions});
+  auto sealed = seal(target.local->first(core.outputs()), {.positions = core.positions});  // what lies behind may be stale
   if (!sealed) return sealed.error();
   AlignmentGroup kept;
-  for (std::size_t l = 0; l < target.geometry.layers.size(); ++l) kept.layers.layers.push_back(target.layers.contains(l) ? 0 : 1);
+  for (std::size_t l = 0; l < layers; ++l) kept.layers.layers.push_back(target.layers.contains(l) ? 0 : 1);
   for (std::int64_t o = 0; o < core.outputs(); ++o) {
     kept.contributions.push_back({static_cast<std::uint32_t>(core.sources.size()), static_cast<std::uint32_t>(o), 1.0F});
     kept.end_row();
@@ -157,48 +98,6 @@ inline void prepend_prefix(Alignment& alignment, const Fragment& prefix, std::in
     contributions.insert(contributions.end(), group.contributions.begin(), group.contributions.end());
     group.contributions = std::move(contributions);
     group.row_begin = std::move(row_begin);
-  }
-}
-
-/// Refuses alignments that a policy (perhaps the user's) built wrong.
-inline Status check_alignment(const Alignment& alignment, std::span<const Source> ordered) {
-  const std::size_t n = alignment.positions.size();
-  if (alignment.tokens.size() != n) return error(ErrorCode::token_count_mismatch, "alignment: ", alignment.tokens.size(), " ids for ", n, " outputs");
-  for (std::size_t o = 1; o < n; ++o) {
-    if (alignment.positions[o] <= alignment.positions[o - 1]) {
-      return error(ErrorCode::duplicate_position, "alignment: output ", o, " at position ", alignment.positions[o], " follows position ",
-                   alignment.positions[o - 1]);
-    }
-  }
-  for (const AlignmentGroup& group : alignment.groups) {
-    if (group.row_begin.size() != n + 1 || group.row_begin.back() != group.contributions.size() ||
-        !std::is_sorted(group.row_begin.begin(), group.row_begin.end())) {
-      return error(ErrorCode::invalid_argument, "alignment: ", group.row_begin.size(), " row offsets for ", n, " outputs and ",
-                   group.contributions.size(), " contributions");
-    }
-    for (std::size_t o = 0; o < n; ++o) {
-      if (group.row(o).size() > (std::size_t{chunk_inputs} << (max_levels - 1))) {
-        return error(ErrorCode::oversized, "alignment: output ", o, " has ", group.row(o).size(), " contributions");
-      }
-    }
-    for (const Contribution& c : group.contributions) {
-      if (c.source >= ordered.size() || c.token >= static_cast<std::uint64_t>(ordered[c.source].fragment->token_count())) {
-        return error(ErrorCode::invalid_argument, "alignment: contribution of token ", c.token, " of source ", c.source, " does not exist");
-      }
-      if (!std::isfinite(c.weight)) return error(ErrorCode::non_finite, "alignment: a weight of source ", c.source, " is not finite");
-    }
-  }
-  return {};
-}
-
-template <class F>
-[[nodiscard]] Result<float> source_weight(const F& fuser, const Source& source) {
-  if constexpr (requires { fuser.weight(source); }) {
-    const float w = fuser.weight(source);
-    if (!std::isfinite(w)) return error(ErrorCode::non_finite, "the fuser's weight of fragment ", source.fragment->id().hex(), " is not finite");
-    return w;
-  } else {
-    return 1.0F;
   }
 }
 
@@ -237,29 +136,33 @@ template <class M>
 template <class M>
 [[nodiscard]] Result<Plan<M>> plan(const FragmentSet& set, const M& merger, const Target& target) {
   KVMELD_TRY(validate(target.geometry));
-  if (target.first_position < 0) return detail::error(ErrorCode::invalid_argument, "first_position ", target.first_position, " is negative");
+  if (target.first_position < 0 || target.first_position > max_position) {
+    return detail::error(ErrorCode::invalid_argument, "first_position ", target.first_position, " is not in [0, ", max_position, "]");
+  }
   const auto parts = detail::split(set, target);
   if (!parts) return parts.error();
   std::string missing;
   std::vector<Source> sources;
   for (const FragmentSet::Entry* entry : parts->spans) {
+    if (entry->fragment.token_count() == 0) continue;  // nothing to order, and nothing that could come first
     Source source{&entry->fragment, &entry->fragment.payloads()[0], &entry->metadata, {}};
-    if (source.payload->bytes == nullptr) missing += " " + entry->fragment.id().hex();
+    if (source.payload->bytes == nullptr) {
+      missing += " " + entry->fragment.id().hex();
+      continue;
+    }
     auto selected = merger.select.select(source);
     if (!selected) return selected.error();
+    KVMELD_TRY(detail::check_selection(*selected, entry->fragment));
     source.selected = *std::move(selected);
-    sources.push_back(std::move(source));
+    if (source.selected_count() > 0) sources.push_back(std::move(source));
   }
   if (parts->prefix != nullptr && parts->prefix->fragment.payloads()[0].bytes == nullptr) missing += " " + parts->prefix->fragment.id().hex();
   if (!missing.empty()) return detail::error(ErrorCode::payload_missing, "evicted payloads:", missing, "; fetch them and plan again");
   const auto order = merger.order.order(sources);
   if (!order) return order.error();
+  KVMELD_TRY(detail::check_order(*order, sources.size()));
   std::vector<Source> ordered;
-  for (const std::uint32_t i : *order) {
-    if (i >= sources.size()) return detail::error(ErrorCode::invalid_argument, "the order policy named span ", i, " of ", sources.size());
-    ordered.push_back(sources[i]);
-  }
-  if (ordered.size() != sources.size()) return detail::error(ErrorCode::invalid_argument, "the order policy kept ", ordered.size(), " of ", sources.size(), " spans");
+  for (const std::uint32_t i : *order) ordered.push_back(sources[i]);
 
   detail::PlanCore core;
   core.geometry = std::make_shared<const Geometry>(target.geometry);
@@ -270,14 +173,18 @@ template <class M>
   }
   auto alignment = merger.align.policy().align(ordered, first_position);
   if (!alignment) return alignment.error();
-  KVMELD_TRY(detail::check_alignment(*alignment, ordered));
+  KVMELD_TRY(detail::check_alignment(*alignment, ordered, first_position));
   std::vector<std::uint8_t> recompute(alignment->positions.size(), 0);
   KVMELD_TRY(merger.seam.mark(ordered, *alignment, recompute));
   for (std::size_t s = 0; s < ordered.size(); ++s) {
     const auto weight = detail::source_weight(merger.fuse.policy(), ordered[s]);
     if (!weight) return weight.error();
     // Whichever span comes first is read in its encoding without lead-in, if it has one.
-    const bool variant = s == 0 && ordered[s].fragment->payloads().size() > 1 && ordered[s].fragment->payloads()[1].bytes != nullptr;
+    const bool variant = s == 0 && ordered[s].fragment->payloads().size() > 1;
+    if (variant && ordered[s].fragment->payloads()[1].bytes == nullptr) {
+      return detail::error(ErrorCode::payload_missing, "evicted payloads: ", ordered[s].fragment->id().hex(),
+                           " (the encoding without lead-in, which the first span is read in); fetch it and plan again");
+    }
     core.sources.push_back({*ordered[s].fragment, variant ? std::size_t{1} : std::size_t{0}, *weight});
   }
   if (parts->prefix != nullptr) {
@@ -286,11 +193,12 @@ template <class M>
   }
   core.positions = std::move(alignment->positions);
   core.tokens = std::move(alignment->tokens);
-  KVMELD_TRY(detail::check_positions(target.geometry, core.sources, core, target.context_length));
+  KVMELD_TRY(detail::check_positions(target.geometry, core.sources, core, parts->in_place, target.context_length));
   KVMELD_TRY(detail::add_local(core, *alignment, target));
   std::int64_t length = target.context_length;
   if (length == 0 && !core.positions.empty()) length = core.positions.back() + 1;
   KVMELD_TRY(detail::compile(core, *alignment, decltype(merger.fuse)::policy_type::rotation_equivariant, recompute, length));
+  KVMELD_TRY(detail::check_weights<typename decltype(merger.fuse)::policy_type>(core));
   core.render_id = detail::render_id(merger, target, parts->prefix, ordered);
   return Plan<M>(merger, std::move(core));
 }

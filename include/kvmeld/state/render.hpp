@@ -39,7 +39,7 @@ inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out) {
     for (const PlanSource& source : core.sources) {
       const Payload& payload = source.payload();
       const auto begin = reinterpret_cast<std::uintptr_t>(payload.bytes.get());
-      if (span.first_byte < span.last_byte && first < begin + payload.byte_count && begin < last) {
+      if (!span.empty() && first < begin + payload.byte_count && begin <= last) {
         return error(ErrorCode::aliasing, "the output overlaps the payload of fragment ", source.fragment.id().hex());
       }
     }

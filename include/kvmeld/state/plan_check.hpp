@@ -1,0 +1,181 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/state/merger.hpp>
+#include <kvmeld/state/plan_core.hpp>
+
+/// What `plan` refuses: sets that do not fit together or the target, and answers of policies that cannot be rendered.
+
+KVMELD_NAMESPACE_BEGIN
+namespace detail {
+
+/// The prefix and the spans of a set, checked against each other and the target.
+struct SetParts {
+  const FragmentSet::Entry* prefix = nullptr;    ///< to be rendered
+  const FragmentSet::Entry* in_place = nullptr;  ///< known, and held by the engine already
+  std::vector<const FragmentSet::Entry*> spans;
+};
+
+inline Result<SetParts> split(const FragmentSet& set, const Target& target) {
+  SetParts parts;
+  for (const FragmentSet::Entry& entry : set.entries()) {
+    KVMELD_TRY(check_same(entry.fragment.geometry(), target.geometry));
+    if (entry.fragment.role() == Role::prefix) {
+      if (parts.prefix != nullptr) {
+        return error(ErrorCode::prefix_conflict, "two prefixes in one set: ", parts.prefix->fragment.id().hex(), " and ", entry.fragment.id().hex());
+      }
+      parts.prefix = &entry;
+    } else {
+      parts.spans.push_back(&entry);
+    }
+  }
+  const FragmentId* named = nullptr;
+  for (const FragmentSet::Entry* span : parts.spans) {
+    const FragmentId& prefix = span->fragment.prefix();
+    if (prefix.empty()) continue;
+    if (named != nullptr && *named != prefix) {
+      return error(ErrorCode::prefix_conflict, "spans were sealed behind two prefixes: ", named->hex(), " and ", prefix.hex());
+    }
+    named = &prefix;
+  }
+  if (named != nullptr && parts.prefix != nullptr && *named != parts.prefix->fragment.id()) {
+    return error(ErrorCode::prefix_conflict, "spans were sealed behind prefix ", named->hex(), ", the set holds ", parts.prefix->fragment.id().hex());
+  }
+  if (named != nullptr && parts.prefix == nullptr && !target.prefix_in_place) {
+    return error(ErrorCode::prefix_missing, "spans name prefix ", named->hex(), ", which is not in the set; insert it, or set prefix_in_place");
+  }
+  if (target.prefix_in_place) parts.in_place = std::exchange(parts.prefix, nullptr);
+  return parts;
+}
+
+inline Status check_positions(const Geometry& geometry, const std::vector<PlanSource>& sources, const PlanCore& core,
+                              const FragmentSet::Entry* in_place, std::int64_t context_length) {
+  std::int64_t target_length = core.positions.empty() ? 0 : core.positions.back() + 1;
+  std::int64_t source_length = 0;
+  for (const PlanSource& source : sources) {
+    if (!source.payload().positions.empty()) source_length = std::max(source_length, source.payload().positions.back() + 1);
+  }
+  if (context_length > 0) target_length = source_length = context_length;
+  for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+    for (const PlaneShape& shape : geometry.layers[l].planes) {
+      if (shape.rotary) KVMELD_TRY(check_shift(geometry.layers[l].rope, source_length, target_length));
+      if (shape.channels > max_channels) {
+        return error(ErrorCode::unsupported, "layer ", l, ": head size ", shape.channels, " is above ", max_channels);
+      }
+      if (shape.scales != ScaleScheme::none) {
+        return error(ErrorCode::unsupported, "layer ", l, ": rendering planes with scales apart is not possible; seal them as f16 or q8_0");
+      }
+    }
+  }
+  std::int64_t bos_seen = 0;
+  if (geometry.bos >= 0) {
+    bos_seen = std::count(core.tokens.begin(), core.tokens.end(), geometry.bos);
+    if (in_place != nullptr) bos_seen += std::ranges::count(in_place->fragment.tokens(), geometry.bos);
+  }
+  if (bos_seen > 1) {
+    return error(ErrorCode::duplicate_bos, bos_seen, " beginning-of-sequence tokens (id ", geometry.bos,
+                 ") would enter one context; seal it once, in the prefix");
+  }
+  return {};
+}
+
+/// Refuses a selection that is not ascending tokens of its fragment.
+inline Status check_selection(const TokenSet& selected, const Fragment& fragment) {
+  std::int64_t last = -1;
+  for (std::size_t i = 0; !selected.all && i < selected.present.size(); ++i) {
+    const std::int64_t token = selected.present[i];
+    if (token <= last || token >= fragment.token_count()) {
+      return error(ErrorCode::invalid_argument, "the select policy named token ", token, " behind token ", last, " of a fragment of ",
+                   fragment.token_count());
+    }
+    last = token;
+  }
+  return {};
+}
+
+/// Refuses an order that is not each of `count` spans once.
+inline Status check_order(std::span<const std::uint32_t> order, std::size_t count) {
+  if (order.size() != count) return error(ErrorCode::invalid_argument, "the order policy kept ", order.size(), " of ", count, " spans");
+  std::vector<std::uint8_t> seen(count, 0);
+  for (const std::uint32_t i : order) {
+    if (i >= count || seen[i]++ != 0) return error(ErrorCode::invalid_argument, "the order policy named span ", i, " of ", count, " wrongly or twice");
+  }
+  return {};
+}
+
+/// Refuses alignments that a policy (perhaps the user's) built wrong.
+inline Status check_alignment(const Alignment& alignment, std::span<const Source> ordered, std::int64_t first_position) {
+  const std::size_t n = alignment.positions.size();
+  if (alignment.tokens.size() != n) return error(ErrorCode::token_count_mismatch, "alignment: ", alignment.tokens.size(), " ids for ", n, " outputs");
+  if (n > 0 && alignment.positions[0] < first_position) {
+    return error(ErrorCode::duplicate_position, "alignment: output 0 at position ", alignment.positions[0], ", the first free one is ", first_position);
+  }
+  for (std::size_t o = 1; o < n; ++o) {
+    if (alignment.positions[o] <= alignment.positions[o - 1]) {
+      return error(ErrorCode::duplicate_position, "alignment: output ", o, " at position ", alignment.positions[o], " follows position ",
+                   alignment.positions[o - 1]);
+    }
+  }
+  if (n > 0 && alignment.positions[n - 1] > 2 * max_position) {
+    return error(ErrorCode::invalid_argument, "alignment: position ", alignment.positions[n - 1], " is beyond ", 2 * max_position);
+  }
+  for (const AlignmentGroup& group : alignment.groups) {
+    if (group.row_begin.size() != n + 1 || group.row_begin.front() != 0 || group.row_begin.back() != group.contributions.size() ||
+        !std::is_sorted(group.row_begin.begin(), group.row_begin.end())) {
+      return error(ErrorCode::invalid_argument, "alignment: ", group.row_begin.size(), " row offsets for ", n, " outputs and ",
+                   group.contributions.size(), " contributions");
+    }
+    for (std::size_t o = 0; o < n; ++o) {
+      if (group.row(o).size() > (std::size_t{chunk_inputs} << (max_levels - 1))) {
+        return error(ErrorCode::oversized, "alignment: output ", o, " has ", group.row(o).size(), " contributions");
+      }
+    }
+    for (const Contribution& c : group.contributions) {
+      if (c.source >= ordered.size() || c.token >= static_cast<std::uint64_t>(ordered[c.source].fragment->token_count())) {
+        return error(ErrorCode::invalid_argument, "alignment: contribution of token ", c.token, " of source ", c.source, " does not exist");
+      }
+      if (!std::isfinite(c.weight)) return error(ErrorCode::non_finite, "alignment: a weight of source ", c.source, " is not finite");
+    }
+  }
+  return {};
+}
+
+template <class F>
+[[nodiscard]] Result<float> source_weight(const F& fuser, const Source& source) {
+  if constexpr (requires { fuser.weight(source); }) {
+    const float w = fuser.weight(source);
+    if (!std::isfinite(w)) return error(ErrorCode::non_finite, "the fuser's weight of fragment ", source.fragment->id().hex(), " is not finite");
+    return w;
+  } else {
+    return 1.0F;
+  }
+}
+
+/// Refuses rows whose weights give a fuser that divides by their sum nothing to divide by.
+template <class F>
+Status check_weights(const PlanCore& core) {
+  if constexpr (requires { F::normalises; }) {
+    for (const GroupArrays& group : core.groups) {
+      for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
+        const std::uint32_t begin = group.row_begin[o], end = group.row_begin[o + 1];
+        if (end - begin < (keeps_single<F>() ? 2U : 1U)) continue;
+        double total = 0;
+        for (std::uint32_t i = begin; i < end; ++i) total += static_cast<double>(group.inputs[i].weight);
+        if (total > 0x1p-100 && total < 0x1p100) continue;  // its reciprocal is a normal number
+        return error(ErrorCode::non_finite, "the ", end - begin, " weights of output ", o, " at position ", core.positions[o], " add up to ", total,
+                     "; a mean divides by their sum, which lies in (2^-100, 2^100)");
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace detail
+KVMELD_NAMESPACE_END
