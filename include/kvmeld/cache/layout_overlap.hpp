@@ -47,8 +47,8 @@ struct SlotRange {
 
   explicit SlotRange(const PlaneRef& plane) noexcept {
     for_each_run(plane.slots, plane.tokens, [this](std::int64_t, std::int64_t slot, std::int64_t count) {
-      low = std::min(low, slot);
-      high = std::max(high, slot + count - 1);
+      low = (std::min)(low, slot);
+      high = (std::max)(high, slot + count - 1);
       return true;
     });
   }
@@ -62,7 +62,7 @@ struct SlotRange {
   Axis row[4];
   row_axes(plane, 1, unit, row);
   Axis axes[5] = {row[1], row[2], row[3]};
-  axes[3] = {block == 0 ? slots : std::min(block, slots), plane.token_stride / unit};
+  axes[3] = {block == 0 ? slots : (std::min)(block, slots), plane.token_stride / unit};
   axes[4] = block == 0 ? Axis{} : Axis{range.high / block - range.low / block + 1, plane.slots.block_stride / unit};
   sort_axes(axes, 5);
   std::int64_t span = 1;
@@ -123,10 +123,10 @@ struct Segment {
   for (std::size_t i = 0, j = 0; i < a.size() || j < b.size();) {
     if (j == b.size() || (i < a.size() && a[i].first <= b[j].first)) {
       if (a[i].first < reach_b) return true;
-      reach_a = std::max(reach_a, a[i++].last);
+      reach_a = (std::max)(reach_a, a[i++].last);
     } else {
       if (b[j].first < reach_a) return true;
-      reach_b = std::max(reach_b, b[j++].last);
+      reach_b = (std::max)(reach_b, b[j++].last);
     }
   }
   return false;
@@ -161,8 +161,8 @@ struct Segment {
   }
   SlotRange both(a);
   const SlotRange other(b);
-  both.low = std::min(both.low, other.low);
-  both.high = std::max(both.high, other.high);
+  both.low = (std::min)(both.low, other.low);
+  both.high = (std::max)(both.high, other.high);
   return !nested(a, both) && intersect(segments(a), segments(b));
 }
 

@@ -29,7 +29,7 @@ struct Metadata {
   /// The highest confidence that any agent gave; 1 where none did.
   [[nodiscard]] float best_confidence() const noexcept {
     float best = confidence.empty() ? 1.0F : confidence.front().second;
-    for (const auto& [agent, value] : confidence) best = std::max(best, value);
+    for (const auto& [agent, value] : confidence) best = (std::max)(best, value);
     return best;
   }
 };
@@ -69,7 +69,7 @@ enum class MetadataFields : std::uint8_t { none = 0, provenance = 1, confidence 
     } else if (i == a.confidence.end() || j->first < i->first) {
       out.confidence.push_back(*j++);
     } else {
-      out.confidence.emplace_back(i->first, std::max(i->second, j->second));
+      out.confidence.emplace_back(i->first, (std::max)(i->second, j->second));
       ++i;
       ++j;
     }

@@ -43,7 +43,7 @@ struct GeometryOptions {
   std::string text(256, '\0');
   const std::int32_t length = llama_model_desc(model, text.data(), text.size());
   hasher.text(
-      std::string_view(text.data(), length < 0 ? 0 : std::min(text.size() - 1, static_cast<std::size_t>(length))));
+      std::string_view(text.data(), length < 0 ? 0 : (std::min)(text.size() - 1, static_cast<std::size_t>(length))));
   hasher.value(llama_model_size(model));
   hasher.value(llama_model_n_params(model));
   const std::int32_t count = llama_model_meta_count(model);

@@ -209,7 +209,7 @@ inline void emit_section(Emitter& out, const Geometry& geometry, const StateForm
     StateSection& section = layout.sections.emplace_back();
     std::int64_t window = 0;
     if (form.two_sections && layout.sections.size() == 2)
-      for (const std::size_t l : layers) window = std::max<std::int64_t>(window, geometry.layers[l].window);
+      for (const std::size_t l : layers) window = (std::max<std::int64_t>)(window, geometry.layers[l].window);
     for (const std::int64_t position : positions)  // the engine keeps no cell that its next token cannot see
       if (window == 0 || positions.back() - position < window) section.positions.push_back(position);
     section.layers = std::move(layers);

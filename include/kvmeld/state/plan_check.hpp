@@ -60,7 +60,7 @@ inline Status check_positions(const Geometry& geometry, const std::vector<PlanSo
   std::int64_t target_length = core.positions.empty() ? 0 : core.positions.back() + 1;
   std::int64_t source_length = 0;
   for (const PlanSource& source : sources) {
-    if (!source.payload().positions.empty()) source_length = std::max(source_length, source.payload().positions.back() + 1);
+    if (!source.payload().positions.empty()) source_length = (std::max)(source_length, source.payload().positions.back() + 1);
   }
   if (context_length > 0) target_length = source_length = context_length;
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
