@@ -99,7 +99,7 @@ struct Avx2Float8Block {
       if constexpr (is_e4m3) {
         const Halfwords magnitude = wide & 0x7f;
         const auto is_nan = magnitude == 0x7f;
-        halves = (halves & 0x8000) | (is_nan ? (Halfwords{} + 0x7e00) : (magnitude << 7));
+        halves = (halves & 0x8000) | (is_nan ? ((wide & 0) + 0x7e00) : (magnitude << 7));
       }
       const auto signed_halves = reinterpret_cast<vector_t<short, 32>>(halves);
       vector_t<float, 32> first = __builtin_ia32_vcvtph2ps256(__builtin_shufflevector(signed_halves, signed_halves, 0, 1, 2, 3, 4, 5, 6, 7));
@@ -130,11 +130,11 @@ struct Avx2Float8Block {
           __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
       const Halfwords odd = (halves & 0x7fff) | pack_words(low_inexact, high_inexact);
       constexpr int shift = is_e4m3 ? 7 : 8;
-      constexpr Halfwords largest = Halfwords{} + static_cast<std::uint16_t>(is_e4m3 ? 0x7e : 0x7c);
+      const Halfwords largest = (odd & 0) + static_cast<std::uint16_t>(is_e4m3 ? 0x7e : 0x7c);
       Halfwords code = (odd + static_cast<std::uint16_t>((1 << (shift - 1)) - 1) + ((odd >> shift) & 1)) >> shift;
       code = code > largest ? largest : code;
       const auto is_nan = odd > 0x7c00;  // an infinity is never inexact
-      const Halfwords nan = is_e4m3 ? Halfwords{} + 0x7f : (odd >> 8) | 0x02;
+      const Halfwords nan = is_e4m3 ? (odd & 0) + 0x7f : (odd >> 8) | 0x02;
       code = (is_nan ? nan : code) | ((halves >> 8) & 0x80);
       *reinterpret_cast<unaligned_vector_t<std::uint8_t, 16>*>(out + i) = __builtin_convertvector(code, Codes);
     }

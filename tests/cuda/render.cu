@@ -1,0 +1,158 @@
+// Renders on the device: the bytes of exec::seq, for every merger, layout and element type, a user's own fuser included.
+#include <kvmeld/cuda/render.cuh>
+
+#include "cuda/device_cache.cuh"
+#include "support/lane_work.hpp"
+#include "support/rendering.hpp"
+
+namespace {
+
+using kvmeld::Aligner;
+using kvmeld::ById;
+using kvmeld::ElementType;
+using kvmeld::ErrorCode;
+using kvmeld::Fuser;
+using test::Layout;
+using test::Tables;
+using test::TestCache;
+
+kvmeld::Target at(const std::shared_ptr<const kvmeld::Geometry>& g, std::int64_t first_position = 7) {
+  kvmeld::Target target;
+  target.geometry = *g;
+  target.first_position = first_position;
+  return target;
+}
+
+kvmeld::FragmentSet spans(const std::shared_ptr<const kvmeld::Geometry>& g, std::int64_t tokens) {
+  std::vector<test::Sealed> out;
+  for (const std::int64_t n : {std::int64_t{1}, tokens - 1, tokens}) {
+    const auto positions = test::gapped_positions(n, n);
+    const auto ids = test::token_ids(n);
+    out.push_back(test::sealed(g, n, static_cast<std::uint64_t>(n), {.tokens = ids, .positions = positions}));
+  }
+  return test::set_of(out);
+}
+
+template <class M>
+void compare(const kvmeld::FragmentSet& set, const M& merger, const std::shared_ptr<const kvmeld::Geometry>& g, Layout layout, Tables tables) {
+  const auto plan = kvmeld::plan(set, merger, at(g));
+  INFO(plan.status().message());
+  REQUIRE(plan.ok());
+  const auto expected = test::run_in(kvmeld::exec::seq, *plan, layout);
+  TestCache host(g, plan->tokens(), layout);
+  const test::DeviceCache out(host, tables);
+  const test::TestStream stream;
+  const test::DeviceBytes workspace(kvmeld::gpu::workspace_bytes(*plan, out.out()));
+  const auto report = kvmeld::run(stream.get(), *plan, workspace.span(), out.out());
+  INFO(report.status().message());
+  REQUIRE(report.ok());
+  CHECK(report->render_id == plan->render_id());
+  stream.wait();
+  CHECK(out.download() == expected->buffers());
+}
+
+}  // namespace
+
+TEST_CASE("every merger renders the host's bytes on the device") {
+  const auto type = GENERATE(ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::f8_e4m3,
+                             ElementType::f8_e5m2, ElementType::q8_0);
+  const Layout layout = GENERATE(Layout::canonical, Layout::head_first, Layout::paged, Layout::slot_list, Layout::transposed_values,
+                                 Layout::split_channels);
+  const Tables tables = GENERATE(Tables::host, Tables::device);
+  CAPTURE(kvmeld::to_string(type), static_cast<int>(layout), static_cast<int>(tables));
+  const auto g = test::geometry({.type = type, .heads = 3, .channels = 96, .value_channels = 64, .first = 8, .rotary = 72});
+  const auto set = spans(g, 9);
+  const Aligner match{kvmeld::TokenMatch{}};
+  compare(set, kvmeld::merger(ById{}), g, layout, tables);
+  compare(set, kvmeld::merger(ById{}, match, Fuser{kvmeld::WeightedMean{}}), g, layout, tables);
+  compare(set, kvmeld::merger(ById{}, match, Fuser{kvmeld::Sum{}}), g, layout, tables);
+  compare(set, kvmeld::merger(ById{}, match, Fuser{kvmeld::Max{}}), g, layout, tables);
+  compare(set, kvmeld::merger(ById{}, match, Fuser{test::SignedPower{}}), g, layout, tables);
+}
+
+TEST_CASE("crowds of contributions are joined by the host's tree on the device") {
+  const std::int64_t count = GENERATE(2, 64, 65, 400);
+  const auto g = test::geometry({.layers = 1, .channels = 96, .first = 8, .rotary = 80, .pairing = kvmeld::RopePairing::interleaved});
+  const test::Given given{std::make_shared<const kvmeld::Alignment>(test::crowd(count, 40))};
+  const auto positions = test::gapped_positions(40, 1);
+  const auto set = test::set_of({test::sealed(g, 40, 1, {.positions = positions}), test::sealed(g, 40, 2, {.positions = positions})});
+  compare(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::WeightedMean{}}), g, Layout::paged, Tables::host);
+  compare(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::Max{}}), g, Layout::paged, Tables::host);
+}
+
+TEST_CASE("resident payloads, and render with a workspace from the stream's pool") {
+  const auto g = test::geometry({.type = ElementType::f16});
+  const auto set = spans(g, 300);
+  const auto merger = kvmeld::merger(ById{});
+  const auto plan = kvmeld::plan(set, merger, at(g));
+  REQUIRE(plan.ok());
+  const auto expected = test::run_in(kvmeld::exec::seq, *plan, Layout::canonical);
+  std::vector<test::DeviceBytes> payloads;
+  std::vector<kvmeld::gpu::ResidentPayload> resident;
+  for (const auto& entry : set.entries()) {
+    const kvmeld::Payload& payload = entry.fragment.payloads()[0];
+    payloads.emplace_back(payload.byte_count);
+    payloads.back().upload(payload.bytes.get());
+    resident.push_back({entry.fragment.id(), 0, payloads.back().data()});
+  }
+  TestCache host(g, plan->tokens());
+  const test::DeviceCache first(host, Tables::host), second(host, Tables::host);
+  const test::TestStream stream;
+  const test::DeviceBytes workspace(kvmeld::gpu::workspace_bytes(*plan, first.out(), {resident}));
+  CHECK(workspace.span().size() < payloads[0].span().size() + payloads[1].span().size());
+  REQUIRE(kvmeld::run(stream.get(), *plan, workspace.span(), first.out(), {resident}).ok());
+  REQUIRE(kvmeld::render(stream.get(), set, merger, second.out(), at(g)).ok());
+  stream.wait();
+  CHECK(first.download() == expected->buffers());
+  CHECK(second.download() == expected->buffers());
+}
+
+TEST_CASE("layers that are left out come from the host's local cache") {
+  const auto g = test::geometry({.type = ElementType::f16, .layers = 3});
+  const auto set = spans(g, 5);
+  const auto merger = kvmeld::merger(ById{});
+  kvmeld::Target target = at(g);
+  TestCache local(g, 10), host(g, 10);
+  local.fill(99);
+  target.local = local.ref();
+  target.layers.layers = {1, 0, 1};
+  TestCache expected(g, 10);
+  REQUIRE(kvmeld::render(kvmeld::exec::seq, set, merger, expected.out(), target).ok());
+  const test::DeviceCache out(host, Tables::host), device_local(local, Tables::host);
+  const test::TestStream stream;
+  REQUIRE(kvmeld::render(stream.get(), set, merger, out.out(), target).ok());
+  stream.wait();
+  CHECK(out.download() == expected.buffers());
+  target.local = device_local.out();
+  CHECK(kvmeld::render(stream.get(), set, merger, out.out(), target).status().code() == ErrorCode::unsupported);
+}
+
+TEST_CASE("what a device cannot do is refused with nothing launched") {
+  const auto g = test::geometry();
+  const auto set = spans(g, 5);
+  const auto plan = kvmeld::plan(set, kvmeld::merger(ById{}), at(g));
+  REQUIRE(plan.ok());
+  TestCache host(g, plan->tokens()), small(g, plan->tokens() - 1);
+  const test::DeviceCache out(host, Tables::host), short_out(small, Tables::host);
+  const test::TestStream stream;
+  const test::DeviceBytes workspace(kvmeld::gpu::workspace_bytes(*plan, out.out()));
+  const auto code = [&](const kvmeld::MutableKvCacheRef& to, std::span<std::byte> memory) {
+    return kvmeld::run(stream.get(), *plan, memory, to).status().code();
+  };
+  CHECK(code(host.out(), workspace.span()) == ErrorCode::invalid_argument);
+  CHECK(code(short_out.out(), workspace.span()) == ErrorCode::output_too_small);
+  CHECK(code(out.out(), workspace.span().first(100)) == ErrorCode::workspace_too_small);
+  CHECK(code({}, workspace.span()) == ErrorCode::invalid_argument);
+  kvmeld::MutableKvCacheRef inside = out.out();
+  std::vector<kvmeld::MutablePlaneRef> planes(inside.planes().begin(), inside.planes().end());
+  planes[1].data = workspace.data() + 64;
+  CHECK(code({inside.shared_geometry(), planes, inside.tokens()}, workspace.span()) == ErrorCode::aliasing);
+  stream.wait();
+  CHECK(out.download() == host.buffers());
+
+  REQUIRE(cudaStreamBeginCapture(stream.get().get(), cudaStreamCaptureModeRelaxed) == cudaSuccess);
+  CHECK(code(out.out(), workspace.span()) == ErrorCode::unsupported);
+  cudaGraph_t graph = nullptr;
+  REQUIRE(cudaStreamEndCapture(stream.get().get(), &graph) == cudaSuccess);
+  cudaGraphDestroy(graph);
+}

@@ -1,0 +1,103 @@
+// The launch itself, the device check, and gather by position map.
+#include <kvmeld/cuda/gather.cuh>
+
+#include <kvmeld/exec/exec.hpp>
+
+#include "cuda/device_cache.cuh"
+#include "support/lane_work.hpp"
+
+namespace {
+
+using kvmeld::ErrorCode;
+using test::Layout;
+using test::Tables;
+using test::TestCache;
+
+}  // namespace
+
+TEST_CASE("this device computes as the host does") {
+  const kvmeld::Status status = kvmeld::gpu::check_device();
+  INFO(status.message());
+  CHECK(status.ok());
+  CHECK(kvmeld::gpu::check_device().ok());
+}
+
+TEST_CASE("a warp joins its lanes as the lane form does") {
+  const std::int64_t rows = GENERATE(1, 3, 1000);
+  const int channels = GENERATE(1, 31, 32, 33, 257);
+  std::vector<float> values(static_cast<std::size_t>(rows * channels));
+  test::Random random(5);
+  for (float& x : values) x = random.value() * random.value();
+  std::vector<float> expected(static_cast<std::size_t>(rows)), got(expected.size());
+  REQUIRE(kvmeld::exec::lanes.bulk(rows, test::RowSum{values.data(), expected.data(), channels}).ok());
+  const test::DeviceBytes in(values.size() * sizeof(float)), out(got.size() * sizeof(float));
+  in.upload(values.data());
+  const test::TestStream stream;
+  const test::RowSum work{reinterpret_cast<const float*>(in.data()), reinterpret_cast<float*>(out.data()), channels};
+  REQUIRE(stream.get().bulk(0, work).ok());
+  REQUIRE(stream.get().bulk(rows, work).ok());
+  stream.wait();
+  out.download(got.data());
+  CHECK(got == expected);
+}
+
+TEST_CASE("a launch that CUDA refuses says so in CUDA's words") {
+  int other_device = 0;
+  REQUIRE(cudaGetDeviceCount(&other_device) == cudaSuccess);
+  if (other_device < 2) return;  // the one way to be refused without breaking the context: a stream of another device
+  REQUIRE(cudaSetDevice(1) == cudaSuccess);
+  const test::TestStream stream;
+  REQUIRE(cudaSetDevice(0) == cudaSuccess);
+  const kvmeld::Status status = stream.get().bulk(1, test::RowSum{nullptr, nullptr, 0});
+  CHECK(status.code() == ErrorCode::engine_failure);
+  CHECK(status.message().find("cudaError") != std::string::npos);
+}
+
+TEST_CASE("gather by position map: the host's bytes, holes left and reported") {
+  const auto type = GENERATE(kvmeld::ElementType::f16, kvmeld::ElementType::q8_0);
+  const Tables tables = GENERATE(Tables::host, Tables::device);
+  const auto g = test::geometry({.type = type, .heads = 3, .channels = 64, .value_channels = 32});
+  const std::vector<std::int32_t> map{4, 5, 6, -1, 0, 0, 8, -1, 2};
+  const std::vector<std::int64_t> wide(map.begin(), map.end());
+  for (const Layout from : test::all_layouts) {
+    TestCache in(g, 10, from);
+    in.fill(7);
+    const test::DeviceCache device_in(in, tables);
+    for (const Layout to : test::all_layouts) {
+      TestCache expected(g, 10, to), untouched(g, 10, to);
+      const auto host_report = kvmeld::gather(kvmeld::exec::seq, in.ref(), map, expected.out());
+      REQUIRE(host_report.ok());
+      const test::DeviceCache narrow_out(untouched, tables), wide_out(untouched, tables);
+      const test::TestStream stream;
+      const std::size_t bytes = kvmeld::gpu::gather_workspace_bytes(device_in.out(), map.size(), narrow_out.out());
+      const test::DeviceBytes first(bytes), second(bytes);
+      const auto report = kvmeld::gather(stream.get(), device_in.out(), map, narrow_out.out(), first.span());
+      INFO(report.status().message());
+      REQUIRE(report.ok());
+      CHECK(report->holes == host_report->holes);
+      REQUIRE(kvmeld::gather(stream.get(), device_in.out(), wide, wide_out.out(), second.span()).ok());
+      stream.wait();
+      CHECK(narrow_out.download() == expected.buffers());
+      CHECK(wide_out.download() == expected.buffers());
+    }
+  }
+}
+
+TEST_CASE("gather refuses in place, a map out of range and host memory, and launches nothing") {
+  const auto g = test::geometry();
+  TestCache cache(g, 4, Layout::slot_list), other(g, 4);
+  cache.fill(1);
+  const test::DeviceCache host_tables(cache, Tables::host), device_tables(cache, Tables::device), out(other, Tables::host);
+  const test::TestStream stream;
+  const test::DeviceBytes workspace(std::size_t{1} << 20);
+  const auto code = [&](const kvmeld::KvCacheRef& from, const std::vector<std::int32_t>& map, const kvmeld::MutableKvCacheRef& to) {
+    return kvmeld::gather(stream.get(), from, map, to, workspace.span()).status().code();
+  };
+  CHECK(code(host_tables.out(), {1, 0}, host_tables.out()) == ErrorCode::aliasing);
+  CHECK(code(device_tables.out(), {1, 0}, device_tables.out()) == ErrorCode::aliasing);
+  CHECK(code(host_tables.out(), {4}, out.out()) == ErrorCode::invalid_argument);
+  CHECK(code(cache.ref(), {0}, out.out()) == ErrorCode::invalid_argument);
+  CHECK(code(host_tables.out(), {0, 0, 0, 0, 0}, out.out()) == ErrorCode::output_too_small);
+  stream.wait();
+  CHECK(out.download() == other.buffers());
+}
