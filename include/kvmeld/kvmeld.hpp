@@ -24,6 +24,7 @@
 #include <kvmeld/cache/kv_cache_ref.hpp>
 #include <kvmeld/cache/rope.hpp>
 #include <kvmeld/cache/seal.hpp>
+#include <kvmeld/cache/verify_fragment.hpp>
 #include <kvmeld/cache/verify_rope.hpp>
 #include <kvmeld/exec/exec.hpp>
 #include <kvmeld/fuse/fold.hpp>

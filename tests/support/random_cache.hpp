@@ -169,7 +169,11 @@ class TestCache {
           if (kvmeld::block_elements(shape(p).type) > 1) {
             kvmeld::detail::store_row<kvmeld::Isa::baseline>(shape(p).type, row.data(), std::ssize(row), bytes(p, t, h, 0));
           } else {
-            for (std::size_t c = 0; c < row.size(); ++c) set(p, t, h, static_cast<std::int64_t>(c), row[c]);
+            for (std::size_t c = 0; c < row.size(); ++c) {
+              const auto channel = static_cast<std::int64_t>(c);
+              set(p, t, h, channel, row[c]);
+              if (get(p, t, h, channel) == 0.0) set(p, t, h, channel, 0.0F);  // never −0, which seal would turn
+            }
           }
         }
       }
