@@ -62,7 +62,7 @@ struct Geometry {
 [[nodiscard]] inline LayerShape attention_layer(ElementType type, std::int32_t heads, std::int32_t channels, RopeSpec rope) {
   LayerShape layer;
   layer.planes = {PlaneShape{.plane = Plane::key, .type = type, .heads = heads, .channels = channels,
-                             .rotary = rope.kind == RopeKind::rotary},
+                             .rotary = rope.kind != RopeKind::none},
                   PlaneShape{.plane = Plane::value, .type = type, .heads = heads, .channels = channels}};
   layer.rope = std::move(rope);
   return layer;
@@ -138,6 +138,9 @@ template <class Number>
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     const LayerShape& layer = geometry.layers[l];
     if (layer.key_form > KeyForm::pre_rope) return detail::error(ErrorCode::unknown_field, "layer ", l, ": key form unknown");
+    if (layer.rope.kind == RopeKind::multi_axis) {
+      return detail::error(ErrorCode::rope_unsupported, "layer ", l, ": keys with several position axes (M-RoPE) cannot be moved by this build");
+    }
     if (layer.window < 0) return detail::error(ErrorCode::invalid_argument, "layer ", l, ": window ", layer.window, " < 0");
     for (std::size_t p = 0; p < layer.planes.size(); ++p) {
       KVMELD_TRY(detail::check_plane(layer.planes[p], l, p));
