@@ -101,7 +101,7 @@ TEST_CASE("log within 0.51 ulp") {
   REQUIRE(std::isnan(math::log(std::nan(""))));
 }
 
-TEST_CASE("pow: inverse frequencies to 2.3e-16, everything to 1e-15") {
+TEST_CASE("pow within 1.2e-16 of the value") {
   Random random;
   double frequencies = 0.0, worst = 0.0;
   for (const double base : {10000.0, 500000.0, 1000000.0, 10000000.0, 8192.0}) {
@@ -119,8 +119,8 @@ TEST_CASE("pow: inverse frequencies to 2.3e-16, everything to 1e-15") {
     if (want < 1e-300L || want > 1e300L) continue;
     worst = std::max(worst, static_cast<double>(std::abs((static_cast<Real>(math::pow(x, y)) - want) / want)));
   }
-  REQUIRE(frequencies < 2.3e-16);
-  REQUIRE(worst < 1e-15);
+  REQUIRE(frequencies < 1.2e-16);
+  REQUIRE(worst < 1.2e-16);
   REQUIRE(math::pow(0.0, 0.0) == 1.0);
   REQUIRE(math::pow(0.0, 2.0) == 0.0);
   REQUIRE(std::isinf(math::pow(0.0, -2.0)));

@@ -44,41 +44,49 @@ class StridedView {
   constexpr StridedView() = default;
 
   /// A dense array in row-major order: the last axis is contiguous.
-  constexpr StridedView(T* data, const Shape& extents) noexcept : data_(data), extents_(extents) {
+  constexpr StridedView(T* data, const Shape& extents) noexcept : data_(data) {
     std::ptrdiff_t stride = 1;
     for (std::size_t axis = Rank; axis-- > 0;) {
+      extents_[axis] = extents[axis];
       strides_[axis] = stride;
-      stride *= extents_[axis];
+      stride *= extents[axis];
     }
   }
-  constexpr StridedView(T* data, const Shape& extents, const Shape& strides) noexcept
-      : data_(data), extents_(extents), strides_(strides) {}
+  constexpr StridedView(T* data, const Shape& extents, const Shape& strides) noexcept : data_(data) {
+    for (std::size_t axis = 0; axis < Rank; ++axis) {
+      extents_[axis] = extents[axis];
+      strides_[axis] = strides[axis];
+    }
+  }
 
   /// A read-only view of the same elements.
   template <class U>
     requires(std::is_const_v<T> && std::same_as<const U, T> && !std::is_const_v<U>)
-  constexpr StridedView(const StridedView<U, Rank>& other) noexcept  // NOLINT: implicit on purpose
-      : data_(other.data_handle()), extents_(other.extents()), strides_(other.strides()) {}
+  KVMELD_HD constexpr StridedView(const StridedView<U, Rank>& other) noexcept  // NOLINT: implicit on purpose
+      : data_(other.data_handle()) {
+    for (std::size_t axis = 0; axis < Rank; ++axis) {
+      extents_[axis] = other.extent(axis);
+      strides_[axis] = other.stride(axis);
+    }
+  }
 
   [[nodiscard]] KVMELD_HD static constexpr std::size_t rank() noexcept { return Rank; }
   [[nodiscard]] KVMELD_HD constexpr T* data_handle() const noexcept { return data_; }
-  [[nodiscard]] constexpr std::ptrdiff_t extent(std::size_t axis) const noexcept { return extents_[axis]; }
-  [[nodiscard]] constexpr std::ptrdiff_t stride(std::size_t axis) const noexcept { return strides_[axis]; }
-  [[nodiscard]] constexpr const Shape& extents() const noexcept { return extents_; }
-  [[nodiscard]] constexpr const Shape& strides() const noexcept { return strides_; }
+  [[nodiscard]] KVMELD_HD constexpr std::ptrdiff_t extent(std::size_t axis) const noexcept { return extents_[axis]; }
+  [[nodiscard]] KVMELD_HD constexpr std::ptrdiff_t stride(std::size_t axis) const noexcept { return strides_[axis]; }
 
   /// Product of the extents; 0 if any axis is empty.
-  [[nodiscard]] constexpr std::ptrdiff_t size() const noexcept {
+  [[nodiscard]] KVMELD_HD constexpr std::ptrdiff_t size() const noexcept {
     std::ptrdiff_t product = 1;
     for (std::size_t axis = 0; axis < Rank; ++axis) product *= extents_[axis];
     return product;
   }
-  [[nodiscard]] constexpr bool empty() const noexcept { return size() == 0; }
+  [[nodiscard]] KVMELD_HD constexpr bool empty() const noexcept { return size() == 0; }
 
   template <class... Indices>
     requires(sizeof...(Indices) == Rank && (std::convertible_to<Indices, std::ptrdiff_t> && ...))
-  [[nodiscard]] constexpr T& operator()(Indices... indices) const noexcept {
-    const Shape index{static_cast<std::ptrdiff_t>(indices)...};
+  [[nodiscard]] KVMELD_HD constexpr T& operator()(Indices... indices) const noexcept {
+    const std::ptrdiff_t index[Rank] = {static_cast<std::ptrdiff_t>(indices)...};
     std::ptrdiff_t offset = 0;
     for (std::size_t axis = 0; axis < Rank; ++axis) offset += index[axis] * strides_[axis];
     return data_[offset];
@@ -86,8 +94,8 @@ class StridedView {
 
  private:
   T* data_ = nullptr;
-  Shape extents_{};
-  Shape strides_{};
+  std::ptrdiff_t extents_[Rank] = {};  // plain arrays: the members of std::array are no device functions
+  std::ptrdiff_t strides_[Rank] = {};
 };
 
 KVMELD_NAMESPACE_END
