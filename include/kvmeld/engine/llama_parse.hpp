@@ -25,6 +25,10 @@ class Cursor {
   [[nodiscard]] std::size_t at() const noexcept { return at_; }
   [[nodiscard]] std::size_t left() const noexcept { return bytes_.size() - at_; }
 
+  /// Words that held what the form says they must: of several forms that fail, the one with most is the likely one.
+  [[nodiscard]] std::size_t agreed() const noexcept { return agreed_; }
+  void agree() noexcept { ++agreed_; }
+
   template <class Word>
   [[nodiscard]] Status word(Word& out, const char* what) {
     if (left() < sizeof(Word)) return cut(sizeof(Word), what);
@@ -45,6 +49,7 @@ class Cursor {
  private:
   std::span<const std::byte> bytes_;
   std::size_t at_ = 0;
+  std::size_t agreed_ = 0;
 };
 
 /// Brings cells into ascending order of position and refuses a position that two cells claim.
@@ -77,6 +82,7 @@ class Cursor {
       return error(ErrorCode::corrupt, "llama state: cell ", c, " belongs to ", sequences,
                    " sequences; the bytes of one sequence have 1 (export with llama_state_seq_get_data)");
     if (position < 0) return error(ErrorCode::corrupt, "llama state: cell ", c, " has position ", position);
+    cursor.agree();
     KVMELD_TRY(cursor.skip(1, ext, "a cell"));
     KVMELD_TRY(cursor.word(sequence, "a cell"));
     section.positions.push_back(position);
@@ -109,6 +115,7 @@ class Cursor {
       return error(ErrorCode::geometry_mismatch, "llama state: layer ", layer, " has rows of ", row,
                    " bytes, the geometry says ", cell_bytes(shape));
   }
+  cursor.agree();
   offset = cursor.at();
   return cursor.skip(cells, cell_bytes(shape), "a layer's rows");
 }
@@ -134,6 +141,7 @@ class Cursor {
   if (layers != section.layers.size())
     return error(ErrorCode::geometry_mismatch, "llama state: ", layers, " layers, the geometry has ",
                  section.layers.size(), " here");
+  cursor.agree();
   if (form.basis_words) {
     KVMELD_TRY(cursor.word(form.key_basis, "the key basis"));
     KVMELD_TRY(cursor.word(form.value_basis, "the value basis"));
@@ -176,9 +184,9 @@ class Cursor {
   return {};
 }
 
-/// One attempt at one form. `reached` is how far it got, to tell which attempt's error is worth reporting.
+/// One attempt at one form. `agreed` tells which attempt's error is worth reporting.
 [[nodiscard]] inline Status parse_form(std::span<const std::byte> bytes, const Geometry& geometry,
-                                       const StateForm& form, StateLayout& layout, std::size_t& reached) {
+                                       const StateForm& form, StateLayout& layout, std::size_t& agreed) {
   Cursor cursor(bytes);
   layout.form = form;
   layout.size_bytes = bytes.size();
@@ -190,7 +198,7 @@ class Cursor {
     section.layers = std::move(layers);
     status = parse_section(cursor, geometry, layout.form, section);
   }
-  reached = cursor.at();
+  agreed = cursor.agreed();
   if (status && cursor.left() != 0)
     status = error(ErrorCode::oversized, "llama state: ", cursor.left(), " bytes follow after byte ", cursor.at(),
                    ", where it should end");
@@ -216,7 +224,7 @@ class Cursor {
   StateForm form;
   form.prefix = first == state_magic;
   Status best;
-  std::size_t best_reached = 0;
+  std::size_t most_agreed = 0;
   StateLayout found, attempt;
   int fits = 0;
   const int section_forms = detail::has_window(geometry) ? 2 : 1;
@@ -226,15 +234,15 @@ class Cursor {
         form.two_sections = two == 1;
         form.cell_ext_bytes = ext;
         form.basis_words = basis;
-        std::size_t reached = 0;
-        Status status = detail::parse_form(bytes, geometry, form, attempt, reached);
+        std::size_t agreed = 0;
+        Status status = detail::parse_form(bytes, geometry, form, attempt, agreed);
         if (status) {
           // Without cells every extension and basis looks the same, which is no ambiguity.
           if (fits > 0 && !attempt.form.complete && !found.form.complete) continue;
           if (++fits == 1) std::swap(found, attempt);
-        } else if (best.ok() || reached > best_reached) {
+        } else if (best.ok() || agreed > most_agreed) {
           best = std::move(status);
-          best_reached = reached;
+          most_agreed = agreed;
         }
       }
     }
