@@ -14,7 +14,8 @@ namespace {
 using namespace test;
 
 // Bytes of one element (or q8_0 block) as a function of where it belongs; finite in every type.
-std::vector<std::byte> content(std::size_t l, std::size_t p, std::size_t t, std::int64_t h, std::int64_t c, ElementType type) {
+std::vector<std::byte> content(std::size_t l, std::size_t p, std::size_t t, std::int64_t h, std::int64_t c,
+                               ElementType type) {
   std::vector<std::byte> out(static_cast<std::size_t>(bytes_of(type, step_of(type))));
   std::uint64_t x = l * 1000003 + p * 10007 + t * 1009 + static_cast<std::uint64_t>(h * 101 + c);
   for (std::byte& b : out) {
@@ -79,10 +80,12 @@ TEST_CASE("a fragment's id does not depend on layout, block table or slot list")
     const NamedLayout& layout = list[*rc::gen::inRange<std::size_t>(0, list.size())];
     std::vector<SlotKind> kinds;
     if (layout.by_block) kinds.insert(kinds.end(), {SlotKind::block_table_i32, SlotKind::block_table_i64});
-    if (layout.by_slot) kinds.insert(kinds.end(), {SlotKind::identity, SlotKind::slot_list_i32, SlotKind::slot_list_i64});
+    if (layout.by_slot)
+      kinds.insert(kinds.end(), {SlotKind::identity, SlotKind::slot_list_i32, SlotKind::slot_list_i64});
     Setup s;
     s.kind = *rc::gen::elementOf(kinds);
-    s.type = *rc::gen::element(ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::f8_e4m3, ElementType::i8, ElementType::q8_0);
+    s.type = *rc::gen::element(ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::f8_e4m3,
+                               ElementType::i8, ElementType::q8_0);
     if (!layout.block_types && s.type == ElementType::q8_0) s.type = ElementType::f16;
     s.heads = *rc::gen::inRange<std::int64_t>(1, 4);
     s.channels = *rc::gen::element<std::int64_t>(32, 64, 96);

@@ -1,5 +1,5 @@
-// Every layout × element type: engine memory -> view -> fragment -> view of other memory, byte for byte (-0 becomes +0), and not a
-// byte beside. Expected addresses are the layouts' own definitions (support/layout_cases.hpp).
+// Every layout × element type: engine memory -> view -> fragment -> view of other memory, byte for byte (-0 becomes
+// +0), and not a byte beside. Expected addresses are the layouts' own definitions (support/layout_cases.hpp).
 #include <cstring>
 #include <random>
 #include <string>
@@ -78,7 +78,8 @@ void round_trip(const LayoutCase& c, std::uint32_t seed) {
   }
   Memory expected = target;
   std::size_t wrong = 0, count = 0;
-  each_element(c, [&](std::size_t l, std::size_t p, std::size_t t, std::int64_t h, std::int64_t ch, const kvmeld::PlaneShape& shape) {
+  each_element(c, [&](std::size_t l, std::size_t p, std::size_t t, std::int64_t h, std::int64_t ch,
+                      const kvmeld::PlaneShape& shape) {
     const Address a = c.address(l, p, c.tokens->slots[t], h, ch);
     const auto bytes = finite(random, shape.type);
     REQUIRE(a.byte >= 0);
@@ -96,7 +97,8 @@ void round_trip(const LayoutCase& c, std::uint32_t seed) {
   for (std::size_t t = 0; t < c.tokens->slots.size(); ++t) {
     REQUIRE((view->plane(1, 1).slots.slot(static_cast<std::int64_t>(t)) < 0) == (c.tokens->slots[t] < 0));
   }
-  each_element(c, [&](std::size_t l, std::size_t p, std::size_t t, std::int64_t h, std::int64_t ch, const kvmeld::PlaneShape&) {
+  each_element(c, [&](std::size_t l, std::size_t p, std::size_t t, std::int64_t h, std::int64_t ch,
+                      const kvmeld::PlaneShape&) {
     const kvmeld::PlaneRef& plane = view->plane(l, p);
     const Address a = c.address(l, p, c.tokens->slots[t], h, ch);
     wrong += element(plane, plane.slots.slot(static_cast<std::int64_t>(t)), h, ch) != source[a.tensor].data() + a.byte;
@@ -129,8 +131,8 @@ void round_trip(const LayoutCase& c, std::uint32_t seed) {
 
 const ElementType every_type[] = {ElementType::f64,     ElementType::f32,     ElementType::f16, ElementType::bf16,
                                   ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::i8,  ElementType::q8_0};
-const SlotKind every_kind[] = {SlotKind::identity, SlotKind::block_table_i32, SlotKind::block_table_i64, SlotKind::slot_list_i32,
-                               SlotKind::slot_list_i64};
+const SlotKind every_kind[] = {SlotKind::identity, SlotKind::block_table_i32, SlotKind::block_table_i64,
+                               SlotKind::slot_list_i32, SlotKind::slot_list_i64};
 
 bool takes(const NamedLayout& layout, SlotKind kind) {
   return kind == SlotKind::block_table_i32 || kind == SlotKind::block_table_i64 ? layout.by_block : layout.by_slot;
@@ -144,7 +146,8 @@ TEST_CASE("every layout holds every element type") {
       INFO(layout.name << ", " << kvmeld::to_string(type));
       const Setup setup{.type = type, .kind = layout.by_slot ? SlotKind::slot_list_i64 : SlotKind::block_table_i32};
       if (type == ElementType::q8_0 && !layout.block_types) {
-        // Blocks would be cut. (x = 16 / size needs an element size, so split channels are refused in layout_refusals.cpp.)
+        // Blocks would be cut. (x = 16 / size needs an element size, so split channels are refused in
+        // layout_refusals.cpp.)
         if (std::string(layout.name) == "split channel") continue;
         const LayoutCase c = layout.make(setup);
         Memory memory;
@@ -173,8 +176,12 @@ TEST_CASE("every layout takes odd head counts and the head sizes of models") {
   for (const NamedLayout& layout : every_layout()) {
     for (const std::int64_t channels : {64, 80, 96, 128, 256}) {
       INFO(layout.name << ", head size " << channels);
-      const Setup setup{.type = ElementType::bf16, .heads = 5, .channels = channels, .tokens = 3,
-                        .kind = layout.by_block ? SlotKind::block_table_i32 : SlotKind::slot_list_i32, .holes = false};
+      const Setup setup{.type = ElementType::bf16,
+                        .heads = 5,
+                        .channels = channels,
+                        .tokens = 3,
+                        .kind = layout.by_block ? SlotKind::block_table_i32 : SlotKind::slot_list_i32,
+                        .holes = false};
       round_trip(layout.make(setup), 31);
     }
   }

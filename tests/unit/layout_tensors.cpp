@@ -52,7 +52,8 @@ struct Span3 {
 }  // namespace framework
 
 template <>
-struct kvmeld::element_type_of<framework::half> : std::integral_constant<kvmeld::ElementType, kvmeld::ElementType::f16> {};
+struct kvmeld::element_type_of<framework::half>
+    : std::integral_constant<kvmeld::ElementType, kvmeld::ElementType::f16> {};
 
 namespace {
 
@@ -68,7 +69,8 @@ struct Owned {
   framework::Tensor tensor;
 
   // `order`: the axes of `shape` as they lie in memory, outermost first (torch's permuted tensors).
-  Owned(std::vector<std::int64_t> extents, const std::vector<std::size_t>& order) : shape(std::move(extents)), strides(shape.size()) {
+  Owned(std::vector<std::int64_t> extents, const std::vector<std::size_t>& order)
+      : shape(std::move(extents)), strides(shape.size()) {
     std::int64_t step = 1;
     for (std::size_t i = order.size(); i-- > 0;) {
       strides[order[i]] = step;
@@ -76,11 +78,13 @@ struct Owned {
     }
     memory.resize(static_cast<std::size_t>(step) + 8);
     std::iota(memory.begin(), memory.end(), std::uint16_t{0});
-    tensor = {memory.data(), {1, 0}, static_cast<std::int32_t>(shape.size()), {2, 16, 1}, shape.data(), strides.data(), 0};
+    tensor = {memory.data(),  {1, 0}, static_cast<std::int32_t>(shape.size()), {2, 16, 1}, shape.data(),
+              strides.data(), 0};
   }
 };
 
-kvmeld::Result<kvmeld::KvCacheRef> view_of(const Setup& s, const std::vector<framework::Tensor>& t, const DlpackOptions& o) {
+kvmeld::Result<kvmeld::KvCacheRef> view_of(const Setup& s, const std::vector<framework::Tensor>& t,
+                                           const DlpackOptions& o) {
   return kvmeld::dlpack_view(key_value_geometry(s), t, o);
 }
 std::uint16_t element(const kvmeld::PlaneRef& p, std::int64_t token, std::int64_t head, std::int64_t channel) {
@@ -95,7 +99,8 @@ TEST_CASE("a DLPack tensor of any axis order is viewed by naming its axes") {
   constexpr std::int64_t B = 3, N = 4, H = 3, D = 8;
   const Setup s{.heads = H, .channels = D};
   const std::vector<std::int32_t> table = {2, 0};
-  const std::vector<std::vector<std::size_t>> orders = {{0, 1, 2, 3, 4}, {0, 1, 3, 2, 4}, {1, 0, 2, 3, 4}, {1, 3, 0, 2, 4}};
+  const std::vector<std::vector<std::size_t>> orders = {
+      {0, 1, 2, 3, 4}, {0, 1, 3, 2, 4}, {1, 0, 2, 3, 4}, {1, 3, 0, 2, 4}};
   for (const auto& order : orders) {  // vLLM's logical [2,B,N,H,D] over four physical orders
     Owned own({2, B, N, H, D}, order);
     const std::vector<framework::Tensor> tensors(4, own.tensor);
@@ -108,7 +113,8 @@ TEST_CASE("a DLPack tensor of any axis order is viewed by naming its axes") {
       for (std::int64_t t = 0; t < 7; ++t) {
         for (std::int64_t h = 0; h < H; ++h) {
           for (std::int64_t c = 0; c < D; ++c) {
-            const std::int64_t index[5] = {static_cast<std::int64_t>(p), table[static_cast<std::size_t>(t / N)], t % N, h, c};
+            const std::int64_t index[5] = {static_cast<std::int64_t>(p), table[static_cast<std::size_t>(t / N)], t % N,
+                                           h, c};
             std::int64_t at = 0;
             for (std::size_t a = 0; a < 5; ++a) at += index[a] * own.strides[a];
             REQUIRE(element(view->plane(1, p), t, h, c) == own.memory[static_cast<std::size_t>(at)]);
@@ -119,14 +125,16 @@ TEST_CASE("a DLPack tensor of any axis order is viewed by naming its axes") {
   }
 }
 
-TEST_CASE("DLPack: null strides are compact, byte_offset and negative strides count, packed and split channels have names") {
+TEST_CASE(
+    "DLPack: null strides are compact, byte_offset and negative strides count, packed and split channels have names") {
   constexpr std::int64_t T = 5, H = 2, D = 4;
   Owned own({T, H, 2 * D}, {0, 1, 2});
   own.tensor.strides = nullptr;
   own.tensor.byte_offset = 6;
   const DlpackAxes key{}, value{.first_channel = D};
   const Setup s{.heads = H, .channels = D};
-  const auto packed = view_of(s, std::vector<framework::Tensor>(4, own.tensor), {.tokens = TokenPlacement::in_order(3, 1), .axes = {key, value}});
+  const auto packed = view_of(s, std::vector<framework::Tensor>(4, own.tensor),
+                              {.tokens = TokenPlacement::in_order(3, 1), .axes = {key, value}});
   INFO(packed.status().message());
   REQUIRE(packed.ok());
   CHECK(element(packed->plane(0, 0), 2, 1, 3) == own.memory[3 + 3 * 16 + 8 + 3]);
@@ -135,7 +143,8 @@ TEST_CASE("DLPack: null strides are compact, byte_offset and negative strides co
   std::int64_t backward[3] = {-2 * H * D, 2 * D, 1};  // token 0 is the last in memory
   own.tensor.strides = backward;
   own.tensor.byte_offset = 2 * 4 * 2 * H * D;
-  const auto reversed = view_of(s, std::vector<framework::Tensor>(4, own.tensor), {.tokens = TokenPlacement::in_order(5), .axes = {key, value}});
+  const auto reversed = view_of(s, std::vector<framework::Tensor>(4, own.tensor),
+                                {.tokens = TokenPlacement::in_order(5), .axes = {key, value}});
   INFO(reversed.status().message());
   REQUIRE(reversed.ok());
   CHECK(element(reversed->plane(0, 0), 0, 0, 0) == own.memory[64]);
@@ -143,20 +152,25 @@ TEST_CASE("DLPack: null strides are compact, byte_offset and negative strides co
 
   Owned split({3, H, D / 2, 4, 2}, {0, 1, 2, 3, 4});  // [B, H, D/x, N, x]
   const DlpackAxes axes{.token = 3, .head = 1, .channel = 4, .block = 0, .channel_outer = 2};
-  const auto view = view_of(s, std::vector<framework::Tensor>(4, split.tensor), {.tokens = TokenPlacement::in_order(9), .axes = {axes}});
+  const auto view = view_of(s, std::vector<framework::Tensor>(4, split.tensor),
+                            {.tokens = TokenPlacement::in_order(9), .axes = {axes}});
   INFO(view.status().message());
   REQUIRE(view.ok());
-  CHECK(element(view->plane(0, 0), 6, 1, 3) == split.memory[static_cast<std::size_t>(flat({3, H, D / 2, 4, 2}, {1, 1, 1, 2, 1}))]);
+  CHECK(element(view->plane(0, 0), 6, 1, 3) ==
+        split.memory[static_cast<std::size_t>(flat({3, H, D / 2, 4, 2}, {1, 1, 1, 2, 1}))]);
 }
 
 TEST_CASE("DLPack: latent rows without a head axis; 8-bit floats kept as raw bytes") {
   Owned own({3, 4, 12}, {0, 1, 2});
   kvmeld::Geometry g;
   g.layers.resize(1);
-  g.layers[0].planes = {{.plane = Plane::latent, .heads = 1, .channels = 8}, {.plane = Plane::rope_part, .heads = 1, .channels = 4}};
+  g.layers[0].planes = {{.plane = Plane::latent, .heads = 1, .channels = 8},
+                        {.plane = Plane::rope_part, .heads = 1, .channels = 4}};
   const auto geometry = std::make_shared<const kvmeld::Geometry>(g);
-  const DlpackAxes row{.token = 1, .head = -1, .channel = 2, .block = 0}, rope{.token = 1, .head = -1, .channel = 2, .block = 0, .first_channel = 8};
-  const auto view = kvmeld::dlpack_view(geometry, std::vector<framework::Tensor>{own.tensor, own.tensor}, {.tokens = TokenPlacement::in_order(12), .axes = {row, rope}});
+  const DlpackAxes row{.token = 1, .head = -1, .channel = 2, .block = 0},
+      rope{.token = 1, .head = -1, .channel = 2, .block = 0, .first_channel = 8};
+  const auto view = kvmeld::dlpack_view(geometry, std::vector<framework::Tensor>{own.tensor, own.tensor},
+                                        {.tokens = TokenPlacement::in_order(12), .axes = {row, rope}});
   INFO(view.status().message());
   REQUIRE(view.ok());
   CHECK(element(view->plane(0, 1), 7, 0, 3) == own.memory[7 * 12 + 8 + 3]);
@@ -178,12 +192,15 @@ TEST_CASE("DLPack: every element type, and bf16 handed in as f16") {
   const struct {
     std::uint8_t code, bits;
     ElementType type;
-  } types[] = {{2, 64, ElementType::f64}, {2, 32, ElementType::f32}, {2, 16, ElementType::f16}, {4, 16, ElementType::bf16},
-               {0, 8, ElementType::i8}, {10, 8, ElementType::f8_e4m3}, {12, 8, ElementType::f8_e5m2}};
+  } types[] = {{2, 64, ElementType::f64},    {2, 32, ElementType::f32}, {2, 16, ElementType::f16},
+               {4, 16, ElementType::bf16},   {0, 8, ElementType::i8},   {10, 8, ElementType::f8_e4m3},
+               {12, 8, ElementType::f8_e5m2}};
   for (const auto& t : types) {
-    const std::vector<framework::Tensor> tensors(4, framework::Tensor{memory.data(), {1, 0}, 3, {t.code, t.bits, 1}, shape, nullptr, 0});
+    const std::vector<framework::Tensor> tensors(
+        4, framework::Tensor{memory.data(), {1, 0}, 3, {t.code, t.bits, 1}, shape, nullptr, 0});
     for (const auto& declared : types) {
-      const auto view = view_of({.type = declared.type, .heads = 3, .channels = 8}, tensors, {.tokens = TokenPlacement::in_order(5)});
+      const auto view =
+          view_of({.type = declared.type, .heads = 3, .channels = 8}, tensors, {.tokens = TokenPlacement::in_order(5)});
       CHECK(view.status().code() == (declared.type == t.type ? ErrorCode::ok : ErrorCode::geometry_mismatch));
     }
   }
@@ -211,7 +228,9 @@ TEST_CASE("DLPack: what cannot be viewed is refused") {
   CHECK(code([](Owned& o) { o.shape[0] = 4; }) == ErrorCode::truncated);
   CHECK(code([](Owned& o) { o.shape[1] = 2; }) == ErrorCode::geometry_mismatch);
   CHECK(code([](Owned& o) { o.shape[2] = 7; }) == ErrorCode::geometry_mismatch);
-  const auto axes = [&](DlpackAxes a) { return code([](Owned&) {}, {.tokens = TokenPlacement::in_order(1), .axes = {a}}); };
+  const auto axes = [&](DlpackAxes a) {
+    return code([](Owned&) {}, {.tokens = TokenPlacement::in_order(1), .axes = {a}});
+  };
   CHECK(axes({.token = 0, .head = 0, .channel = 2}) == ErrorCode::invalid_argument);
   CHECK(axes({.token = 3, .head = 1, .channel = 2}) == ErrorCode::invalid_argument);
   CHECK(axes({.token = 0, .head = -1, .channel = 2}) == ErrorCode::invalid_argument);
@@ -221,15 +240,23 @@ TEST_CASE("DLPack: what cannot be viewed is refused") {
   CHECK(axes({.first_channel = -1}) == ErrorCode::geometry_mismatch);
   Owned four({5, 3, 8, 2}, {0, 1, 2, 3});
   const std::vector<framework::Tensor> tensors(4, four.tensor);
-  const auto with = [&](std::vector<FixedAxis> fixed) { return view_of(s, tensors, {.tokens = TokenPlacement::in_order(5), .axes = {DlpackAxes{.fixed = std::move(fixed)}}}).status().code(); };
+  const auto with = [&](std::vector<FixedAxis> fixed) {
+    return view_of(s, tensors, {.tokens = TokenPlacement::in_order(5), .axes = {DlpackAxes{.fixed = std::move(fixed)}}})
+        .status()
+        .code();
+  };
   CHECK(with({}) == ErrorCode::invalid_argument);  // an axis of extent 2 that nobody named
   CHECK(with({{3, 1}}) == ErrorCode::ok);
   CHECK(with({{3, 2}}) == ErrorCode::invalid_argument);
   CHECK(view_of(s, {four.tensor}, {}).status().code() == ErrorCode::invalid_argument);
   std::int64_t broadcast[3] = {0, 8, 1};
-  const std::vector<framework::Tensor> same(4, framework::Tensor{four.memory.data(), {1, 0}, 3, {2, 16, 1}, four.shape.data(), broadcast, 0});
-  CHECK(kvmeld::dlpack_view<const std::byte>(key_value_geometry(s), same, {.tokens = TokenPlacement::in_order(5)}).ok());
-  CHECK(kvmeld::dlpack_view<std::byte>(key_value_geometry(s), same, {.tokens = TokenPlacement::in_order(5)}).status().code() == ErrorCode::aliasing);
+  const std::vector<framework::Tensor> same(
+      4, framework::Tensor{four.memory.data(), {1, 0}, 3, {2, 16, 1}, four.shape.data(), broadcast, 0});
+  CHECK(
+      kvmeld::dlpack_view<const std::byte>(key_value_geometry(s), same, {.tokens = TokenPlacement::in_order(5)}).ok());
+  CHECK(kvmeld::dlpack_view<std::byte>(key_value_geometry(s), same, {.tokens = TokenPlacement::in_order(5)})
+            .status()
+            .code() == ErrorCode::aliasing);
 }
 
 TEST_CASE("a caller's own tensor type is a plane, transposed or not") {
@@ -241,13 +268,15 @@ TEST_CASE("a caller's own tensor type is a plane, transposed or not") {
   const auto rows = kvmeld::plane_from_tensor(Read{memory.data(), {5, 3, 8}, {24, 8, 1}}, shape);
   REQUIRE(rows.ok());
   CHECK(element(*rows, 4, 2, 7) == 119);
-  const auto transposed = kvmeld::plane_from_tensor(Write{memory.data(), {5, 3, 8}, {1, 40, 5}}, shape);  // (head, channel, token)
+  const auto transposed =
+      kvmeld::plane_from_tensor(Write{memory.data(), {5, 3, 8}, {1, 40, 5}}, shape);  // (head, channel, token)
   REQUIRE(transposed.ok());
   CHECK(element(*transposed, 4, 2, 7) == 2 * 40 + 7 * 5 + 4);
   CHECK(kvmeld::plane_from_tensor(Read{memory.data(), {5, 3, 8}, {0, 8, 1}}, shape).ok());
   const auto code = [&](auto view, kvmeld::PlaneShape s) { return kvmeld::plane_from_tensor(view, s).status().code(); };
   CHECK(code(Write{memory.data(), {5, 3, 8}, {0, 8, 1}}, shape) == ErrorCode::aliasing);
-  CHECK(code(Read{memory.data(), {5, 3, 8}, {24, 8, 1}}, {.type = ElementType::bf16, .heads = 3, .channels = 8}) == ErrorCode::geometry_mismatch);
+  CHECK(code(Read{memory.data(), {5, 3, 8}, {24, 8, 1}}, {.type = ElementType::bf16, .heads = 3, .channels = 8}) ==
+        ErrorCode::geometry_mismatch);
   CHECK(code(Read{memory.data(), {5, 2, 8}, {24, 8, 1}}, shape) == ErrorCode::geometry_mismatch);
   CHECK(code(Read{memory.data(), {5, 3, 4}, {24, 8, 1}}, shape) == ErrorCode::geometry_mismatch);
   CHECK(code(Read{memory.data(), {-5, 3, 8}, {24, 8, 1}}, shape) == ErrorCode::invalid_argument);

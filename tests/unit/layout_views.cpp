@@ -28,11 +28,13 @@ std::vector<std::int64_t> bytes_named(const PlaneRef& v) {
     const std::int64_t slot = v.slots.slot(t);
     if (slot < 0) continue;
     const std::int64_t n = v.slots.block_size;
-    const std::int64_t at = n == 0 ? slot * v.token_stride : slot / n * v.slots.block_stride + slot % n * v.token_stride;
+    const std::int64_t at =
+        n == 0 ? slot * v.token_stride : slot / n * v.slots.block_stride + slot % n * v.token_stride;
     for (std::int64_t h = 0; h < v.shape.heads; ++h) {
       for (std::int64_t c = 0; c < v.shape.channels; ++c) {
         const std::int64_t x = v.channel_split;
-        const std::int64_t e = at + h * v.head_stride + (x == 0 ? c * v.channel_stride : c / x * v.split_stride + c % x * v.channel_stride);
+        const std::int64_t e = at + h * v.head_stride +
+                               (x == 0 ? c * v.channel_stride : c / x * v.split_stride + c % x * v.channel_stride);
         for (std::int64_t b = 0; b < 2; ++b) out.push_back(2 * e + b);
       }
     }
@@ -55,7 +57,9 @@ struct RandomView {
 void make_random(RandomView& r, Random& random, const std::byte* data) {
   r.plane = {};
   r.plane.data = data;
-  r.plane.shape = {.type = ElementType::f16, .heads = static_cast<std::int32_t>(random.between(1, 3)), .channels = static_cast<std::int32_t>(2 * random.between(1, 3))};
+  r.plane.shape = {.type = ElementType::f16,
+                   .heads = static_cast<std::int32_t>(random.between(1, 3)),
+                   .channels = static_cast<std::int32_t>(2 * random.between(1, 3))};
   r.plane.tokens = random.between(0, 6);
   r.plane.token_stride = random.between(-9, 20);
   r.plane.head_stride = random.between(-9, 20);
@@ -113,10 +117,13 @@ TEST_CASE("footprint and check_view are exact for any strides") {
       REQUIRE(check_view(r.plane, 0).ok());
       continue;
     }
-    const std::int64_t low = *std::min_element(named.begin(), named.end()), high = *std::max_element(named.begin(), named.end());
-    INFO(f.first_byte << " " << low << " " << f.last_byte << " " << high << " kind " << static_cast<int>(r.plane.slots.kind) << " block " << r.plane.slots.block_size);
+    const std::int64_t low = *std::min_element(named.begin(), named.end()),
+                       high = *std::max_element(named.begin(), named.end());
+    INFO(f.first_byte << " " << low << " " << f.last_byte << " " << high << " kind "
+                      << static_cast<int>(r.plane.slots.kind) << " block " << r.plane.slots.block_size);
     REQUIRE((f.first_byte == low && f.last_byte == high));
-    const auto before = static_cast<std::size_t>(low < 0 ? -low : 0), size = before + static_cast<std::size_t>(high < 0 ? 0 : high + 1);
+    const auto before = static_cast<std::size_t>(low < 0 ? -low : 0),
+               size = before + static_cast<std::size_t>(high < 0 ? 0 : high + 1);
     REQUIRE(check_view(r.plane, size, before).ok());
     if (high >= 0) REQUIRE(check_view(r.plane, size - 1, before).code() == ErrorCode::truncated);
     if (low < 0) REQUIRE(check_view(r.plane, size, before - 1).code() == ErrorCode::truncated);
@@ -165,7 +172,8 @@ TEST_CASE("overlaps says whether a byte has two owners, and check_writable wheth
 TEST_CASE("two sequences of one pool are apart, in every layout") {
   for (const NamedLayout& layout : every_layout()) {
     INFO(layout.name);
-    const Setup setup{.tokens = 7, .kind = layout.by_slot ? SlotKind::slot_list_i64 : SlotKind::block_table_i32, .holes = false};
+    const Setup setup{
+        .tokens = 7, .kind = layout.by_slot ? SlotKind::slot_list_i64 : SlotKind::block_table_i32, .holes = false};
     const LayoutCase c = layout.make(setup);
     Memory memory;
     for (const std::int64_t bytes : c.tensor_bytes) memory.emplace_back(static_cast<std::size_t>(bytes));
@@ -180,10 +188,13 @@ TEST_CASE("two sequences of one pool are apart, in every layout") {
       plane.tokens = 3;
       plane.slots.table = c.tokens->wide.data() + 4;
     }
-    CHECK_FALSE(overlaps(kvmeld::KvCacheRef(view->shared_geometry(), front, 4), kvmeld::KvCacheRef(view->shared_geometry(), back, 3)));
+    CHECK_FALSE(overlaps(kvmeld::KvCacheRef(view->shared_geometry(), front, 4),
+                         kvmeld::KvCacheRef(view->shared_geometry(), back, 3)));
     for (PlaneRef& plane : back) plane.slots.table = c.tokens->wide.data() + 3;
-    CHECK(overlaps(kvmeld::KvCacheRef(view->shared_geometry(), front, 4), kvmeld::KvCacheRef(view->shared_geometry(), back, 3)));
-    CHECK_FALSE(overlaps(kvmeld::KvCacheRef(view->shared_geometry(), std::vector<PlaneRef>(view->planes().size()), 0), *view));
+    CHECK(overlaps(kvmeld::KvCacheRef(view->shared_geometry(), front, 4),
+                   kvmeld::KvCacheRef(view->shared_geometry(), back, 3)));
+    CHECK_FALSE(
+        overlaps(kvmeld::KvCacheRef(view->shared_geometry(), std::vector<PlaneRef>(view->planes().size()), 0), *view));
   }
 }
 
@@ -202,24 +213,42 @@ TEST_CASE("check_view survives hostile numbers") {
     return check_view(p, 64).code();
   };
   CHECK(with([](PlaneRef& p) { p.tokens = huge; }) == ErrorCode::invalid_argument);
-  CHECK(with([](PlaneRef& p) { p.tokens = std::int64_t{1} << 48; p.token_stride = std::int64_t{1} << 48; }) == ErrorCode::truncated);
-  CHECK(with([](PlaneRef& p) { p.tokens = 2; p.token_stride = -huge - 1; }) == ErrorCode::invalid_argument);
+  CHECK(with([](PlaneRef& p) {
+          p.tokens = std::int64_t{1} << 48;
+          p.token_stride = std::int64_t{1} << 48;
+        }) == ErrorCode::truncated);
+  CHECK(with([](PlaneRef& p) {
+          p.tokens = 2;
+          p.token_stride = -huge - 1;
+        }) == ErrorCode::invalid_argument);
   CHECK(with([](PlaneRef& p) { p.head_stride = huge; }) == ErrorCode::invalid_argument);
   CHECK(with([](PlaneRef& p) { p.slots.first = huge; }) == ErrorCode::invalid_argument);
-  CHECK(with([](PlaneRef& p) { p.slots.first = std::int64_t{1} << 40; p.token_stride = 8; }) == ErrorCode::truncated);
+  CHECK(with([](PlaneRef& p) {
+          p.slots.first = std::int64_t{1} << 40;
+          p.token_stride = 8;
+        }) == ErrorCode::truncated);
   CHECK(with([](PlaneRef& p) { p.slots.block_size = -1; }) == ErrorCode::invalid_argument);
   CHECK(with([](PlaneRef& p) { p.slots.kind = static_cast<SlotKind>(5); }) == ErrorCode::unknown_layout);
   CHECK(with([](PlaneRef& p) { p.slots.kind = SlotKind::slot_list_i32; }) == ErrorCode::invalid_argument);
-  CHECK(with([](PlaneRef& p) { p.slots = {.kind = SlotKind::block_table_i32, .table = anchor}; }) == ErrorCode::invalid_argument);
+  CHECK(with([](PlaneRef& p) { p.slots = {.kind = SlotKind::block_table_i32, .table = anchor}; }) ==
+        ErrorCode::invalid_argument);
   CHECK(with([](PlaneRef& p) { p.shape.type = static_cast<ElementType>(8); }) == ErrorCode::unknown_field);
   CHECK(with([](PlaneRef& p) { p.shape.channels = -8; }) == ErrorCode::invalid_argument);
   CHECK(with([](PlaneRef& p) { p.channel_split = 3; }) == ErrorCode::invalid_argument);
   CHECK(with([](PlaneRef& p) { p.data = nullptr; }) == ErrorCode::invalid_argument);
   CHECK(with([](PlaneRef& p) { p.shape.scales = kvmeld::ScaleScheme::per_tensor; }) == ErrorCode::invalid_argument);
-  CHECK(with([](PlaneRef& p) { p.shape = {.type = ElementType::q8_0, .heads = 1, .channels = 32}; p.channel_stride = 2; }) == ErrorCode::unsupported);
-  CHECK(with([](PlaneRef& p) { p.shape = {.type = ElementType::q8_0, .heads = 1, .channels = 32}; p.token_stride = 16; }) == ErrorCode::invalid_argument);
+  CHECK(with([](PlaneRef& p) {
+          p.shape = {.type = ElementType::q8_0, .heads = 1, .channels = 32};
+          p.channel_stride = 2;
+        }) == ErrorCode::unsupported);
+  CHECK(with([](PlaneRef& p) {
+          p.shape = {.type = ElementType::q8_0, .heads = 1, .channels = 32};
+          p.token_stride = 16;
+        }) == ErrorCode::invalid_argument);
   const std::int64_t entry = huge / 2;
-  CHECK(with([&](PlaneRef& p) { p.slots = {.kind = SlotKind::block_table_i64, .table = &entry, .block_size = 16, .block_stride = 16}; }) == ErrorCode::invalid_argument);
+  CHECK(with([&](PlaneRef& p) {
+          p.slots = {.kind = SlotKind::block_table_i64, .table = &entry, .block_size = 16, .block_stride = 16};
+        }) == ErrorCode::invalid_argument);
 }
 
 TEST_CASE("rings of different fill come out in temporal order") {
@@ -241,16 +270,21 @@ TEST_CASE("rings of different fill come out in temporal order") {
     for (std::int64_t b = 0; b < 2; ++b) {
       for (std::int64_t t = 0; t < seen[b]; ++t) {
         for (std::int64_t h = 0; h < 2; ++h) {
-          for (std::int64_t c = 0; c < 4; ++c) tensor[static_cast<std::size_t>(flat({2, 2, 8, 4}, {b, h, t % 8, c}))] = static_cast<float>(t);
+          for (std::int64_t c = 0; c < 4; ++c)
+            tensor[static_cast<std::size_t>(flat({2, 2, 8, 4}, {b, h, t % 8, c}))] = static_cast<float>(t);
         }
       }
     }
   }
   kvmeld::KeyValueBuffers<const std::byte> buffers;
-  for (std::size_t i = 0; i < 4; ++i) (i % 2 == 0 ? buffers.keys : buffers.values).push_back(std::as_bytes(std::span<const float>(tensors[i])));
+  for (std::size_t i = 0; i < 4; ++i)
+    (i % 2 == 0 ? buffers.keys : buffers.values).push_back(std::as_bytes(std::span<const float>(tensors[i])));
   for (std::int64_t b = 0; b < 2; ++b) {
     const auto slots = kvmeld::ring_slots(seen[b], 8);
-    const auto view = kvmeld::contiguous_view(geometry, buffers, kvmeld::ContiguousOptions{.tokens = TokenPlacement::slot_list(*slots), .max_tokens = 8, .batch = 2, .batch_index = b});
+    const auto view = kvmeld::contiguous_view(
+        geometry, buffers,
+        kvmeld::ContiguousOptions{
+            .tokens = TokenPlacement::slot_list(*slots), .max_tokens = 8, .batch = 2, .batch_index = b});
     REQUIRE(view.ok());
     const auto fragment = kvmeld::seal(*view);
     REQUIRE(fragment.ok());
@@ -271,7 +305,8 @@ TEST_CASE("scales follow their rows, for every scheme, and wrong tables are refu
   constexpr std::int64_t H = 2, D = 64, S = 8;
   const std::vector<std::int64_t> list = {6, 1, -1, 3};
   for (const ElementType type : {ElementType::i8, ElementType::f8_e4m3, ElementType::f8_e5m2}) {
-    for (const ScaleScheme scheme : {ScaleScheme::per_tensor, ScaleScheme::per_token_head, ScaleScheme::per_channel_group}) {
+    for (const ScaleScheme scheme :
+         {ScaleScheme::per_tensor, ScaleScheme::per_token_head, ScaleScheme::per_channel_group}) {
       auto g = std::make_shared<kvmeld::Geometry>(*key_value_geometry({.type = type, .heads = H, .channels = D}));
       for (kvmeld::LayerShape& layer : g->layers) {
         for (kvmeld::PlaneShape& plane : layer.planes) {
@@ -285,7 +320,8 @@ TEST_CASE("scales follow their rows, for every scheme, and wrong tables are refu
       std::vector<std::vector<float>> tables(4);
       kvmeld::ScaleTables scales;
       for (std::size_t i = 0; i < 4; ++i) {
-        for (std::int64_t j = 0; j < count; ++j) tables[i].push_back(static_cast<float>(1000 * (i + 1)) + static_cast<float>(j));
+        for (std::int64_t j = 0; j < count; ++j)
+          tables[i].push_back(static_cast<float>(1000 * (i + 1)) + static_cast<float>(j));
         scales.push_back(tables[i]);
       }
       const Memory memory(4, std::vector<std::byte>(static_cast<std::size_t>(S * H * D)));
@@ -303,7 +339,8 @@ TEST_CASE("scales follow their rows, for every scheme, and wrong tables are refu
             if (list[static_cast<std::size_t>(t)] < 0) continue;
             for (std::int64_t h = 0; h < H; ++h) {
               for (std::int64_t k = 0; k < groups; ++k) {
-                const std::int64_t at = count == 1 ? 0 : flat({S, H, groups}, {list[static_cast<std::size_t>(t)], h, k});
+                const std::int64_t at =
+                    count == 1 ? 0 : flat({S, H, groups}, {list[static_cast<std::size_t>(t)], h, k});
                 const float expected = tables[2 * l + p][static_cast<std::size_t>(at)];
                 CHECK(view->plane(l, p).scales.at(view->plane(l, p).slots.slot(t), h, k) == expected);
                 CHECK(sealed.ref().plane(l, p).scales.at(sealed.ref().plane(l, p).slots.slot(t), h, k) == expected);
@@ -325,7 +362,12 @@ TEST_CASE("scales follow their rows, for every scheme, and wrong tables are refu
 TEST_CASE("vLLM's 656-byte latent row: 512 e4m3, four scales, 64 bf16") {
   kvmeld::Geometry g;
   g.layers.resize(1);
-  g.layers[0].planes = {{.plane = Plane::latent, .type = ElementType::f8_e4m3, .heads = 1, .channels = 512, .scales = kvmeld::ScaleScheme::per_channel_group, .scale_group = 128},
+  g.layers[0].planes = {{.plane = Plane::latent,
+                         .type = ElementType::f8_e4m3,
+                         .heads = 1,
+                         .channels = 512,
+                         .scales = kvmeld::ScaleScheme::per_channel_group,
+                         .scale_group = 128},
                         {.plane = Plane::rope_part, .type = ElementType::bf16, .heads = 1, .channels = 64}};
   const auto geometry = std::make_shared<const kvmeld::Geometry>(g);
   constexpr std::size_t B = 3, N = 64, row = 656;
@@ -342,7 +384,10 @@ TEST_CASE("vLLM's 656-byte latent row: 512 e4m3, four scales, 64 bf16") {
     std::memcpy(at + 528 + 2 * 63, &rope, 2);
   }
   const std::vector<std::int32_t> table = {2, 0};
-  const kvmeld::LatentOptions options{.tokens = TokenPlacement::block_table(table, 100), .row = kvmeld::LatentRow::latent_scales_rope, .blocks = 3, .block_size = 64};
+  const kvmeld::LatentOptions options{.tokens = TokenPlacement::block_table(table, 100),
+                                      .row = kvmeld::LatentRow::latent_scales_rope,
+                                      .blocks = 3,
+                                      .block_size = 64};
   const auto view = kvmeld::latent_view(geometry, kvmeld::Buffers<const std::byte>{memory}, options);
   INFO(view.status().message());
   REQUIRE(view.ok());
@@ -355,12 +400,14 @@ TEST_CASE("vLLM's 656-byte latent row: 512 e4m3, four scales, 64 bf16") {
     const auto slot = static_cast<std::size_t>(t < 64 ? 128 + t : t - 64);
     CHECK(latent_plane.data[t * 512] == static_cast<std::byte>(slot % 100));
     CHECK(latent_plane.data[t * 512 + 511] == static_cast<std::byte>(slot % 90));
-    for (std::int64_t k = 0; k < 4; ++k) CHECK(latent_plane.scales.at(t, 0, k) == static_cast<float>(slot) + 0.25F * static_cast<float>(k + 1));
+    for (std::int64_t k = 0; k < 4; ++k)
+      CHECK(latent_plane.scales.at(t, 0, k) == static_cast<float>(slot) + 0.25F * static_cast<float>(k + 1));
     std::uint16_t rope = 0;
     std::memcpy(&rope, rope_plane.data + (t * 64 + 63) * 2, 2);
     CHECK(rope == 0x3f80 + slot);
   }
-  const auto odd = kvmeld::latent_view(geometry, kvmeld::Buffers<const std::byte>{std::span<const std::byte>(memory + 1, 2 * N * row)},
-                                       kvmeld::LatentOptions{.row = kvmeld::LatentRow::latent_scales_rope, .blocks = 2, .block_size = 64});
+  const auto odd = kvmeld::latent_view(
+      geometry, kvmeld::Buffers<const std::byte>{std::span<const std::byte>(memory + 1, 2 * N * row)},
+      kvmeld::LatentOptions{.row = kvmeld::LatentRow::latent_scales_rope, .blocks = 2, .block_size = 64});
   CHECK(odd.status().code() == ErrorCode::invalid_argument);
 }

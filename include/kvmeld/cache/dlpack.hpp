@@ -171,7 +171,8 @@ template <DlpackTensor T>
     out.block_size = slots;
     out.block = stride(axes.block);
     slots = extent_product({slots, extent(axes.block)});
-    if (slots < 0) return error(ErrorCode::invalid_argument, extent(axes.block), " blocks of ", out.block_size, " tokens");
+    if (slots < 0)
+      return error(ErrorCode::invalid_argument, extent(axes.block), " blocks of ", out.block_size, " tokens");
   }
   return out;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
-/// What the layout factories share: sizes checked against declarations, strides turned into planes, planes into a cache view.
+/// What the layout factories share: sizes checked against declarations, strides turned into planes, planes into a cache
+/// view.
 
 #include <algorithm>
 #include <cstddef>
@@ -32,9 +33,11 @@ struct KeyValueBuffers {
   Buffers<Byte> values = {};  ///< one a layer
 };
 
-/// Scales of integer or 8-bit planes: one span for each plane, layer-major; empty where a plane has none, or no vector at all.
+/// Scales of integer or 8-bit planes: one span for each plane, layer-major; empty where a plane has none, or no vector
+/// at all.
 ///
-/// Of a layout with S slots: `per_tensor` (1), `per_token_head` (S, heads), `per_channel_group` (S, heads, channels / group).
+/// Of a layout with S slots: `per_tensor` (1), `per_token_head` (S, heads), `per_channel_group` (S, heads, channels /
+/// group).
 using ScaleTables = std::vector<std::span<const float>>;
 
 namespace detail {
@@ -51,23 +54,29 @@ struct PlaneStrides {
   std::int64_t block = 0;
 };
 
-/// Product of extents, or -1 where one is negative or the product is beyond any memory.
+/// Product of extents, or -1 where one is negative or the others' product is beyond any memory.
+///
+/// "The others": an extent of 0 does not excuse the rest, whose products are strides.
 [[nodiscard]] inline std::int64_t extent_product(std::initializer_list<std::int64_t> extents) noexcept {
-  std::int64_t product = 1;
+  std::int64_t bound = 1;
+  bool empty = false;
   for (const std::int64_t extent : extents) {
-    if (extent < 0 || __builtin_mul_overflow(product, extent, &product) || product > max_extent) return -1;
+    empty = empty || extent == 0;
+    if (extent < 0 || __builtin_mul_overflow(bound, extent == 0 ? 1 : extent, &bound) || bound > max_extent) return -1;
   }
-  return product;
+  return empty ? 0 : bound;
 }
 
 template <class Byte>
 inline constexpr ErrorCode too_small = std::is_const_v<Byte> ? ErrorCode::truncated : ErrorCode::output_too_small;
 
-/// Checks that a buffer holds exactly the declared elements: a wrong head count, head size, dtype or block size shows here.
+/// Checks that a buffer holds exactly the declared elements: a wrong head count, head size, dtype or block size shows
+/// here.
 template <class Byte>
 [[nodiscard]] Status expect_elements(std::span<Byte> buffer, ElementType type, std::int64_t elements) {
   if (elements < 0 || elements % block_elements(type) != 0) {
-    return error(ErrorCode::invalid_argument, "the declared extents are negative, beyond 2^48 elements, or cut a block of elements");
+    return error(ErrorCode::invalid_argument,
+                 "the declared extents are negative, beyond 2^48 elements, or cut a block of elements");
   }
   const std::int64_t bytes = elements / block_elements(type) * block_bytes(type);
   if (std::ssize(buffer) < bytes) {
@@ -84,7 +93,8 @@ template <class Byte>
 template <class Byte>
 class LayoutBuilder {
  public:
-  LayoutBuilder(std::shared_ptr<const Geometry> geometry, const PerLayer<TokenPlacement>& tokens, const ScaleTables& scales)
+  LayoutBuilder(std::shared_ptr<const Geometry> geometry, const PerLayer<TokenPlacement>& tokens,
+                const ScaleTables& scales)
       : geometry_(std::move(geometry)), placements_(tokens), scales_(scales) {
     fail(check());
   }
@@ -117,7 +127,8 @@ class LayoutBuilder {
       std::sort(all.begin(), all.end());
       for (std::size_t i = 1; i < all.size(); ++i) {
         if (all[i].first < all[i - 1].last) {
-          return fail(error(ErrorCode::aliasing, "two tensors that may be written share ", all[i - 1].last - all[i].first, " bytes"));
+          return fail(error(ErrorCode::aliasing, "two tensors that may be written share ",
+                            all[i - 1].last - all[i].first, " bytes"));
         }
       }
     }
@@ -139,7 +150,11 @@ class LayoutBuilder {
     plane.channel_stride = s.channel;
     plane.channel_split = s.channel_split;
     plane.split_stride = s.split;
-    plane.slots = {.kind = placement.kind, .table = placement.table, .first = placement.first, .block_size = s.block_size, .block_stride = s.block};
+    plane.slots = {.kind = placement.kind,
+                   .table = placement.table,
+                   .first = placement.first,
+                   .block_size = s.block_size,
+                   .block_stride = s.block};
     plane.scales = inner_scales;
     const auto before = static_cast<std::size_t>(plane.byte_offset(s.offset));
     plane.data = buffer.data() == nullptr ? nullptr : buffer.data() + before;
@@ -173,8 +188,8 @@ class LayoutBuilder {
     }
     for (std::size_t l = 1; l < layers(); ++l) {
       if (placements_[l].tokens != placements_[0].tokens) {
-        return error(ErrorCode::token_count_mismatch, "layer ", l, " places ", placements_[l].tokens, " tokens, layer 0 places ",
-                     placements_[0].tokens, "; give holes (-1) where a layer holds fewer");
+        return error(ErrorCode::token_count_mismatch, "layer ", l, " places ", placements_[l].tokens,
+                     " tokens, layer 0 places ", placements_[0].tokens, "; give holes (-1) where a layer holds fewer");
       }
     }
     return {};
@@ -185,10 +200,13 @@ class LayoutBuilder {
     const std::int64_t groups = row_scales(plane.shape);
     const std::int64_t wanted = one ? 1 : extent_product({slots, plane.shape.heads, groups});
     if (std::ssize(table) != wanted) {
-      return error(std::ssize(table) < wanted ? ErrorCode::truncated : ErrorCode::oversized, table.size(), " scales where the plane declares ", wanted);
+      return error(std::ssize(table) < wanted ? ErrorCode::truncated : ErrorCode::oversized, table.size(),
+                   " scales where the plane declares ", wanted);
     }
     if (wanted == 0 && plane.shape.scales == ScaleScheme::none) return {};
-    plane.scales = {.data = table.data(), .slot_stride = one ? 0 : groups * plane.shape.heads, .head_stride = one ? 0 : groups,
+    plane.scales = {.data = table.data(),
+                    .slot_stride = one ? 0 : groups * plane.shape.heads,
+                    .head_stride = one ? 0 : groups,
                     .group_stride = one ? 0 : 1};
     return {};
   }
@@ -204,11 +222,14 @@ class LayoutBuilder {
 [[nodiscard]] inline Status expect_key_value(const LayerShape& layer, bool one_tensor, bool equal_channels = true) {
   const auto& p = layer.planes;
   if (p.size() != 2 || p[0].plane != Plane::key || p[1].plane != Plane::value) {
-    return error(ErrorCode::unsupported, "this layout holds a key and a value plane; the geometry declares ", p.size(), " planes, or others");
+    return error(ErrorCode::unsupported, "this layout holds a key and a value plane; the geometry declares ", p.size(),
+                 " planes, or others");
   }
-  if (one_tensor && (p[0].heads != p[1].heads || p[0].type != p[1].type || (equal_channels && p[0].channels != p[1].channels))) {
-    return error(ErrorCode::geometry_mismatch, "key and value share one tensor and differ: ", p[0].heads, " heads of ", p[0].channels, " ",
-                 to_string(p[0].type), " against ", p[1].heads, " of ", p[1].channels, " ", to_string(p[1].type));
+  if (one_tensor &&
+      (p[0].heads != p[1].heads || p[0].type != p[1].type || (equal_channels && p[0].channels != p[1].channels))) {
+    return error(ErrorCode::geometry_mismatch, "key and value share one tensor and differ: ", p[0].heads, " heads of ",
+                 p[0].channels, " ", to_string(p[0].type), " against ", p[1].heads, " of ", p[1].channels, " ",
+                 to_string(p[1].type));
   }
   return {};
 }

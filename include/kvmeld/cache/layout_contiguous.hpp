@@ -19,8 +19,8 @@ enum class AxisOrder : std::uint8_t {
 
 /// Declares tensors of shape [batch, heads, max_tokens, channels] or [batch, max_tokens, heads, channels].
 ///
-/// Hugging Face caches and libtorch past keys are HND with `max_tokens` = their length. `batch_index` picks one sequence, which
-/// in multi-agent batches is the agent.
+/// Hugging Face caches and libtorch past keys are HND with `max_tokens` = their length. `batch_index` picks one
+/// sequence, which in multi-agent batches is the agent.
 struct ContiguousOptions {
   PerLayer<TokenPlacement> tokens = {};
   PerLayer<std::int64_t> max_tokens = {};
@@ -37,7 +37,8 @@ template <class Byte>
   if (!builder.ok()) return false;
   builder.expect_count(buffers.keys.size(), builder.layers(), "key tensors");
   builder.expect_count(buffers.values.size(), builder.layers(), "value tensors");
-  for (std::size_t l = 0; l < builder.layers(); ++l) builder.expect(expect_key_value(builder.layer(l), false), l, "planes");
+  for (std::size_t l = 0; l < builder.layers(); ++l)
+    builder.expect(expect_key_value(builder.layer(l), false), l, "planes");
   builder.expect_apart({&buffers.keys, &buffers.values});
   return builder.ok();
 }
@@ -51,17 +52,20 @@ void expect_per_layer(LayoutBuilder<Byte>& builder, const PerLayer<T>& values, c
 
 /// Views one sequence of contiguous HND or NHD tensors. O(layers).
 ///
-/// Errors: `unknown_layout`, `truncated` or (to be written) `output_too_small`, `oversized`, `invalid_argument`, `unsupported`,
-/// `token_count_mismatch`, `aliasing`; all with the layer and the numbers.
+/// Errors: `unknown_layout`, `truncated` or (to be written) `output_too_small`, `oversized`, `invalid_argument`,
+/// `unsupported`, `token_count_mismatch`, `aliasing`; all with the layer and the numbers.
 template <class Byte>
-[[nodiscard]] Result<BasicKvCacheRef<Byte>> contiguous_view(std::shared_ptr<const Geometry> geometry, const KeyValueBuffers<Byte>& buffers,
+[[nodiscard]] Result<BasicKvCacheRef<Byte>> contiguous_view(std::shared_ptr<const Geometry> geometry,
+                                                            const KeyValueBuffers<Byte>& buffers,
                                                             const ContiguousOptions& options) {
   detail::LayoutBuilder<Byte> builder(std::move(geometry), options.tokens, options.scales);
   if (options.order > AxisOrder::token_head_channel) {
-    builder.fail(detail::error(ErrorCode::unknown_layout, "axis order ", static_cast<int>(options.order), " is none that this build knows"));
+    builder.fail(detail::error(ErrorCode::unknown_layout, "axis order ", static_cast<int>(options.order),
+                               " is none that this build knows"));
   }
   if (options.batch < 1 || options.batch_index < 0 || options.batch_index >= options.batch) {
-    builder.fail(detail::error(ErrorCode::invalid_argument, "batch index ", options.batch_index, " of ", options.batch));
+    builder.fail(
+        detail::error(ErrorCode::invalid_argument, "batch index ", options.batch_index, " of ", options.batch));
   }
   detail::expect_per_layer(builder, options.max_tokens, "max_tokens");
   if (!detail::begin_key_value(builder, buffers)) return builder.finish();
@@ -71,18 +75,23 @@ template <class Byte>
       const PlaneShape& shape = builder.layer(l).planes[p];
       const std::span<Byte> buffer = (p == 0 ? buffers.keys : buffers.values)[l];
       const std::int64_t heads = shape.heads, channels = shape.channels;
-      builder.expect(detail::expect_elements(buffer, shape.type, detail::extent_product({options.batch, heads, n, channels})), l,
-                     p == 0 ? "keys" : "values");
+      builder.expect(
+          detail::expect_elements(buffer, shape.type, detail::extent_product({options.batch, heads, n, channels})), l,
+          p == 0 ? "keys" : "values");
+      if (!builder.ok()) break;
       const bool hnd = options.order == AxisOrder::head_token_channel;
       builder.add(l, p, buffer,
-                  {.offset = options.batch_index * heads * n * channels, .token = hnd ? channels : heads * channels,
-                   .head = hnd ? n * channels : channels}, n);
+                  {.offset = options.batch_index * heads * n * channels,
+                   .token = hnd ? channels : heads * channels,
+                   .head = hnd ? n * channels : channels},
+                  n);
     }
   }
   return builder.finish();
 }
 
-/// Declares ONNX Runtime's past-present share buffer: [batch, heads, max_length, channels], filled up to the tokens placed.
+/// Declares ONNX Runtime's past-present share buffer: [batch, heads, max_length, channels], filled up to the tokens
+/// placed.
 ///
 /// The tensor's extent is the maximum length, not the sequence's: what lies behind the last token is stale.
 struct OrtOptions {
@@ -95,11 +104,14 @@ struct OrtOptions {
 
 /// Views one sequence of ONNX Runtime's share buffers. O(layers). Errors: those of `contiguous_view`.
 template <class Byte>
-[[nodiscard]] Result<BasicKvCacheRef<Byte>> ort_view(std::shared_ptr<const Geometry> geometry, const KeyValueBuffers<Byte>& buffers,
-                                                     const OrtOptions& options) {
+[[nodiscard]] Result<BasicKvCacheRef<Byte>> ort_view(std::shared_ptr<const Geometry> geometry,
+                                                     const KeyValueBuffers<Byte>& buffers, const OrtOptions& options) {
   return contiguous_view(std::move(geometry), buffers,
-                         ContiguousOptions{.tokens = options.tokens, .max_tokens = options.max_length, .batch = options.batch,
-                                           .batch_index = options.batch_index, .scales = options.scales});
+                         ContiguousOptions{.tokens = options.tokens,
+                                           .max_tokens = options.max_length,
+                                           .batch = options.batch,
+                                           .batch_index = options.batch_index,
+                                           .scales = options.scales});
 }
 
 /// Declares llama.cpp's tensors: a key row is all heads of a cell, and so is a value row unless values are transposed.
@@ -110,7 +122,7 @@ struct LlamaOptions {
   PerLayer<TokenPlacement> tokens = {};
   PerLayer<std::int64_t> cells = {};  ///< of one stream
   bool transposed_values = false;
-  std::int64_t streams = 1;      ///< 1 where the cache is unified
+  std::int64_t streams = 1;  ///< 1 where the cache is unified
   std::int64_t stream = 0;
 };
 
@@ -118,7 +130,8 @@ struct LlamaOptions {
 ///
 /// Errors: those of `contiguous_view`; `unsupported` for transposed values of a block type, whose blocks would be cut.
 template <class Byte>
-[[nodiscard]] Result<BasicKvCacheRef<Byte>> llama_view(std::shared_ptr<const Geometry> geometry, const KeyValueBuffers<Byte>& buffers,
+[[nodiscard]] Result<BasicKvCacheRef<Byte>> llama_view(std::shared_ptr<const Geometry> geometry,
+                                                       const KeyValueBuffers<Byte>& buffers,
                                                        const LlamaOptions& options) {
   const ScaleTables none;  // its quantised types carry their scales inside
   detail::LayoutBuilder<Byte> builder(std::move(geometry), options.tokens, none);
@@ -133,8 +146,10 @@ template <class Byte>
       const PlaneShape& shape = builder.layer(l).planes[p];
       const std::span<Byte> buffer = (p == 0 ? buffers.keys : buffers.values)[l];
       const std::int64_t heads = shape.heads, channels = shape.channels;
-      builder.expect(detail::expect_elements(buffer, shape.type, detail::extent_product({options.streams, n, heads, channels})), l,
-                     p == 0 ? "keys" : "values");
+      builder.expect(
+          detail::expect_elements(buffer, shape.type, detail::extent_product({options.streams, n, heads, channels})), l,
+          p == 0 ? "keys" : "values");
+      if (!builder.ok()) break;
       const std::int64_t offset = options.stream * n * heads * channels;
       if (p == 1 && options.transposed_values) {
         builder.add(l, p, buffer, {.offset = offset, .token = 1, .head = channels * n, .channel = n}, n);

@@ -21,8 +21,8 @@ enum class LatentRow : std::uint8_t {
 
 /// Declares tensors [blocks, block_size, row], or with `layers_in_block` one tensor [blocks, layers, block_size, row].
 ///
-/// The geometry declares per layer a `latent` and a `rope_part` plane of one head each. Where slots are single, as in SGLang's
-/// and llama.cpp's caches, blocks hold one token.
+/// The geometry declares per layer a `latent` and a `rope_part` plane of one head each. Where slots are single, as in
+/// SGLang's and llama.cpp's caches, blocks hold one token.
 struct LatentOptions {
   PerLayer<TokenPlacement> tokens = {};
   LatentRow row = LatentRow::latent_rope;
@@ -50,17 +50,22 @@ struct LatentBytes {
 
 [[nodiscard]] inline Status expect_latent(const LayerShape& layer, LatentRow order) {
   const auto& p = layer.planes;
-  if (p.size() != 2 || p[0].plane != Plane::latent || p[1].plane != Plane::rope_part || p[0].heads != 1 || p[1].heads != 1) {
-    return error(ErrorCode::unsupported, "this layout holds a latent and a rope part of one head; the geometry declares ", p.size(), " planes, or others");
+  if (p.size() != 2 || p[0].plane != Plane::latent || p[1].plane != Plane::rope_part || p[0].heads != 1 ||
+      p[1].heads != 1) {
+    return error(ErrorCode::unsupported,
+                 "this layout holds a latent and a rope part of one head; the geometry declares ", p.size(),
+                 " planes, or others");
   }
   if (order == LatentRow::latent_scales_rope && p[0].scales != ScaleScheme::per_channel_group) {
-    return error(ErrorCode::geometry_mismatch, "rows with scales inside, and a latent plane without per_channel_group scales");
+    return error(ErrorCode::geometry_mismatch,
+                 "rows with scales inside, and a latent plane without per_channel_group scales");
   }
   const LatentBytes bytes(layer, order);
   for (const PlaneShape& plane : p) {
     const std::int64_t unit = block_bytes(plane.type), at = plane.plane == Plane::latent ? bytes.latent : bytes.rope;
     if (bytes.row % unit != 0 || at % unit != 0) {
-      return error(ErrorCode::unsupported, "a row of ", bytes.row, " bytes with a part at ", at, " does not count in elements of ", unit);
+      return error(ErrorCode::unsupported, "a row of ", bytes.row, " bytes with a part at ", at,
+                   " does not count in elements of ", unit);
     }
   }
   return {};
@@ -70,14 +75,15 @@ struct LatentBytes {
 
 /// Views a sequence of latent rows. O(layers + table entries).
 ///
-/// Errors: those of `contiguous_view`; `geometry_mismatch` where the row and the planes' scales disagree, or layers of one
-/// tensor differ; `invalid_argument` for scales inside rows that are not aligned to 4 bytes.
+/// Errors: those of `contiguous_view`; `geometry_mismatch` where the row and the planes' scales disagree, or layers of
+/// one tensor differ; `invalid_argument` for scales inside rows that are not aligned to 4 bytes.
 template <class Byte>
-[[nodiscard]] Result<BasicKvCacheRef<Byte>> latent_view(std::shared_ptr<const Geometry> geometry, const Buffers<Byte>& buffers,
-                                                        const LatentOptions& options) {
+[[nodiscard]] Result<BasicKvCacheRef<Byte>> latent_view(std::shared_ptr<const Geometry> geometry,
+                                                        const Buffers<Byte>& buffers, const LatentOptions& options) {
   detail::LayoutBuilder<Byte> builder(std::move(geometry), options.tokens, options.scales);
   if (options.row > LatentRow::latent_scales_rope) {
-    builder.fail(detail::error(ErrorCode::unknown_layout, "latent row ", static_cast<int>(options.row), " is none that this build knows"));
+    builder.fail(detail::error(ErrorCode::unknown_layout, "latent row ", static_cast<int>(options.row),
+                               " is none that this build knows"));
   }
   detail::expect_block_size(builder, options.block_size);
   detail::expect_per_layer(builder, options.blocks, "block counts");
@@ -87,16 +93,21 @@ template <class Byte>
   builder.expect_apart({&buffers});
   for (std::size_t l = 0; l < builder.layers() && builder.ok(); ++l) {
     builder.expect(detail::expect_latent(builder.layer(l), options.row), l, "planes");
-    if (options.layers_in_block && (builder.layer(l).planes != builder.layer(0).planes || options.blocks[l] != options.blocks[0])) {
-      builder.fail(detail::error(ErrorCode::geometry_mismatch, "layer ", l, " differs from layer 0, and one tensor holds both"));
+    if (options.layers_in_block &&
+        (builder.layer(l).planes != builder.layer(0).planes || options.blocks[l] != options.blocks[0])) {
+      builder.fail(
+          detail::error(ErrorCode::geometry_mismatch, "layer ", l, " differs from layer 0, and one tensor holds both"));
     }
     if (!builder.ok()) break;
     const detail::LatentBytes bytes(builder.layer(l), options.row);
     const std::span<Byte> buffer = buffers[options.layers_in_block ? 0 : l];
     const std::int64_t in_block = options.layers_in_block ? layers : 1, n = options.block_size;
-    const std::int64_t page = bytes.row * n, first = options.layers_in_block ? static_cast<std::int64_t>(l) * page : 0;
-    builder.expect(detail::expect_elements(buffer, ElementType::i8, detail::extent_product({options.blocks[l], in_block, page})), l, "tensor");
+    const std::int64_t page = detail::extent_product({bytes.row, n});
+    builder.expect(
+        detail::expect_elements(buffer, ElementType::i8, detail::extent_product({options.blocks[l], in_block, page})),
+        l, "tensor");
     if (!builder.ok()) break;
+    const std::int64_t first = options.layers_in_block ? static_cast<std::int64_t>(l) * page : 0;
     for (std::size_t p = 0; p < 2; ++p) {
       const PlaneShape& shape = builder.layer(l).planes[p];
       const auto elements = [&](std::int64_t b) { return b / block_bytes(shape.type) * block_elements(shape.type); };
@@ -111,8 +122,12 @@ template <class Byte>
         }
         inner = {.data = scales, .slot_stride = bytes.row / 4, .head_stride = 0, .group_stride = 1};
       }
-      builder.add(l, p, buffer, {.offset = elements(first + (p == 0 ? bytes.latent : bytes.rope)), .token = token, .block_size = n,
-                                 .block = elements(page * in_block)}, options.blocks[l] * n, options.tokens[l], inner);
+      builder.add(l, p, buffer,
+                  {.offset = elements(first + (p == 0 ? bytes.latent : bytes.rope)),
+                   .token = token,
+                   .block_size = n,
+                   .block = elements(page * in_block)},
+                  options.blocks[l] * n, options.tokens[l], inner);
     }
   }
   return builder.finish();

@@ -198,7 +198,7 @@ struct Segment {
 /// Errors: `aliasing`, naming the two tokens that share a slot, or the strides that step into each other (a stride of 0
 /// over more than one head or token, say). O(tokens log tokens).
 [[nodiscard]] inline Status check_writable(const MutablePlaneRef& plane) {
-  if (plane.tokens == 0) return {};
+  if (plane.tokens == 0 || plane.shape.heads == 0 || plane.shape.channels == 0) return {};
   if (!detail::nested(plane, detail::SlotRange(plane))) {
     return detail::error(ErrorCode::aliasing, "strides step into each other: token ", plane.token_stride, ", head ",
                          plane.head_stride, ", channel ", plane.channel_stride, ", block ", plane.slots.block_stride);

@@ -39,9 +39,9 @@ struct PagedOptions {
   PerLayer<TokenPlacement> tokens = {};
   PagedLayout layout = PagedLayout::kv_block_token_head;
   PerLayer<std::int64_t> blocks = {};
-  std::int64_t block_size = 0;     ///< tokens a block
-  std::int64_t block_stride = 0;   ///< elements from block to block where the engine pads them; 0: compact
-  ScaleTables scales = {};         ///< slots are block * block_size + offset
+  std::int64_t block_size = 0;    ///< tokens a block
+  std::int64_t block_stride = 0;  ///< elements from block to block where the engine pads them; 0: compact
+  ScaleTables scales = {};        ///< slots are block * block_size + offset
 };
 
 /// Declares one paged tensor for all layers.
@@ -55,7 +55,8 @@ struct CrossLayerOptions {
 
 namespace detail {
 
-/// Axis orders in letters, outermost first: b block, l layer, k key or value, h head, n token, d channel, p both rows' channels.
+/// Axis orders in letters, outermost first: b block, l layer, k key or value, h head, n token, d channel, p both rows'
+/// channels.
 [[nodiscard]] constexpr std::string_view axes(PagedLayout layout) noexcept {
   switch (layout) {
     case PagedLayout::kv_block_token_head: return "kbnhd";
@@ -121,12 +122,13 @@ void expect_block_size(LayoutBuilder<Byte>& builder, std::int64_t block_size) {
 ///
 /// Errors: those of `contiguous_view`; `geometry_mismatch` where key and value differ and the layout cannot say so.
 template <class Byte>
-[[nodiscard]] Result<BasicKvCacheRef<Byte>> paged_view(std::shared_ptr<const Geometry> geometry, const Buffers<Byte>& buffers,
-                                                       const PagedOptions& options) {
+[[nodiscard]] Result<BasicKvCacheRef<Byte>> paged_view(std::shared_ptr<const Geometry> geometry,
+                                                       const Buffers<Byte>& buffers, const PagedOptions& options) {
   detail::LayoutBuilder<Byte> builder(std::move(geometry), options.tokens, options.scales);
   const std::string_view order = detail::axes(options.layout);
   if (order.empty()) {
-    builder.fail(detail::error(ErrorCode::unknown_layout, "paged layout ", static_cast<int>(options.layout), " is none that this build knows"));
+    builder.fail(detail::error(ErrorCode::unknown_layout, "paged layout ", static_cast<int>(options.layout),
+                               " is none that this build knows"));
   }
   detail::expect_block_size(builder, options.block_size);
   detail::expect_per_layer(builder, options.blocks, "block counts");
@@ -137,18 +139,24 @@ template <class Byte>
     builder.expect(detail::expect_key_value(builder.layer(l), true, order.back() != 'p'), l, "planes");
     if (!builder.ok()) break;
     const PlaneShape& key = builder.layer(l).planes[0];
-    const detail::PagedExtents extents{.blocks = options.blocks[l], .block_size = options.block_size, .heads = key.heads,
-                                       .key_channels = key.channels, .value_channels = builder.layer(l).planes[1].channels,
+    const detail::PagedExtents extents{.blocks = options.blocks[l],
+                                       .block_size = options.block_size,
+                                       .heads = key.heads,
+                                       .key_channels = key.channels,
+                                       .value_channels = builder.layer(l).planes[1].channels,
                                        .block_stride = options.block_stride};
     const detail::PagedStrides strides(order, extents);
     if (options.block_stride != 0 && (order[0] != 'b' || strides.block != options.block_stride)) {
-      builder.fail(detail::error(ErrorCode::invalid_argument, "block stride ", options.block_stride, " is below a block's ", strides.block,
+      builder.fail(detail::error(ErrorCode::invalid_argument, "block stride ", options.block_stride,
+                                 " is below a block's ", strides.block,
                                  " elements, or the block is not the outermost axis"));
       break;
     }
     builder.expect(detail::expect_elements(buffers[l], key.type, strides.total), l, "tensor");
+    if (!builder.ok()) break;
     for (std::size_t p = 0; p < 2; ++p) {
-      builder.add(l, p, buffers[l], strides.plane(0, static_cast<std::int64_t>(p), options.block_size), extents.blocks * options.block_size);
+      builder.add(l, p, buffers[l], strides.plane(0, static_cast<std::int64_t>(p), options.block_size),
+                  extents.blocks * options.block_size);
     }
   }
   return builder.finish();
@@ -158,29 +166,36 @@ template <class Byte>
 ///
 /// Errors: those of `paged_view`; `geometry_mismatch` where layers differ.
 template <class Byte>
-[[nodiscard]] Result<BasicKvCacheRef<Byte>> cross_layer_view(std::shared_ptr<const Geometry> geometry, std::span<Byte> buffer,
-                                                             const CrossLayerOptions& options) {
+[[nodiscard]] Result<BasicKvCacheRef<Byte>> cross_layer_view(std::shared_ptr<const Geometry> geometry,
+                                                             std::span<Byte> buffer, const CrossLayerOptions& options) {
   detail::LayoutBuilder<Byte> builder(std::move(geometry), options.tokens, options.scales);
   const std::string_view order = detail::axes(options.layout);
   if (order.empty()) {
-    builder.fail(detail::error(ErrorCode::unknown_layout, "cross-layer layout ", static_cast<int>(options.layout), " is none that this build knows"));
+    builder.fail(detail::error(ErrorCode::unknown_layout, "cross-layer layout ", static_cast<int>(options.layout),
+                               " is none that this build knows"));
   }
   detail::expect_block_size(builder, options.block_size);
   for (std::size_t l = 0; builder.ok() && l < builder.layers(); ++l) {
     builder.expect(detail::expect_key_value(builder.layer(l), true, order.back() != 'p'), l, "planes");
     if (builder.ok() && builder.layer(l).planes != builder.layer(0).planes) {
-      builder.fail(detail::error(ErrorCode::geometry_mismatch, "layer ", l, " differs from layer 0, and one tensor holds both"));
+      builder.fail(
+          detail::error(ErrorCode::geometry_mismatch, "layer ", l, " differs from layer 0, and one tensor holds both"));
     }
   }
   if (!builder.ok() || builder.layers() == 0) return builder.finish();
   const auto& planes = builder.layer(0).planes;
-  const detail::PagedStrides strides(order, {.blocks = options.blocks, .layers = static_cast<std::int64_t>(builder.layers()),
-                                             .block_size = options.block_size, .heads = planes[0].heads,
-                                             .key_channels = planes[0].channels, .value_channels = planes[1].channels});
+  const detail::PagedStrides strides(order, {.blocks = options.blocks,
+                                             .layers = static_cast<std::int64_t>(builder.layers()),
+                                             .block_size = options.block_size,
+                                             .heads = planes[0].heads,
+                                             .key_channels = planes[0].channels,
+                                             .value_channels = planes[1].channels});
   builder.expect(detail::expect_elements(buffer, planes[0].type, strides.total), 0, "tensor");
+  if (!builder.ok()) return builder.finish();
   for (std::size_t l = 0; l < builder.layers(); ++l) {
     for (std::size_t p = 0; p < 2; ++p) {
-      builder.add(l, p, buffer, strides.plane(static_cast<std::int64_t>(l), static_cast<std::int64_t>(p), options.block_size),
+      builder.add(l, p, buffer,
+                  strides.plane(static_cast<std::int64_t>(l), static_cast<std::int64_t>(p), options.block_size),
                   options.blocks * options.block_size);
     }
   }
