@@ -1,0 +1,45 @@
+// Error codes have names of their own, results carry a value or a reason.
+#include <set>
+
+#include <kvmeld/status.hpp>
+
+#include "support/catch.hpp"
+
+using kvmeld::ErrorCode;
+using kvmeld::Result;
+using kvmeld::Status;
+
+TEST_CASE("every code has a name of its own") {
+  std::set<std::string_view> names;
+  for (int code = 0; code <= static_cast<int>(ErrorCode::probe_failed); ++code) names.insert(kvmeld::to_string(static_cast<ErrorCode>(code)));
+  CHECK(names.size() == static_cast<std::size_t>(ErrorCode::probe_failed) + 1);
+  CHECK(names.count("unknown") == 0);
+  CHECK(kvmeld::to_string(static_cast<ErrorCode>(250)) == "unknown");
+}
+
+TEST_CASE("a status is a code and a sentence") {
+  CHECK(Status{}.ok());
+  CHECK(Status{}.message().empty());
+  const Status bad = kvmeld::detail::error(ErrorCode::truncated, "ends at byte ", 7, " of ", 12U, ", share ", 0.5F);
+  CHECK_FALSE(bad);
+  CHECK(bad.code() == ErrorCode::truncated);
+  CHECK(bad.message() == "ends at byte 7 of 12, share 0.500000");
+}
+
+TEST_CASE("a result holds a value or an error, and gives a movable value away") {
+  const Result<int> seven = 7;
+  CHECK(*seven == 7);
+  CHECK(seven.status().ok());
+  Result<std::string> moved = std::string(100, 'x');
+  const std::string text = *std::move(moved);
+  CHECK(text.size() == 100);
+  const Result<int> none{ErrorCode::corrupt, "bytes contradict themselves"};
+  CHECK_FALSE(none.ok());
+  CHECK(none.error().code() == ErrorCode::corrupt);
+  const auto twice = [](Result<int> in) -> Result<int> {
+    KVMELD_TRY(in.status());
+    return 2 * *in;
+  };
+  CHECK(*twice(4) == 8);
+  CHECK(twice(none).error().message() == "bytes contradict themselves");
+}
