@@ -32,9 +32,16 @@ if(cuda_headers)
   string(APPEND all "int main() {}\n")
   file(CONFIGURE OUTPUT "${cuda_dir}/all.cu" CONTENT "${all}")
   nvcc_object("${cuda_dir}/all.cu" "${cuda_dir}/all.o")
+  # And two files that never saw nvcc, in the same program.
+  foreach(unit IN ITEMS host host_again)
+    file(CONFIGURE OUTPUT "${cuda_dir}/${unit}.cpp" CONTENT "#include <kvmeld/kvmeld.hpp>\n#include <kvmeld/cache/gather.hpp>\n")
+  endforeach()
+  add_library(cuda_headers_host OBJECT "${cuda_dir}/host.cpp" "${cuda_dir}/host_again.cpp")
+  target_link_libraries(cuda_headers_host PRIVATE kvmeld::kvmeld)
   add_custom_command(OUTPUT "${cuda_dir}/headers"
-    COMMAND "${nvcc}" ${objects} "${cuda_dir}/all.o" -o "${cuda_dir}/headers"
-    DEPENDS ${objects} "${cuda_dir}/all.o" COMMENT "nvcc: CUDA headers linked twice" VERBATIM)
+    COMMAND "${nvcc}" ${objects} "${cuda_dir}/all.o" $<TARGET_OBJECTS:cuda_headers_host> -o "${cuda_dir}/headers"
+    DEPENDS ${objects} "${cuda_dir}/all.o" cuda_headers_host $<TARGET_OBJECTS:cuda_headers_host>
+    COMMENT "nvcc: CUDA headers linked twice" COMMAND_EXPAND_LISTS VERBATIM)
   add_custom_target(cuda_headers ALL DEPENDS "${cuda_dir}/headers")
   add_test(NAME cuda/headers COMMAND "${cuda_dir}/headers")
 endif()
@@ -60,5 +67,9 @@ if(cuda_sources)
     add_custom_target(cuda_${stem} ALL DEPENDS "${program}")
     add_test(NAME cuda/${stem} COMMAND "${program}")
     set_tests_properties(cuda/${stem} PROPERTIES LABELS cuda SKIP_RETURN_CODE 77)
+    list(APPEND cuda_test_objects "${program}.o")
   endforeach()
+  add_test(NAME cuda/internal_linkage
+    COMMAND bash "${CMAKE_CURRENT_SOURCE_DIR}/cuda/internal_linkage.sh" "${CMAKE_NM}" ${cuda_test_objects})
+  set_tests_properties(cuda/internal_linkage PROPERTIES LABELS cuda)
 endif()

@@ -41,6 +41,18 @@ TEST_CASE("a warp joins its lanes as the lane form does") {
   CHECK(got == expected);
 }
 
+TEST_CASE("a warp joins in the tree 16, 8, 4, 2, 1, and every lane gets the total") {
+  constexpr std::int64_t rows = 5;
+  std::vector<std::uint64_t> expected(rows * 32), got(rows * 32);
+  REQUIRE(kvmeld::exec::lanes.bulk(rows, test::Bracket{expected.data()}).ok());
+  const test::DeviceBytes out(got.size() * sizeof(got[0]));
+  const test::TestStream stream;
+  REQUIRE(stream.get().bulk(rows, test::Bracket{reinterpret_cast<std::uint64_t*>(out.data())}).ok());
+  stream.wait();
+  out.download(got.data());
+  CHECK(got == expected);
+}
+
 TEST_CASE("a launch that CUDA refuses says so in CUDA's words") {
   int other_device = 0;
   REQUIRE(cudaGetDeviceCount(&other_device) == cudaSuccess);

@@ -9,7 +9,7 @@
 
 namespace test {
 
-// Sums a row's channels; a state of a size that is no multiple of 4, so that a device pads its words.
+// Sums a row's channels.
 struct RowSum {
   struct State {
     double sum;
@@ -28,6 +28,29 @@ struct RowSum {
   KVMELD_HD void finish(std::int64_t row, int lane, State total) const {
     if (lane == 0) sums[row] = static_cast<float>(total.sum) + static_cast<float>(total.lanes);
   }
+};
+
+// Records in which order lanes meet; a state of 5 bytes, which devices exchange in words.
+struct Bracket {
+  struct State {
+    std::uint8_t bytes[5];
+  };
+  std::uint64_t* out;  // (row, lane)
+
+  KVMELD_HD static std::uint64_t mix(std::uint64_t x) { return ((x ^ (x >> 29)) * 0xBF58476D1CE4E5B9ULL) >> 24; }
+  KVMELD_HD static State pack(std::uint64_t x) {
+    State s{};
+    for (int i = 0; i < 5; ++i) s.bytes[i] = static_cast<std::uint8_t>(x >> (8 * i));
+    return s;
+  }
+  KVMELD_HD static std::uint64_t unpack(State s) {
+    std::uint64_t x = 0;
+    for (int i = 0; i < 5; ++i) x |= static_cast<std::uint64_t>(s.bytes[i]) << (8 * i);
+    return x;
+  }
+  KVMELD_HD State partial(std::int64_t, int lane) const { return pack(mix(static_cast<std::uint64_t>(lane) + 1)); }
+  KVMELD_HD static State join(State a, State b) { return pack(mix(3 * unpack(a) + unpack(b))); }
+  KVMELD_HD void finish(std::int64_t row, int lane, State total) const { out[row * kvmeld::lanes_per_row + lane] = unpack(total); }
 };
 
 // A user's fuser with an accumulator of its own: mean of squares, signed by the sum.

@@ -14,27 +14,17 @@ using kvmeld::ElementType;
 using kvmeld::Fuser;
 using kvmeld::RopePairing;
 
-// Records in which order lanes meet.
-struct Bracket {
-  using State = std::uint64_t;
-  std::uint64_t* out;
-  static std::uint64_t mix(std::uint64_t x) { return (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9ULL; }
-  State partial(std::int64_t, int lane) const { return mix(static_cast<std::uint64_t>(lane) + 1); }
-  static State join(State a, State b) { return mix(3 * a + b); }
-  void finish(std::int64_t, int lane, State total) const { out[lane] = total; }
-};
-
 }  // namespace
 
 TEST_CASE("lanes join in the tree 16, 8, 4, 2, 1 and all see the total") {
   std::uint64_t out[32] = {};
-  const Bracket work{out};
+  const test::Bracket work{out};
   REQUIRE(kvmeld::exec::lanes.bulk(1, work).ok());
   std::uint64_t states[32];
-  for (std::uint64_t l = 0; l < 32; ++l) states[l] = Bracket::mix(l + 1);
+  for (std::uint64_t l = 0; l < 32; ++l) states[l] = test::Bracket::mix(l + 1);
   for (const std::size_t half : {16U, 8U, 4U, 2U, 1U}) {
     std::uint64_t next[32] = {};
-    for (std::size_t l = 0; l < half; ++l) next[l] = Bracket::mix(3 * states[l] + states[l + half]);
+    for (std::size_t l = 0; l < half; ++l) next[l] = test::Bracket::mix(3 * states[l] + states[l + half]);
     std::copy(next, next + 32, states);
   }
   for (const std::uint64_t total : out) CHECK(total == states[0]);

@@ -58,15 +58,15 @@ struct DeviceProbe {
   return probe;
 }
 
-// Internal linkage throughout: nvcc's options differ between files, and two libraries for different architectures may
-// meet in one process, so a file must call its own kernels and judge its own options.
-namespace {
+// Kernels, and every function between a caller and a kernel, are static or inlined: nvcc's options differ between files, and
+// two libraries for different architectures may meet in one process, so a file must launch its own kernels and judge its
+// own options. Static, since nvcc makes a named namespace of an unnamed one.
 
-__device__ unsigned probe_faults;
+[[maybe_unused]] static __device__ unsigned probe_faults;
 
 // A template only because nvcc gives the host stub of any other kernel external linkage.
 template <class Probe>
-__global__ void probe_arithmetic(const Probe probe) {
+static __global__ void probe_arithmetic(const Probe probe) {
   const unsigned lane = threadIdx.x;
   const float scaled = probe.least * 0.75F;
   const float fused = fma(probe.factor, probe.factor, -(1.0F + 0x1p-11F));
@@ -79,7 +79,7 @@ __global__ void probe_arithmetic(const Probe probe) {
   if (lane == 0) probe_faults = faults;
 }
 
-[[maybe_unused]] Result<unsigned> ask_device() {
+[[maybe_unused]] static Result<unsigned> ask_device() {
   cudaStream_t stream = nullptr;
   KVMELD_TRY(cuda_status(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream for the device check"));
   unsigned faults = 0;
@@ -99,7 +99,6 @@ __global__ void probe_arithmetic(const Probe probe) {
   return faults;
 }
 
-}  // namespace
 }  // namespace detail
 
 namespace gpu {

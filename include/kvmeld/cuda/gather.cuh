@@ -44,11 +44,8 @@ namespace detail {
   return {};
 }
 
-// Internal linkage: see check_device.cuh.
-namespace {
-
 template <class Int>
-Result<GatherReport> gather_on_device(const gpu::Stream& stream, const KvCacheRef& in, std::span<const Int> map, const MutableKvCacheRef& out,
+static Result<GatherReport> gather_on_device(const gpu::Stream& stream, const KvCacheRef& in, std::span<const Int> map, const MutableKvCacheRef& out,
                                       std::span<std::byte> workspace) {
   KVMELD_TRY(check_gather(in, map, out));
   const auto outputs = static_cast<std::int64_t>(map.size());
@@ -83,7 +80,6 @@ Result<GatherReport> gather_on_device(const gpu::Stream& stream, const KvCacheRe
   return report;
 }
 
-}  // namespace
 }  // namespace detail
 
 namespace gpu {

@@ -91,11 +91,8 @@ struct RenderOffsets {
   return {};
 }
 
-// Internal linkage: see check_device.cuh.
-namespace {
-
 template <class M>
-Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<M>& plan, std::span<std::byte> workspace,
+static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<M>& plan, std::span<std::byte> workspace,
                                    const MutableKvCacheRef& out, const gpu::RenderOptions& options, bool keep_last) {
   const PlanCore& core = plan.core();
   if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
@@ -125,7 +122,6 @@ Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<M>& pla
   return report;
 }
 
-}  // namespace
 }  // namespace detail
 
 namespace gpu {

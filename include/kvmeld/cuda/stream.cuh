@@ -33,12 +33,9 @@ template <class S>
   }
 }
 
-// Internal linkage: see check_device.cuh.
-namespace {
-
 /// The tree of `join_lanes`: lane l < half joins lane l + half, then everyone reads lane 0.
 template <class W>
-__global__ void run_rows(std::int64_t rows, const W work) {
+static __global__ void run_rows(std::int64_t rows, const W work) {
   const int lane = static_cast<int>(threadIdx.x % lanes_per_row);
   const std::int64_t warps_per_block = blockDim.x / lanes_per_row;
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * warps_per_block + threadIdx.x / lanes_per_row;
@@ -56,7 +53,7 @@ __global__ void run_rows(std::int64_t rows, const W work) {
 }
 
 template <class W>
-Status launch_rows(cudaStream_t stream, std::int64_t rows, const W& work) {
+static Status launch_rows(cudaStream_t stream, std::int64_t rows, const W& work) {
   static_assert(sizeof(W) <= 4000, "kvmeld: a row work is passed to the kernel by value: keep it below 4000 bytes, with pointers to what is larger");
   if (rows <= 0) return {};
   constexpr unsigned warps_per_block = 4;
@@ -70,7 +67,6 @@ Status launch_rows(cudaStream_t stream, std::int64_t rows, const W& work) {
   return cuda_status(cudaLaunchKernelEx(&config, run_rows<W>, rows, work), "launch of a row kernel");
 }
 
-}  // namespace
 }  // namespace detail
 
 namespace gpu {
