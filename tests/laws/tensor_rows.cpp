@@ -1,4 +1,5 @@
-// What holds for every row: stored values come back, rounding keeps order and signs, blocks do not see their neighbours.
+// What holds for every row: stored values come back, rounding keeps order and signs, blocks do not see their
+// neighbours.
 
 #include <algorithm>
 #include <cmath>
@@ -25,15 +26,16 @@ std::vector<float> load(ElementType type, const std::vector<std::byte>& stored, 
   return out;
 }
 std::vector<float> any_row() {
-  auto row = *rc::gen::container<std::vector<float>>(rc::gen::map(rc::gen::resize(100, rc::gen::arbitrary<std::uint32_t>()), [](std::uint32_t bits) {
-    const float x = detail::bits_float(bits);
-    return std::isfinite(x) ? x : 1.0f;
-  }));
+  auto row = *rc::gen::container<std::vector<float>>(
+      rc::gen::map(rc::gen::resize(100, rc::gen::arbitrary<std::uint32_t>()), [](std::uint32_t bits) {
+        const float x = detail::bits_float(bits);
+        return std::isfinite(x) ? x : 1.0f;
+      }));
   return row;
 }
 ElementType any_type() {
-  return *rc::gen::element(ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::f8_e4m3,
-                           ElementType::f8_e5m2, ElementType::i8);
+  return *rc::gen::element(ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16,
+                           ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::i8);
 }
 
 }  // namespace
@@ -53,7 +55,8 @@ TEST_CASE("laws of rows") {
     RC_ASSERT(std::is_sorted(back.begin(), back.end()));
   });
   test::law("rounding is odd", [] {
-    const ElementType type = *rc::gen::element(ElementType::f16, ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::q8_0);
+    const ElementType type = *rc::gen::element(ElementType::f16, ElementType::bf16, ElementType::f8_e4m3,
+                                               ElementType::f8_e5m2, ElementType::q8_0);
     std::vector<float> row = any_row();
     const std::vector<float> back = load(type, store(type, row), row.size());
     for (float& x : row) x = -x;
@@ -66,21 +69,23 @@ TEST_CASE("laws of rows") {
     const std::vector<std::byte> whole = store(type, row);
     std::vector<std::byte> parts;
     for (std::size_t i = 0; i < row.size(); i += 32) {
-      const std::vector<float> part(row.begin() + static_cast<std::ptrdiff_t>(i), row.begin() + static_cast<std::ptrdiff_t>(std::min(i + 32, row.size())));
+      const std::vector<float> part(row.begin() + static_cast<std::ptrdiff_t>(i),
+                                    row.begin() + static_cast<std::ptrdiff_t>(std::min(i + 32, row.size())));
       const std::vector<std::byte> stored = store(type, part);
       parts.insert(parts.end(), stored.begin(), stored.end());
     }
     RC_ASSERT(parts == whole);
   });
   test::law("q8_0 is off by half a step and the scale's rounding", [] {
-    auto row = *rc::gen::container<std::vector<float>>(32, rc::gen::map(rc::gen::resize(100, rc::gen::arbitrary<std::int32_t>()), [](std::int32_t i) {
-      return static_cast<float>(i) * 0x1p-28f;
-    }));
+    auto row = *rc::gen::container<std::vector<float>>(
+        32, rc::gen::map(rc::gen::resize(100, rc::gen::arbitrary<std::int32_t>()),
+                         [](std::int32_t i) { return static_cast<float>(i) * 0x1p-28f; }));
     float largest = 0.0f;
     for (const float x : row) largest = std::max(largest, std::abs(x));
     const std::vector<float> back = load(ElementType::q8_0, store(ElementType::q8_0, row), 32);
     // Half a step is largest / 254; the f16 scale is off by 2^-11 of itself, or 2^-25 below its normal numbers.
     const double bound = static_cast<double>(largest) * (0.5 / 127.0 + 0x1p-11 + 0x1p-20) + 127.0 * 0x1p-25;
-    for (std::size_t i = 0; i < 32; ++i) RC_ASSERT(std::abs(static_cast<double>(back[i]) - static_cast<double>(row[i])) <= bound);
+    for (std::size_t i = 0; i < 32; ++i)
+      RC_ASSERT(std::abs(static_cast<double>(back[i]) - static_cast<double>(row[i])) <= bound);
   });
 }

@@ -1,6 +1,7 @@
 #pragma once
 
-// The elements' share of the identity program: bytes that must be the same for every compiler, level and instruction set.
+// The elements' share of the identity program: bytes that must be the same for every compiler, level and instruction
+// set.
 
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +16,8 @@ inline void tensor_identity(Sink& sink) {
   for (int t = 0; t <= static_cast<int>(ElementType::q8_0); ++t) {
     const auto type = static_cast<ElementType>(t);
     for (const std::ptrdiff_t n : {1, 7, 32, 63, 64, 80, 128, 257}) {
-      const std::vector<float> source = tensor_forms::floats(static_cast<std::size_t>(n), static_cast<std::uint32_t>(n));
+      const std::vector<float> source =
+          tensor_forms::floats(static_cast<std::size_t>(n), static_cast<std::uint32_t>(n));
       const auto size = static_cast<std::size_t>(kvmeld::byte_size(type, n));
       for (const tensor_forms::Form& form : tensor_forms::forms()) {
         std::vector<std::byte> stored(size + 1);  // at an odd address

@@ -69,7 +69,8 @@ void check(const Format& f, unsigned codes, unsigned infinity_code) {
     wrong += from_float<T>(up).bits != code || from_float<T>(down).bits != (code | sign);
     const float next = static_cast<float>(decoded(f, code + 1));
     const float middle = static_cast<float>((static_cast<double>(up) + static_cast<double>(next)) / 2.0);
-    for (const float x : {middle, std::nextafter(middle, 0.0f), std::nextafter(middle, next), std::nextafter(up, next)}) {
+    for (const float x :
+         {middle, std::nextafter(middle, 0.0f), std::nextafter(middle, next), std::nextafter(up, next)}) {
       wrong += !rounds_right<T>(f, x) || !rounds_right<T>(f, -x);
     }
   }
@@ -77,8 +78,10 @@ void check(const Format& f, unsigned codes, unsigned infinity_code) {
   for (std::uint64_t bits = 0; bits < (1ull << 32); bits += 4099) {
     wrong += !rounds_right<T>(f, detail::bits_float(static_cast<std::uint32_t>(bits)));
   }
-  for (const std::uint32_t bits : {0x7f800000u, 0x7f800001u, 0x7fffffffu, 0x7f7fffffu, 0x00000001u, 0x007fffffu, 0x00800000u}) {
-    wrong += !rounds_right<T>(f, detail::bits_float(bits)) || !rounds_right<T>(f, detail::bits_float(bits | 0x80000000u));
+  for (const std::uint32_t bits :
+       {0x7f800000u, 0x7f800001u, 0x7fffffffu, 0x7f7fffffu, 0x00000001u, 0x007fffffu, 0x00800000u}) {
+    wrong +=
+        !rounds_right<T>(f, detail::bits_float(bits)) || !rounds_right<T>(f, detail::bits_float(bits | 0x80000000u));
   }
   REQUIRE(wrong == 0);
 }

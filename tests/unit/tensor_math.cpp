@@ -1,4 +1,5 @@
-// The f64 routines against 113-bit (or, on compilers without it, 64-bit) references; the bounds are the documented ones.
+// The f64 routines against 113-bit (or, on compilers without it, 64-bit) references; the bounds are the documented
+// ones.
 
 #include <algorithm>
 #include <cmath>
@@ -50,7 +51,8 @@ TEST_CASE("sine and cosine within 0.75 ulp up to 1e9") {
     if (i % 4 == 1) x = std::nearbyint(random() * 131072.0) * std::pow(10000.0, -std::floor(random() * 64.0) / 64.0);
     const math::SinCos got = math::sin_cos(x);
     // The C library's own long double reduction is exact enough for the multiples of pi/2 too.
-    worst = std::max({worst, ulps(got.sin, std::sin(static_cast<Real>(x))), ulps(got.cos, std::cos(static_cast<Real>(x)))});
+    worst =
+        std::max({worst, ulps(got.sin, std::sin(static_cast<Real>(x))), ulps(got.cos, std::cos(static_cast<Real>(x)))});
   }
   REQUIRE(worst < 0.75);
 }
@@ -109,7 +111,8 @@ TEST_CASE("pow within 1.2e-16 of the value") {
       for (int i = 0; 2 * i < rotary; ++i) {
         const double y = -2.0 * i / rotary;
         const Real want = std::pow(static_cast<Real>(base), static_cast<Real>(y));
-        frequencies = std::max(frequencies, static_cast<double>(std::abs((static_cast<Real>(math::pow(base, y)) - want) / want)));
+        frequencies =
+            std::max(frequencies, static_cast<double>(std::abs((static_cast<Real>(math::pow(base, y)) - want) / want)));
       }
     }
   }

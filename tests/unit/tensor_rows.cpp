@@ -23,7 +23,8 @@ namespace {
 constexpr ElementType all_types[] = {ElementType::f64,     ElementType::f32,     ElementType::f16, ElementType::bf16,
                                      ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::i8,  ElementType::q8_0};
 
-std::vector<std::byte> stored_by(const tensor_forms::Form& form, ElementType type, const std::vector<float>& row, std::size_t shift) {
+std::vector<std::byte> stored_by(const tensor_forms::Form& form, ElementType type, const std::vector<float>& row,
+                                 std::size_t shift) {
   // One byte before, and one after, that no row function may touch.
   std::vector<std::byte> out(static_cast<std::size_t>(byte_size(type, std::ssize(row))) + shift + 1, std::byte{0xa5});
   form.store(type, row.data(), std::ssize(row), out.data() + shift);
@@ -45,11 +46,13 @@ TEST_CASE("every instruction set stores and loads the bytes that single elements
       const std::vector<std::byte> want = stored_by(tensor_forms::baseline_form, type, row, 0);
       if (type != ElementType::q8_0) {
         std::vector<std::byte> one_by_one(want.size());
-        for (std::size_t i = 0; i < n; ++i) detail::store_element(type, one_by_one.data(), static_cast<std::ptrdiff_t>(i), row[i]);
+        for (std::size_t i = 0; i < n; ++i)
+          detail::store_element(type, one_by_one.data(), static_cast<std::ptrdiff_t>(i), row[i]);
         REQUIRE(one_by_one == want);
       }
       std::vector<float> loaded(n);
-      for (std::size_t i = 0; i < n; ++i) loaded[i] = detail::load_element(type, want.data(), static_cast<std::ptrdiff_t>(i));
+      for (std::size_t i = 0; i < n; ++i)
+        loaded[i] = detail::load_element(type, want.data(), static_cast<std::ptrdiff_t>(i));
       for (const tensor_forms::Form& form : tensor_forms::forms()) {
         INFO(to_string(type) << ", " << n << " elements, " << to_string(form.isa));
         for (const std::size_t shift : {0u, 1u, 3u}) {
@@ -68,7 +71,8 @@ TEST_CASE("every instruction set stores and loads the bytes that single elements
 }
 
 TEST_CASE("every code of the narrow types loads alike in every instruction set") {
-  for (const ElementType type : {ElementType::f16, ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::i8}) {
+  for (const ElementType type :
+       {ElementType::f16, ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::i8}) {
     const std::ptrdiff_t codes = block_bytes(type) == 2 ? 65536 : 256;
     std::vector<std::byte> stored(static_cast<std::size_t>(codes * block_bytes(type)));
     for (std::ptrdiff_t code = 0; code < codes; ++code) {
@@ -87,9 +91,12 @@ TEST_CASE("every code of the narrow types loads alike in every instruction set")
 TEST_CASE("a sweep over all floats narrows alike in every instruction set") {
   std::vector<float> row(1 << 16);
   for (std::uint64_t first = 0; first < 4096; first += 613) {
-    for (std::size_t i = 0; i < row.size(); ++i) row[i] = detail::bits_float(static_cast<std::uint32_t>(i << 16 | first));
-    for (std::size_t i = 0; i < row.size(); i += 3) row[i] = detail::bits_float(static_cast<std::uint32_t>(i << 16 | 0x8000) + static_cast<std::uint32_t>(first & 1));
-    for (const ElementType type : {ElementType::f16, ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::i8}) {
+    for (std::size_t i = 0; i < row.size(); ++i)
+      row[i] = detail::bits_float(static_cast<std::uint32_t>(i << 16 | first));
+    for (std::size_t i = 0; i < row.size(); i += 3)
+      row[i] = detail::bits_float(static_cast<std::uint32_t>(i << 16 | 0x8000) + static_cast<std::uint32_t>(first & 1));
+    for (const ElementType type :
+         {ElementType::f16, ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::i8}) {
       const std::vector<std::byte> want = stored_by(tensor_forms::baseline_form, type, row, 0);
       for (const tensor_forms::Form& form : tensor_forms::forms()) REQUIRE(stored_by(form, type, row, 0) == want);
     }
@@ -100,7 +107,8 @@ TEST_CASE("a sweep over all floats narrows alike in every instruction set") {
 namespace {
 __attribute__((target("f16c,avx"))) void hardware_f16(const float* in, std::size_t n, std::uint16_t* out) {
   for (std::size_t i = 0; i < n; i += 8) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
   }
 }
 __attribute__((target("f16c,avx"))) void hardware_f32(const std::uint16_t* in, std::size_t n, float* out) {
@@ -116,7 +124,8 @@ TEST_CASE("f16 has the bits of the processor's own conversion, NaNs included") {
   std::vector<std::uint16_t> codes(row.size());
   unsigned wrong = 0;
   for (std::uint64_t first = 0; first < 65536; first += 4099) {
-    for (std::size_t i = 0; i < row.size(); ++i) row[i] = detail::bits_float(static_cast<std::uint32_t>(i << 16 | first));
+    for (std::size_t i = 0; i < row.size(); ++i)
+      row[i] = detail::bits_float(static_cast<std::uint32_t>(i << 16 | first));
     hardware_f16(row.data(), row.size(), codes.data());
     for (std::size_t i = 0; i < row.size(); ++i) wrong += from_float<f16>(row[i]).bits != codes[i];
   }
@@ -135,8 +144,9 @@ TEST_CASE("q8_0 is ggml's reference quantisation") {
     for (float& x : row) x = std::isfinite(x) && std::abs(x) < 1e6f && std::abs(x) > 1e-6f ? x : 0.0f;
     if (seed == 0) row.assign(96, 0.0f);
     if (seed == 1) {
-      for (std::size_t i = 0; i < 32; ++i) row[i] = static_cast<float>(i) - 15.5f;  // ties: 127 / 15.5 is not exact, but
-      row[0] = 127.0f;                                                              // with 127 the scale is 1
+      for (std::size_t i = 0; i < 32; ++i)
+        row[i] = static_cast<float>(i) - 15.5f;  // ties: 127 / 15.5 is not exact, but
+      row[0] = 127.0f;                           // with 127 the scale is 1
     }
     const std::vector<std::byte> stored = stored_by(tensor_forms::forms()[2], ElementType::q8_0, row, 0);
     for (std::size_t block = 0; block < 3; ++block) {
@@ -167,7 +177,8 @@ TEST_CASE("q8_0 shows what it cannot hold") {
 }
 
 TEST_CASE("i8 rounds half to even and saturates") {
-  const std::vector<float> row = {0.5f, 1.5f, -2.5f, 0.50000006f, 126.5f, 127.5f, 1e9f, -128.5f, -1e9f, 0x1p-149f, std::nanf("")};
+  const std::vector<float> row = {0.5f, 1.5f,    -2.5f, 0.50000006f, 126.5f,       127.5f,
+                                  1e9f, -128.5f, -1e9f, 0x1p-149f,   std::nanf("")};
   const int want[] = {0, 2, -2, 1, 126, 127, 127, -128, -128, 0, 0};
   for (const tensor_forms::Form& form : tensor_forms::forms()) {
     const std::vector<std::byte> stored = stored_by(form, ElementType::i8, row, 0);
@@ -179,7 +190,8 @@ TEST_CASE("rows and functions have the digest that was written down") {
   struct Fnv {
     std::uint64_t hash = 0xcbf29ce484222325u;
     void bytes(const void* data, std::size_t size) {
-      for (std::size_t i = 0; i < size; ++i) hash = (hash ^ static_cast<const unsigned char*>(data)[i]) * 0x100000001b3u;
+      for (std::size_t i = 0; i < size; ++i)
+        hash = (hash ^ static_cast<const unsigned char*>(data)[i]) * 0x100000001b3u;
     }
   } sink;
   tensor_identity(sink);

@@ -59,8 +59,9 @@ class FloatEnvironmentGuard {
 /// Notices compiler options and processor states that change results and that `FloatEnvironmentGuard` cannot undo.
 ///
 /// Finds reassociation, reciprocal division, ignored signed zeros, NaNs assumed absent, excess precision, a fused
-/// multiply-add that rounds twice, and flush-to-zero that stays. `-ffast-math` is an #error in config.hpp, but its parts
-/// define no macro. Always inlined, so that it judges the options of the caller's own translation unit. Some 20 ns.
+/// multiply-add that rounds twice, and flush-to-zero that stays. `-ffast-math` is an #error in config.hpp, but its
+/// parts define no macro. Always inlined, so that it judges the options of the caller's own translation unit. Some 20
+/// ns.
 ///
 /// Errors: `float_environment`, naming the check that failed.
 [[nodiscard]] KVMELD_ALWAYS_INLINE Status check_float_environment() {
@@ -70,7 +71,8 @@ class FloatEnvironmentGuard {
                   std::string("floating-point results would differ: ") + what +
                       "; compile without -ffast-math and its parts (-funsafe-math-optimizations and the like)");
   };
-  // Volatile sources keep the compiler from computing the answer; what lies between is ordinary code that it may change.
+  // Volatile sources keep the compiler from computing the answer; what lies between is ordinary code that it may
+  // change.
   volatile float one_source = 1.0f, tiny_source = 0x1p-30f, least_source = 0x1p-149f, five_source = 5.0f;
   volatile double nan_source = __builtin_nan(""), big_source = 0x1p60, unit_source = 1.0;
   volatile float minus_zero_source = -0.0f;
@@ -79,7 +81,8 @@ class FloatEnvironmentGuard {
   const double not_a_number = nan_source, big = big_source, unit = unit_source;
 
   volatile float sink = (one + tiny) - one;
-  if (__builtin_bit_cast(std::uint32_t, float{sink}) != 0) return fault("sums are reassociated or kept in excess precision");
+  if (__builtin_bit_cast(std::uint32_t, float{sink}) != 0)
+    return fault("sums are reassociated or kept in excess precision");
   volatile double wide_sink = (big + unit) - big;
   if (__builtin_bit_cast(std::uint64_t, double{wide_sink}) != 0) return fault("sums of doubles are reassociated");
   sink = minus_zero + 0.0f;

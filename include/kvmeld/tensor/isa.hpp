@@ -22,9 +22,12 @@ enum class Isa : std::uint8_t {
 
 [[nodiscard]] constexpr std::string_view to_string(Isa isa) noexcept {
   switch (isa) {
-    case Isa::baseline: return "baseline";
-    case Isa::avx2: return "avx2";
-    case Isa::avx512: return "avx512";
+    case Isa::baseline:
+      return "baseline";
+    case Isa::avx2:
+      return "avx2";
+    case Isa::avx512:
+      return "avx512";
   }
   return "unknown";
 }

@@ -4,9 +4,10 @@
 ///
 /// The C library's differ between systems and between host and device; these use only IEEE additions, products and
 /// divisions, `kvmeld::fma`, and bits. No product reaches an addition except through fma, or is exact and says so.
-/// Polynomials are Chebyshev fits computed with 60 digits. Errors, measured against binary128 (tests/unit/tensor_math.cpp),
-/// are given in units in the last place (ulp) of the result; the correctly rounded result has 0.5.
-/// All are branch-free but for `pow`, and always inlined, so that loops over them become vector code in row bodies.
+/// Polynomials are Chebyshev fits computed with 60 digits. Errors, measured against binary128
+/// (tests/unit/tensor_math.cpp), are given in units in the last place (ulp) of the result; the correctly rounded result
+/// has 0.5. All are branch-free but for `pow`, and always inlined, so that loops over them become vector code in row
+/// bodies.
 
 #include <cstdint>
 
@@ -133,7 +134,8 @@ struct ExpParts {
   p = fma(p, w, 0x1.999999999999ap-3);
   // c = w/3 + w^2 p, then ln m = 2 (s + s_low) (1 + c): the third carried in two parts, the rest in one.
   const double third = fma(w, 0x1.5555555555555p-2, w * 0x1.5555555555555p-56);
-  const double third_low = fma(w_low, 0x1.5555555555555p-2, fma(w, 0x1.5555555555555p-56, fma(w, 0x1.5555555555555p-2, -third)));
+  const double third_low =
+      fma(w_low, 0x1.5555555555555p-2, fma(w, 0x1.5555555555555p-56, fma(w, 0x1.5555555555555p-2, -third)));
   const double c = fma(w * w, p, third);
   const double c_low = fma(w * w, p, third - c) + third_low;
   const double cubic = s * c;
@@ -160,9 +162,9 @@ namespace math {
   const double k = magic - integer_magic;
   const std::uint64_t quadrant = double_bits(magic);  // its two low bits
 
-  const double first = fma(-k, 0x1.921fb54442d18p+0, x);                          // exact
-  const DoubleDouble second = two_sum(first, -k * 0x1.1a62600000000p-54);         // exact product: 30 bits by 23
-  const DoubleDouble third = two_sum(second.high, -k * 0x1.98a2e00000000p-77);    // exact product
+  const double first = fma(-k, 0x1.921fb54442d18p+0, x);                        // exact
+  const DoubleDouble second = two_sum(first, -k * 0x1.1a62600000000p-54);       // exact product: 30 bits by 23
+  const DoubleDouble third = two_sum(second.high, -k * 0x1.98a2e00000000p-77);  // exact product
   const double rest = fma(-k, 0x1.b839a252049c1p-104, second.low + third.low);
   const DoubleDouble r = two_sum(third.high, rest);
 
@@ -183,8 +185,8 @@ namespace math {
   c = fma(c, z, -0x1.6c16c16c16966p-10);
   c = fma(c, z, 0x1.5555555555555p-5);
   const double head = fma(-0.5, z, 1.0);
-  const double head_low = fma(-0.5, z, 1.0 - head);         // exact: what head lost
-  const double square_low = fma(r.high, r.high, -z);        // what z lost
+  const double head_low = fma(-0.5, z, 1.0 - head);   // exact: what head lost
+  const double square_low = fma(r.high, r.high, -z);  // what z lost
   const double tail = fma(z * z, c, fma(-r.high, r.low, fma(-0.5, square_low, head_low)));
   const double cosine = head + tail;
 
@@ -195,7 +197,8 @@ namespace math {
           bits_double(double_bits(select(swap, sine, cosine)) ^ cosine_sign)};
 }
 
-/// e^x within 0.6 ulp (0.75 where the result is subnormal); infinity above 709.78, subnormal and then 0 below -708.4, NaN for NaN.
+/// e^x within 0.6 ulp (0.75 where the result is subnormal); infinity above 709.78, subnormal and then 0 below -708.4,
+/// NaN for NaN.
 [[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double exp(double x) noexcept { return detail::exp_of_sum(x, 0.0); }
 
 /// Natural logarithm within 0.51 ulp; -infinity for 0, NaN below it.

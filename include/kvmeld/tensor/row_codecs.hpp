@@ -19,8 +19,8 @@ inline constexpr std::ptrdiff_t row_block = 32;
 [[nodiscard]] KVMELD_HD constexpr std::int32_t round_to_i8(float value) noexcept {
   const std::uint32_t bits = float_bits(value);
   const std::uint32_t magnitude = bits & 0x7fffffffu;
-  const std::uint32_t limited = select(mask_if(magnitude > 0x43000000u), 0x43000000u, magnitude);       // 128
-  const float doubled = bits_float(limited & mask_if(magnitude <= 0x7f800000u)) * 2.0f;                 // exact
+  const std::uint32_t limited = select(mask_if(magnitude > 0x43000000u), 0x43000000u, magnitude);  // 128
+  const float doubled = bits_float(limited & mask_if(magnitude <= 0x7f800000u)) * 2.0f;            // exact
   const std::int32_t halves = static_cast<std::int32_t>(doubled);
   const std::int32_t sticky = static_cast<std::int32_t>(static_cast<float>(halves) != doubled);
   const std::int32_t rounded = (halves >> 1) + (halves & 1 & (sticky | (halves >> 1)));
@@ -50,8 +50,12 @@ struct ElementCodec;
 template <>
 struct ElementCodec<ElementType::f64> {
   using Storage = double;
-  [[nodiscard]] static KVMELD_HD constexpr float load(double stored) noexcept { return quieted(static_cast<float>(stored)); }
-  [[nodiscard]] static KVMELD_HD constexpr double store(float value) noexcept { return static_cast<double>(quieted(value)); }
+  [[nodiscard]] static KVMELD_HD constexpr float load(double stored) noexcept {
+    return quieted(static_cast<float>(stored));
+  }
+  [[nodiscard]] static KVMELD_HD constexpr double store(float value) noexcept {
+    return static_cast<double>(quieted(value));
+  }
 };
 template <>
 struct ElementCodec<ElementType::f32> {
@@ -62,7 +66,9 @@ struct ElementCodec<ElementType::f32> {
 template <>
 struct ElementCodec<ElementType::i8> {
   using Storage = std::int8_t;
-  [[nodiscard]] static KVMELD_HD constexpr float load(std::int8_t stored) noexcept { return static_cast<float>(stored); }
+  [[nodiscard]] static KVMELD_HD constexpr float load(std::int8_t stored) noexcept {
+    return static_cast<float>(stored);
+  }
   [[nodiscard]] static KVMELD_HD constexpr std::int8_t store(float value) noexcept {
     return static_cast<std::int8_t>(round_to_i8(value));
   }
@@ -73,10 +79,14 @@ struct NarrowFloatCodec {
   [[nodiscard]] static KVMELD_HD constexpr float load(Bits stored) noexcept { return to_float(T{stored}); }
   [[nodiscard]] static KVMELD_HD constexpr Bits store(float value) noexcept { return from_float<T>(value).bits; }
 };
-template <> struct ElementCodec<ElementType::f16> : NarrowFloatCodec<f16, std::uint16_t> {};
-template <> struct ElementCodec<ElementType::bf16> : NarrowFloatCodec<bf16, std::uint16_t> {};
-template <> struct ElementCodec<ElementType::f8_e4m3> : NarrowFloatCodec<f8_e4m3, std::uint8_t> {};
-template <> struct ElementCodec<ElementType::f8_e5m2> : NarrowFloatCodec<f8_e5m2, std::uint8_t> {};
+template <>
+struct ElementCodec<ElementType::f16> : NarrowFloatCodec<f16, std::uint16_t> {};
+template <>
+struct ElementCodec<ElementType::bf16> : NarrowFloatCodec<bf16, std::uint16_t> {};
+template <>
+struct ElementCodec<ElementType::f8_e4m3> : NarrowFloatCodec<f8_e4m3, std::uint8_t> {};
+template <>
+struct ElementCodec<ElementType::f8_e5m2> : NarrowFloatCodec<f8_e5m2, std::uint8_t> {};
 
 template <class Storage>
 struct Unaligned {
@@ -109,7 +119,8 @@ KVMELD_ALWAYS_INLINE void store_block(const float* __restrict in, std::byte* __r
 }
 
 template <>
-KVMELD_ALWAYS_INLINE void load_block<ElementType::q8_0>(const std::byte* __restrict in, float* __restrict out) noexcept {
+KVMELD_ALWAYS_INLINE void load_block<ElementType::q8_0>(const std::byte* __restrict in,
+                                                        float* __restrict out) noexcept {
   f16 stored_scale;
   std::memcpy(&stored_scale, in, sizeof(stored_scale));
   const float scale = to_float(stored_scale);
@@ -117,7 +128,8 @@ KVMELD_ALWAYS_INLINE void load_block<ElementType::q8_0>(const std::byte* __restr
   for (std::ptrdiff_t i = 0; i < row_block; ++i) out[i] = scale * static_cast<float>(values[i]);
 }
 
-/// The reference quantisation of ggml: scale = max|x| / 127 in f32, value = roundf(x · (1 / scale)), scale stored as f16.
+/// The reference quantisation of ggml: scale = max|x| / 127 in f32, value = roundf(x · (1 / scale)), scale stored as
+/// f16.
 ///
 /// Two cases that it leaves undefined are defined here. A NaN or infinity in the block stores a NaN scale and zeros,
 /// so that the loss is visible. A largest magnitude so small that 1 / scale overflows stores zeros.
@@ -139,33 +151,34 @@ KVMELD_HD KVMELD_ALWAYS_INLINE void store_q8_0(const float* __restrict in, std::
   }
 }
 template <>
-KVMELD_ALWAYS_INLINE void store_block<ElementType::q8_0>(const float* __restrict in, std::byte* __restrict out) noexcept {
+KVMELD_ALWAYS_INLINE void store_block<ElementType::q8_0>(const float* __restrict in,
+                                                         std::byte* __restrict out) noexcept {
   store_q8_0(in, out);
 }
 
 // All of a row: whole blocks, then the rest through a padded one, so that the same expressions make every byte. Macros,
 // because a function that calls one for a wider instruction set must itself be compiled for it.
-#define KVMELD_LOAD_BLOCKS(BLOCK)                                                      \
-  constexpr std::ptrdiff_t kvmeld_bytes = byte_size(type, row_block);                  \
-  std::ptrdiff_t i = 0;                                                                \
-  for (; i + row_block <= n; i += row_block, in += kvmeld_bytes) BLOCK(in, out + i);   \
-  if (i < n) {                                                                         \
-    std::byte padded[static_cast<std::size_t>(kvmeld_bytes)] = {};                     \
-    float values[row_block];                                                           \
-    std::memcpy(padded, in, static_cast<std::size_t>(byte_size(type, n - i)));         \
-    BLOCK(padded, values);                                                             \
-    std::memcpy(out + i, values, sizeof(float) * static_cast<std::size_t>(n - i));     \
+#define KVMELD_LOAD_BLOCKS(BLOCK)                                                    \
+  constexpr std::ptrdiff_t kvmeld_bytes = byte_size(type, row_block);                \
+  std::ptrdiff_t i = 0;                                                              \
+  for (; i + row_block <= n; i += row_block, in += kvmeld_bytes) BLOCK(in, out + i); \
+  if (i < n) {                                                                       \
+    std::byte padded[static_cast<std::size_t>(kvmeld_bytes)] = {};                   \
+    float values[row_block];                                                         \
+    std::memcpy(padded, in, static_cast<std::size_t>(byte_size(type, n - i)));       \
+    BLOCK(padded, values);                                                           \
+    std::memcpy(out + i, values, sizeof(float) * static_cast<std::size_t>(n - i));   \
   }
-#define KVMELD_STORE_BLOCKS(BLOCK)                                                     \
-  constexpr std::ptrdiff_t kvmeld_bytes = byte_size(type, row_block);                  \
-  std::ptrdiff_t i = 0;                                                                \
-  for (; i + row_block <= n; i += row_block, out += kvmeld_bytes) BLOCK(in + i, out);  \
-  if (i < n) {                                                                         \
-    float values[row_block] = {};                                                      \
-    std::byte padded[static_cast<std::size_t>(kvmeld_bytes)];                          \
-    std::memcpy(values, in + i, sizeof(float) * static_cast<std::size_t>(n - i));      \
-    BLOCK(values, padded);                                                             \
-    std::memcpy(out, padded, static_cast<std::size_t>(byte_size(type, n - i)));        \
+#define KVMELD_STORE_BLOCKS(BLOCK)                                                    \
+  constexpr std::ptrdiff_t kvmeld_bytes = byte_size(type, row_block);                 \
+  std::ptrdiff_t i = 0;                                                               \
+  for (; i + row_block <= n; i += row_block, out += kvmeld_bytes) BLOCK(in + i, out); \
+  if (i < n) {                                                                        \
+    float values[row_block] = {};                                                     \
+    std::byte padded[static_cast<std::size_t>(kvmeld_bytes)];                         \
+    std::memcpy(values, in + i, sizeof(float) * static_cast<std::size_t>(n - i));     \
+    BLOCK(values, padded);                                                            \
+    std::memcpy(out, padded, static_cast<std::size_t>(byte_size(type, n - i)));       \
   }
 
 template <ElementType type>

@@ -64,32 +64,65 @@ struct RowCalls<Isa::avx512> {
 template <Isa isa>
 KVMELD_ALWAYS_INLINE void load_row(ElementType type, const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
   switch (type) {
-    case ElementType::f32: load_elements<ElementType::f32>(in, n, out); return;
-    case ElementType::bf16: load_elements<ElementType::bf16>(in, n, out); return;
-    case ElementType::f16: RowCalls<isa>::template load<ElementType::f16>(in, n, out); return;
-    case ElementType::f64: RowCalls<isa>::template load<ElementType::f64>(in, n, out); return;
-    case ElementType::f8_e4m3: RowCalls<isa>::template load<ElementType::f8_e4m3>(in, n, out); return;
-    case ElementType::f8_e5m2: RowCalls<isa>::template load<ElementType::f8_e5m2>(in, n, out); return;
-    case ElementType::i8: RowCalls<isa>::template load<ElementType::i8>(in, n, out); return;
-    case ElementType::q8_0: RowCalls<isa>::template load<ElementType::q8_0>(in, n, out); return;
+    case ElementType::f32:
+      load_elements<ElementType::f32>(in, n, out);
+      return;
+    case ElementType::bf16:
+      load_elements<ElementType::bf16>(in, n, out);
+      return;
+    case ElementType::f16:
+      RowCalls<isa>::template load<ElementType::f16>(in, n, out);
+      return;
+    case ElementType::f64:
+      RowCalls<isa>::template load<ElementType::f64>(in, n, out);
+      return;
+    case ElementType::f8_e4m3:
+      RowCalls<isa>::template load<ElementType::f8_e4m3>(in, n, out);
+      return;
+    case ElementType::f8_e5m2:
+      RowCalls<isa>::template load<ElementType::f8_e5m2>(in, n, out);
+      return;
+    case ElementType::i8:
+      RowCalls<isa>::template load<ElementType::i8>(in, n, out);
+      return;
+    case ElementType::q8_0:
+      RowCalls<isa>::template load<ElementType::q8_0>(in, n, out);
+      return;
   }
 }
 
 /// Writes `n` f32 values as contiguous elements at any address, rounded to nearest even. The ranges must not overlap.
 ///
 /// i8 rounds to nearest even and saturates, NaN becomes 0, and no scale is applied; q8_0 quantises as ggml's reference
-/// does (`store_block<ElementType::q8_0>`) and pads a last partial block with zeros. Bytes are the same for every `isa`.
+/// does (`store_block<ElementType::q8_0>`) and pads a last partial block with zeros. Bytes are the same for every
+/// `isa`.
 template <Isa isa>
 KVMELD_ALWAYS_INLINE void store_row(ElementType type, const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
   switch (type) {
-    case ElementType::f32: store_elements<ElementType::f32>(in, n, out); return;
-    case ElementType::bf16: RowCalls<isa>::template store<ElementType::bf16>(in, n, out); return;
-    case ElementType::f16: RowCalls<isa>::template store<ElementType::f16>(in, n, out); return;
-    case ElementType::f64: RowCalls<isa>::template store<ElementType::f64>(in, n, out); return;
-    case ElementType::f8_e4m3: RowCalls<isa>::template store<ElementType::f8_e4m3>(in, n, out); return;
-    case ElementType::f8_e5m2: RowCalls<isa>::template store<ElementType::f8_e5m2>(in, n, out); return;
-    case ElementType::i8: RowCalls<isa>::template store<ElementType::i8>(in, n, out); return;
-    case ElementType::q8_0: RowCalls<isa>::template store<ElementType::q8_0>(in, n, out); return;
+    case ElementType::f32:
+      store_elements<ElementType::f32>(in, n, out);
+      return;
+    case ElementType::bf16:
+      RowCalls<isa>::template store<ElementType::bf16>(in, n, out);
+      return;
+    case ElementType::f16:
+      RowCalls<isa>::template store<ElementType::f16>(in, n, out);
+      return;
+    case ElementType::f64:
+      RowCalls<isa>::template store<ElementType::f64>(in, n, out);
+      return;
+    case ElementType::f8_e4m3:
+      RowCalls<isa>::template store<ElementType::f8_e4m3>(in, n, out);
+      return;
+    case ElementType::f8_e5m2:
+      RowCalls<isa>::template store<ElementType::f8_e5m2>(in, n, out);
+      return;
+    case ElementType::i8:
+      RowCalls<isa>::template store<ElementType::i8>(in, n, out);
+      return;
+    case ElementType::q8_0:
+      RowCalls<isa>::template store<ElementType::q8_0>(in, n, out);
+      return;
   }
 }
 
@@ -108,16 +141,25 @@ KVMELD_HD inline void store_one(std::byte* base, std::ptrdiff_t index, float val
   std::memcpy(base + index * static_cast<std::ptrdiff_t>(sizeof(stored)), &stored, sizeof(stored));
 }
 
-/// One element as f32, with the bits that `load_row` gives; `index` counts elements from `base`, a block's start for q8_0.
-[[nodiscard]] KVMELD_HD inline float load_element(ElementType type, const std::byte* base, std::ptrdiff_t index) noexcept {
+/// One element as f32, with the bits that `load_row` gives; `index` counts elements from `base`, a block's start for
+/// q8_0.
+[[nodiscard]] KVMELD_HD inline float load_element(ElementType type, const std::byte* base,
+                                                  std::ptrdiff_t index) noexcept {
   switch (type) {
-    case ElementType::f64: return load_one<ElementType::f64>(base, index);
-    case ElementType::f32: return load_one<ElementType::f32>(base, index);
-    case ElementType::f16: return load_one<ElementType::f16>(base, index);
-    case ElementType::bf16: return load_one<ElementType::bf16>(base, index);
-    case ElementType::f8_e4m3: return load_one<ElementType::f8_e4m3>(base, index);
-    case ElementType::f8_e5m2: return load_one<ElementType::f8_e5m2>(base, index);
-    case ElementType::i8: return load_one<ElementType::i8>(base, index);
+    case ElementType::f64:
+      return load_one<ElementType::f64>(base, index);
+    case ElementType::f32:
+      return load_one<ElementType::f32>(base, index);
+    case ElementType::f16:
+      return load_one<ElementType::f16>(base, index);
+    case ElementType::bf16:
+      return load_one<ElementType::bf16>(base, index);
+    case ElementType::f8_e4m3:
+      return load_one<ElementType::f8_e4m3>(base, index);
+    case ElementType::f8_e5m2:
+      return load_one<ElementType::f8_e5m2>(base, index);
+    case ElementType::i8:
+      return load_one<ElementType::i8>(base, index);
     case ElementType::q8_0: {
       q8_0_block block;
       std::memcpy(&block, base + index / 32 * static_cast<std::ptrdiff_t>(sizeof(block)), sizeof(block));
@@ -127,17 +169,26 @@ KVMELD_HD inline void store_one(std::byte* base, std::ptrdiff_t index, float val
   return 0.0f;
 }
 
-/// Stores one element with the bits that `store_row` gives. Not for q8_0, whose elements share a scale: it writes nothing.
+/// Stores one element with the bits that `store_row` gives. Not for q8_0, whose elements share a scale: it writes
+/// nothing.
 KVMELD_HD inline void store_element(ElementType type, std::byte* base, std::ptrdiff_t index, float value) noexcept {
   switch (type) {
-    case ElementType::f64: return store_one<ElementType::f64>(base, index, value);
-    case ElementType::f32: return store_one<ElementType::f32>(base, index, value);
-    case ElementType::f16: return store_one<ElementType::f16>(base, index, value);
-    case ElementType::bf16: return store_one<ElementType::bf16>(base, index, value);
-    case ElementType::f8_e4m3: return store_one<ElementType::f8_e4m3>(base, index, value);
-    case ElementType::f8_e5m2: return store_one<ElementType::f8_e5m2>(base, index, value);
-    case ElementType::i8: return store_one<ElementType::i8>(base, index, value);
-    case ElementType::q8_0: return;
+    case ElementType::f64:
+      return store_one<ElementType::f64>(base, index, value);
+    case ElementType::f32:
+      return store_one<ElementType::f32>(base, index, value);
+    case ElementType::f16:
+      return store_one<ElementType::f16>(base, index, value);
+    case ElementType::bf16:
+      return store_one<ElementType::bf16>(base, index, value);
+    case ElementType::f8_e4m3:
+      return store_one<ElementType::f8_e4m3>(base, index, value);
+    case ElementType::f8_e5m2:
+      return store_one<ElementType::f8_e5m2>(base, index, value);
+    case ElementType::i8:
+      return store_one<ElementType::i8>(base, index, value);
+    case ElementType::q8_0:
+      return;
   }
 }
 

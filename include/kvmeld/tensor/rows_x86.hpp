@@ -30,41 +30,47 @@ using unaligned_vector_t = typename VectorOf<T, bytes>::unaligned;
 /// Portable blocks, unless specialised below.
 template <ElementType type>
 struct Avx2Block {
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in, float* __restrict out) noexcept {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
+                                                           float* __restrict out) noexcept {
     load_block<type>(in, out);
   }
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in, std::byte* __restrict out) noexcept {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
+                                                            std::byte* __restrict out) noexcept {
     store_block<type>(in, out);
   }
 };
 
 template <>
 struct Avx2Block<ElementType::f16> {
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in, float* __restrict out) noexcept {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
+                                                           float* __restrict out) noexcept {
     for (int i = 0; i < 32; i += 8) {
       const vector_t<short, 16> stored = *reinterpret_cast<const unaligned_vector_t<short, 16>*>(in + 2 * i);
       *reinterpret_cast<unaligned_vector_t<float, 32>*>(out + i) = __builtin_ia32_vcvtph2ps256(stored);
     }
   }
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in, std::byte* __restrict out) noexcept {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
+                                                            std::byte* __restrict out) noexcept {
     for (int i = 0; i < 32; i += 8) {
       const vector_t<float, 32> values = *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i);
       constexpr int to_nearest_even = 0;
-      *reinterpret_cast<unaligned_vector_t<short, 16>*>(out + 2 * i) = __builtin_ia32_vcvtps2ph256(values, to_nearest_even);
+      *reinterpret_cast<unaligned_vector_t<short, 16>*>(out + 2 * i) =
+          __builtin_ia32_vcvtps2ph256(values, to_nearest_even);
     }
   }
 };
 
 /// Two vectors of 8 words, each at most 0xffff, to 16 halfwords in order.
-[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE vector_t<std::uint16_t, 32> pack_words(vector_t<int, 32> a,
-                                                                                            vector_t<int, 32> b) noexcept {
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE vector_t<std::uint16_t, 32> pack_words(
+    vector_t<int, 32> a, vector_t<int, 32> b) noexcept {
   const auto packed = reinterpret_cast<vector_t<long long, 32>>(__builtin_ia32_packusdw256(a, b));
   return reinterpret_cast<vector_t<std::uint16_t, 32>>(__builtin_shufflevector(packed, packed, 0, 2, 1, 3));
 }
 
 template <>
 struct Avx2Block<ElementType::bf16> {
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in, float* __restrict out) noexcept {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
+                                                           float* __restrict out) noexcept {
     load_block<ElementType::bf16>(in, out);
   }
   KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static vector_t<int, 32> round(const float* in) noexcept {
@@ -74,9 +80,11 @@ struct Avx2Block<ElementType::bf16> {
     const vector_t<unsigned, 32> half = (((bits >> 16) & 1u) + 0x7fffu) & ~is_nan;
     return reinterpret_cast<vector_t<int, 32>>(((bits + half) >> 16) | (is_nan & 0x40u));
   }
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in, std::byte* __restrict out) noexcept {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
+                                                            std::byte* __restrict out) noexcept {
     for (int i = 0; i < 32; i += 16) {
-      *reinterpret_cast<unaligned_vector_t<std::uint16_t, 32>*>(out + 2 * i) = pack_words(round(in + i), round(in + i + 8));
+      *reinterpret_cast<unaligned_vector_t<std::uint16_t, 32>*>(out + 2 * i) =
+          pack_words(round(in + i), round(in + i + 8));
     }
   }
 };
@@ -91,7 +99,8 @@ struct Avx2Float8Block {
   using Halfwords = vector_t<std::uint16_t, 32>;
   using Codes = vector_t<std::uint8_t, 16>;
 
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in, float* __restrict out) noexcept {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
+                                                           float* __restrict out) noexcept {
     for (int i = 0; i < 32; i += 16) {
       const Codes codes = *reinterpret_cast<const unaligned_vector_t<std::uint8_t, 16>*>(in + i);
       const Halfwords wide = __builtin_convertvector(codes, Halfwords);
@@ -102,8 +111,10 @@ struct Avx2Float8Block {
         halves = (halves & 0x8000) | (is_nan ? ((wide & 0) + 0x7e00) : (magnitude << 7));
       }
       const auto signed_halves = reinterpret_cast<vector_t<short, 32>>(halves);
-      vector_t<float, 32> first = __builtin_ia32_vcvtph2ps256(__builtin_shufflevector(signed_halves, signed_halves, 0, 1, 2, 3, 4, 5, 6, 7));
-      vector_t<float, 32> second = __builtin_ia32_vcvtph2ps256(__builtin_shufflevector(signed_halves, signed_halves, 8, 9, 10, 11, 12, 13, 14, 15));
+      vector_t<float, 32> first =
+          __builtin_ia32_vcvtph2ps256(__builtin_shufflevector(signed_halves, signed_halves, 0, 1, 2, 3, 4, 5, 6, 7));
+      vector_t<float, 32> second = __builtin_ia32_vcvtph2ps256(
+          __builtin_shufflevector(signed_halves, signed_halves, 8, 9, 10, 11, 12, 13, 14, 15));
       if constexpr (is_e4m3) {
         first = first * 256.0f;
         second = second * 256.0f;
@@ -113,7 +124,8 @@ struct Avx2Float8Block {
     }
   }
 
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in, std::byte* __restrict out) noexcept {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
+                                                            std::byte* __restrict out) noexcept {
     for (int i = 0; i < 32; i += 16) {
       vector_t<float, 32> first = *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i);
       vector_t<float, 32> second = *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i + 8);
@@ -150,7 +162,8 @@ struct Avx512Block : Avx2Block<type> {};
 
 template <>
 struct Avx512Block<ElementType::bf16> : Avx2Block<ElementType::bf16> {
-  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in, std::byte* __restrict out) noexcept {
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
+                                                              std::byte* __restrict out) noexcept {
     for (int i = 0; i < 32; i += 16) {
       const vector_t<float, 64> values = *reinterpret_cast<const unaligned_vector_t<float, 64>*>(in + i);
       const auto bits = reinterpret_cast<vector_t<unsigned, 64>>(values);

@@ -61,8 +61,8 @@ class StridedView {
 
   /// A read-only view of the same elements.
   template <class U>
-    requires(std::is_const_v<T> && std::same_as<const U, T> && !std::is_const_v<U>)
-  KVMELD_HD constexpr StridedView(const StridedView<U, Rank>& other) noexcept  // NOLINT: implicit on purpose
+  requires(std::is_const_v<T>&& std::same_as<const U, T> && !std::is_const_v<U>) KVMELD_HD
+      constexpr StridedView(const StridedView<U, Rank>& other) noexcept  // NOLINT: implicit on purpose
       : data_(other.data_handle()) {
     for (std::size_t axis = 0; axis < Rank; ++axis) {
       extents_[axis] = other.extent(axis);
@@ -84,8 +84,9 @@ class StridedView {
   [[nodiscard]] KVMELD_HD constexpr bool empty() const noexcept { return size() == 0; }
 
   template <class... Indices>
-    requires(sizeof...(Indices) == Rank && (std::convertible_to<Indices, std::ptrdiff_t> && ...))
-  [[nodiscard]] KVMELD_HD constexpr T& operator()(Indices... indices) const noexcept {
+  requires(sizeof...(Indices) == Rank && (std::convertible_to<Indices, std::ptrdiff_t> && ...)) [[nodiscard]] KVMELD_HD
+      constexpr T&
+      operator()(Indices... indices) const noexcept {
     const std::ptrdiff_t index[Rank] = {static_cast<std::ptrdiff_t>(indices)...};
     std::ptrdiff_t offset = 0;
     for (std::size_t axis = 0; axis < Rank; ++axis) offset += index[axis] * strides_[axis];
