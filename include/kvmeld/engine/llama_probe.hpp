@@ -40,7 +40,7 @@ struct ProbeReport {
       0.0;                  ///< keys of layer 0, turned by us, against the engine's own for the same tokens further on
   double deep_error = 0.0;  ///< the same for the layer above that is furthest off (another rope, or noise)
   bool engine_can_shift =
-      false;  ///< whether the engine offers a shift of its own; the next two are 0 and 1 where it does not
+      false;  ///< whether the engine has a shift for such keys (none for bf16); if not, the next two are 0 and 1
   double engine_shift_error =
       0.0;  ///< keys turned by us against the engine's own shift, worst layer, at the best common scale
   double engine_shift_scale =
@@ -265,6 +265,9 @@ inline void copy_rows(const KvCacheRef& from, const MutableKvCacheRef& to) {
     return options.tolerance > 0.0 ? options.tolerance : detail::storage_tolerance(geometry->layers[l].planes[0].type);
   };
   report.engine_can_shift = llama_memory_can_shift(llama_get_memory(context));
+  // The engine's CPU backend has no rotation of bf16 in place and ends the process when asked to shift such keys.
+  for (const LayerShape& layer : geometry->layers)
+    if (layer.planes[0].type == ElementType::bf16) report.engine_can_shift = false;
   if (report.engine_can_shift) {
     const Result<SequenceState> moved = detail::engine_shift(context, second, *state, tokens[0], shift, geometry);
     if (!moved) return moved.error();
