@@ -277,6 +277,14 @@ struct RenderWork {
       lane_load(task, inputs[0], head, channel, pair, a_out, b_out);
       return;
     }
+    if (count <= chunk_inputs) {  // one chunk needs no tree, whose levels a device would keep in memory
+      Accumulator a = fuser.init();
+      Accumulator b = fuser.init();
+      const float weight = lane_absorb(task, inputs, 0, count, head, channel, pair, a, b);
+      a_out = fuser.finish(a, weight, count);
+      if (paired) b_out = fuser.finish(b, weight, count);
+      return;
+    }
     Accumulator a_level[max_levels];
     Accumulator b_level[max_levels];
     float level_weight[max_levels];
@@ -287,15 +295,7 @@ struct RenderWork {
       while (((chunks >> level) & 1) != 0) ++level;
       Accumulator a_acc = fuser.init();
       Accumulator b_acc = fuser.init();
-      float weight = 0;
-      for (int i = begin; i < end; ++i) {
-        float a = 0;
-        float b = 0;
-        lane_load(task, inputs[i], head, channel, pair, a, b);
-        a_acc = fuser.absorb(a_acc, a, inputs[i].weight);
-        if (paired) b_acc = fuser.absorb(b_acc, b, inputs[i].weight);
-        weight += inputs[i].weight;
-      }
+      float weight = lane_absorb(task, inputs, begin, end, head, channel, pair, a_acc, b_acc);
       for (int k = level - 1; k >= 0; --k) {
         a_acc = fuser.join(a_level[k], a_acc);
         b_acc = fuser.join(b_level[k], b_acc);
@@ -318,6 +318,21 @@ struct RenderWork {
     }
     a_out = fuser.finish(a_total, weight, count);
     if (paired) b_out = fuser.finish(b_total, weight, count);
+  }
+
+  /// Absorbs one chunk, in order; returns its weight.
+  KVMELD_HD float lane_absorb(const PlaneTask& task, const RowInput* inputs, int begin, int end, std::int32_t head, std::int32_t channel,
+                              RopePair pair, Accumulator& a_acc, Accumulator& b_acc) const {
+    float weight = 0;
+    for (int i = begin; i < end; ++i) {
+      float a = 0;
+      float b = 0;
+      lane_load(task, inputs[i], head, channel, pair, a, b);
+      a_acc = fuser.absorb(a_acc, a, inputs[i].weight);
+      if (pair.partner >= 0) b_acc = fuser.absorb(b_acc, b, inputs[i].weight);
+      weight += inputs[i].weight;
+    }
+    return weight;
   }
 
   KVMELD_HD void lane_load(const PlaneTask& task, const RowInput& in, std::int32_t head, std::int32_t channel, RopePair pair, float& a,
