@@ -126,11 +126,23 @@ KVMELD_ALWAYS_INLINE void store_row(ElementType type, const float* in, std::ptrd
   }
 }
 
+/// Copies one element to or from any address. Devices read and write words whole only where they are told that these are
+/// aligned, as nearly all elements are.
+template <std::size_t size>
+KVMELD_HD inline void copy_element(void* to, const void* from, const std::byte* stored) noexcept {
+  if (reinterpret_cast<std::uintptr_t>(stored) % size == 0) {
+    __builtin_memcpy(__builtin_assume_aligned(to, size), __builtin_assume_aligned(from, size), size);
+  } else {
+    __builtin_memcpy(to, from, size);
+  }
+}
+
 template <ElementType type>
 [[nodiscard]] KVMELD_HD inline float load_one(const std::byte* base, std::ptrdiff_t index) noexcept {
   using Codec = ElementCodec<type>;
   typename Codec::Storage stored;
-  std::memcpy(&stored, base + index * static_cast<std::ptrdiff_t>(sizeof(stored)), sizeof(stored));
+  const std::byte* at = base + index * static_cast<std::ptrdiff_t>(sizeof(stored));
+  copy_element<sizeof(stored)>(&stored, at, at);
   return Codec::load(stored);
 }
 
@@ -138,7 +150,8 @@ template <ElementType type>
 KVMELD_HD inline void store_one(std::byte* base, std::ptrdiff_t index, float value) noexcept {
   using Codec = ElementCodec<type>;
   const typename Codec::Storage stored = Codec::store(value);
-  std::memcpy(base + index * static_cast<std::ptrdiff_t>(sizeof(stored)), &stored, sizeof(stored));
+  std::byte* at = base + index * static_cast<std::ptrdiff_t>(sizeof(stored));
+  copy_element<sizeof(stored)>(at, &stored, at);
 }
 
 /// One element as f32, with the bits that `load_row` gives; `index` counts elements from `base`, a block's start for
@@ -161,9 +174,12 @@ KVMELD_HD inline void store_one(std::byte* base, std::ptrdiff_t index, float val
     case ElementType::i8:
       return load_one<ElementType::i8>(base, index);
     case ElementType::q8_0: {
-      q8_0_block block;
-      std::memcpy(&block, base + index / 32 * static_cast<std::ptrdiff_t>(sizeof(block)), sizeof(block));
-      return to_float(block.scale) * static_cast<float>(block.values[index % 32]);
+      const std::byte* block = base + index / 32 * static_cast<std::ptrdiff_t>(sizeof(q8_0_block));
+      f16 scale;
+      std::int8_t value;
+      std::memcpy(&scale, block, sizeof(scale));
+      std::memcpy(&value, block + sizeof(scale) + index % 32, sizeof(value));
+      return to_float(scale) * static_cast<float>(value);
     }
   }
   return 0.0f;

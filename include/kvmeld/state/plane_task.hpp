@@ -1,0 +1,56 @@
+#pragma once
+
+/// What a render reads and writes, as arrays that a device can copy as they lie.
+
+#include <cstddef>
+#include <cstdint>
+
+#include <kvmeld/cache/plane_ref.hpp>
+#include <kvmeld/cache/rope.hpp>
+#include <kvmeld/cache/row_copy.hpp>
+#include <kvmeld/config.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+namespace detail {
+
+/// One contribution as the row work reads it: where the row lies, its weight, and how far its key is turned first.
+struct RowInput {
+  std::uint32_t source = 0;
+  std::uint32_t row = 0;    ///< index among the tokens that the layer group holds of that source
+  float weight = 1.0F;
+  std::uint32_t shift = 0;  ///< row of the rope table; 0: as it is
+};
+
+/// The outputs of the layers that hold the same tokens, as arrays that a device can copy as they lie.
+struct RowGroup {
+  const std::uint32_t* row_begin = nullptr;   ///< (outputs + 1)
+  const RowInput* inputs = nullptr;
+  const std::uint32_t* out_shift = nullptr;   ///< (outputs) turn after the fusion; 0: none
+  const std::uint32_t* run = nullptr;         ///< (outputs) how many outputs from here on copy consecutive rows of one source, equally turned
+};
+
+/// One plane of one layer: where its rows come from and go to.
+struct PlaneTask {
+  MutablePlaneRef out;
+  RowGroup group;
+  const std::byte* const* sources = nullptr;  ///< base of this plane in each source
+  const float* rope = nullptr;                ///< table rows, cosines then sines; null: rows are not turned
+  std::int64_t rope_stride = 0;               ///< floats
+  RopePairing pairing = RopePairing::half_split;
+  std::int32_t first_channel = 0;
+  std::int32_t rotary_channels = 0;
+  bool packed = false;  ///< output tokens follow each other in memory in canonical order
+
+  [[nodiscard]] KVMELD_HD const float* table(std::uint32_t shift) const noexcept { return rope + shift * rope_stride; }
+  [[nodiscard]] KVMELD_HD bool turns(std::uint32_t shift) const noexcept { return rope != nullptr && shift != 0; }
+  [[nodiscard]] KVMELD_HD const std::byte* input(const RowInput& in, std::int64_t head) const noexcept {
+    return sources[in.source] + (static_cast<std::int64_t>(in.row) * out.shape.heads + head) * row_bytes(out.shape);
+  }
+};
+
+inline constexpr std::int32_t max_channels = 1024;  ///< of a head; rows live on the stack
+inline constexpr int chunk_inputs = 64;             ///< contributions that are absorbed one after the other
+inline constexpr int max_levels = 12;               ///< of the tree that joins chunks: 64 << 11 contributions
+
+}  // namespace detail
+KVMELD_NAMESPACE_END
