@@ -239,6 +239,38 @@ TEST_CASE("a state that is written is the state that was read") {
   }
 }
 
+TEST_CASE("a state is appended where the target ends, and nowhere else") {
+  const Live live(test::TinyModel{});
+  const auto geometry = live.geometry();
+  const std::vector<llama_token> tokens = made_up_tokens(50);
+  REQUIRE(llama::detail::decode(live.context.get(), 0, tokens, 0).ok());
+  REQUIRE(llama::detail::decode(live.context.get(), 1, std::span(tokens).first(20), 0).ok());
+  const Result<llama::SequenceState> state = llama::read(live.context.get(), 0, geometry);
+  REQUIRE(state.ok());
+  const auto tail = [&](std::size_t from) {
+    llama::StateBlob blob = *llama::make_state(geometry, state->form(), state->positions().subspan(from));
+    for (std::size_t p = 0; p < blob.mutable_ref().planes().size(); ++p) {
+      const PlaneRef& in = state->view().planes()[p];
+      const MutablePlaneRef& out = blob.mutable_ref().planes()[p];
+      std::vector<std::byte> row(128);
+      for (std::int64_t t = 0; t < out.tokens; ++t)
+        for (std::int64_t head = 0; head < in.shape.heads; ++head) {
+          ::kvmeld::detail::gather_row(in, in.slots.slot(t + static_cast<std::int64_t>(from)), head, row.data());
+          ::kvmeld::detail::scatter_row(out, out.slots.slot(t), head, row.data());
+        }
+    }
+    return blob;
+  };
+  const std::vector<std::byte> before = exported(live, 1, geometry);
+  CHECK(llama::append(live.context.get(), 1, 2, tail(21)).code() == ErrorCode::position_gap);
+  CHECK(llama::append(live.context.get(), 1, 2, tail(19)).code() == ErrorCode::duplicate_position);
+  CHECK(exported(live, 1, geometry) == before);
+  CHECK(llama::append(live.context.get(), 1, 2, tail(20), llama::Verify::bytes).ok());
+  CHECK(llama_memory_seq_pos_max(live.context.memory(), 1) == 49);
+  CHECK(llama_memory_seq_pos_max(live.context.memory(), 2) == -1);
+  CHECK(difference(next_logits(live, 0, 5, 50), next_logits(live, 1, 5, 50)) < engine_floor(true));
+}
+
 TEST_CASE("a failed write leaves the target as it was and the spare empty") {
   llama_context_params parameters = test::engine_parameters();
   parameters.n_ctx = 256;

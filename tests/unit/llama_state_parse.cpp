@@ -268,6 +268,25 @@ TEST_CASE("states that cannot be made are refused") {
   CHECK(llama::make_state(blocks, form_of(true, 0, false, true), zero).error().code() == ErrorCode::unsupported);
 }
 
+TEST_CASE("memory of an earlier state is used again, and cleared") {
+  const auto geometry = test::blob_geometry(ElementType::f16, ElementType::f16);
+  const StateForm form = form_of(true, 0, false, false);
+  llama::StateBlob first = *llama::make_state(geometry, form, Positions{0, 1, 2, 3});
+  const std::byte* const memory = first.bytes().data();
+  for (std::byte& b : first.mutable_bytes()) b = std::byte{0xff};
+  llama::StateBlob second = *llama::make_state(geometry, form, Positions{4, 5}, {}, std::move(first));
+  const std::vector<std::byte> fresh = [&] {
+    const llama::StateBlob blob = *llama::make_state(geometry, form, Positions{4, 5});
+    return std::vector<std::byte>(blob.bytes().begin(), blob.bytes().end());
+  }();
+  CHECK(second.bytes().data() == memory);
+  CHECK(std::vector<std::byte>(second.bytes().begin(), second.bytes().end()) == fresh);
+  llama::StateBlob third = *llama::make_state(geometry, form, Positions{4, 5, 6, 7}, {}, std::move(second));
+  CHECK(third.bytes().data() == memory);
+  const llama::StateBlob large = *llama::make_state(geometry, form, Positions{0, 1, 2, 3, 4, 5}, {}, std::move(third));
+  CHECK(large.positions().size() == 6);
+}
+
 TEST_CASE("two states are compared by position, not by place") {
   for (const bool transposed : {false, true}) {
     const auto geometry = test::blob_geometry(ElementType::f16, ElementType::f16);

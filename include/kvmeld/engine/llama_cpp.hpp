@@ -166,6 +166,27 @@ namespace detail {
   return {};
 }
 
+/// Adds a rendered state behind what the target holds: for spans rendered with `Target::prefix_in_place`.
+///
+/// As `write`, but the target's tokens stay, and the state must go on where they end.
+/// Errors: those of `write`; `position_gap` or `duplicate_position` where its first position is not the target's last
+/// one plus 1.
+[[nodiscard]] inline Status append(llama_context* context, llama_seq_id target, llama_seq_id spare,
+                                   const StateBlob& blob, Verify verify = Verify::positions) {
+  using detail::error;
+  KVMELD_TRY(detail::check_spare(context, target, spare));
+  if (blob.positions().empty()) return {};
+  const llama_memory_t memory = llama_get_memory(context);
+  const std::int64_t last = llama_memory_seq_pos_max(memory, target);
+  if (const std::int64_t first = blob.positions().front(); first != last + 1)
+    return error(first <= last ? ErrorCode::duplicate_position : ErrorCode::position_gap,
+                 "llama: a state from position ", first, " on cannot follow a sequence that ends at ", last);
+  const detail::ClearGuard guard(context, spare);
+  KVMELD_TRY(detail::import_state(context, spare, blob, verify));
+  llama_memory_seq_cp(memory, spare, target, -1, -1);
+  return {};
+}
+
 /// What `recompute` did.
 struct RecomputeReport {
   std::int64_t tokens = 0;  ///< tokens that the engine decoded

@@ -119,8 +119,8 @@ template <class Byte>
 class StateBlob {
  public:
   StateBlob() = default;
-  StateBlob(std::unique_ptr<std::byte[]> storage, StateView<std::byte> view)
-      : storage_(std::move(storage)), view_(std::move(view)) {}
+  StateBlob(std::unique_ptr<std::byte[]> storage, std::size_t capacity, StateView<std::byte> view)
+      : storage_(std::move(storage)), capacity_(capacity), view_(std::move(view)) {}
 
   [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return {storage_.get(), view_.layout.size_bytes}; }
   [[nodiscard]] std::span<std::byte> mutable_bytes() noexcept { return {storage_.get(), view_.layout.size_bytes}; }
@@ -129,8 +129,18 @@ class StateBlob {
   [[nodiscard]] std::span<const std::int64_t> positions() const noexcept { return view_.positions; }
   [[nodiscard]] const StateLayout& layout() const noexcept { return view_.layout; }
 
+  /// Bytes that a later `make_state` can use again.
+  [[nodiscard]] std::size_t capacity_bytes() const noexcept { return storage_ ? capacity_ : 0; }
+  /// Gives the memory away and leaves an empty blob behind.
+  [[nodiscard]] std::unique_ptr<std::byte[]> release() noexcept {
+    view_ = {};
+    capacity_ = 0;
+    return std::move(storage_);
+  }
+
  private:
   std::unique_ptr<std::byte[]> storage_;
+  std::size_t capacity_ = 0;
   StateView<std::byte> view_;
 };
 
@@ -230,10 +240,11 @@ inline void emit_section(Emitter& out, const Geometry& geometry, const StateForm
 /// than the window before the last one, as the engine keeps them. `tokens` (one a position) is needed only where cells
 /// carry their token (12-byte extension). Errors: `invalid_argument` (positions out of range or order; an incomplete
 /// form), `duplicate_position`, `tokens_required`, `token_count_mismatch`, `unsupported` (a geometry that this engine
-/// cannot hold). One allocation; O(bytes) to clear it.
+/// cannot hold). O(bytes) to clear; one allocation, or none where `recycled`, an earlier
+/// state, is large enough: new memory costs more than clearing old.
 [[nodiscard]] inline Result<StateBlob> make_state(std::shared_ptr<const Geometry> geometry, const StateForm& form,
                                                   std::span<const std::int64_t> positions,
-                                                  std::span<const TokenId> tokens = {}) {
+                                                  std::span<const TokenId> tokens = {}, StateBlob recycled = {}) {
   using detail::error;
   for (std::size_t l = 0; l < geometry->layers.size(); ++l) {
     const Result<detail::LayerPlanes> planes = detail::layer_planes(*geometry, l);
@@ -269,10 +280,13 @@ inline void emit_section(Emitter& out, const Geometry& geometry, const StateForm
                  " positions");
 
   const std::size_t size = detail::emit_state(nullptr, *geometry, form, positions, tokens).size_bytes;
-  auto storage = std::make_unique<std::byte[]>(size);
+  const std::size_t had = recycled.capacity_bytes();
+  const bool reuse = had >= size;
+  std::unique_ptr<std::byte[]> storage = reuse ? recycled.release() : std::make_unique<std::byte[]>(size);
+  if (reuse && size > 0) std::memset(storage.get(), 0, size);
   StateLayout layout = detail::emit_state(storage.get(), *geometry, form, positions, tokens);
   StateView<std::byte> view = detail::make_view(std::span(storage.get(), size), std::move(layout), std::move(geometry));
-  return StateBlob(std::move(storage), std::move(view));
+  return StateBlob(std::move(storage), reuse ? had : size, std::move(view));
 }
 
 }  // namespace llama
