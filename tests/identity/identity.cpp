@@ -1,0 +1,139 @@
+// One digest over everything whose bytes must not depend on how it was built or run: a fixed set concatenated, matched and
+// fused (per token and per channel), in every element type and layout, in every executor, with the rope's and the conversions' own bytes. tests/identity.cmake builds
+// this program many times and compares what it prints; within one build, executors are compared here.
+#include <cstdio>
+#include <cstdlib>
+
+#include <kvmeld/kvmeld.hpp>
+
+#include "support/random_cache.hpp"
+#if __has_include("support/identity_rope.hpp")
+#include "support/identity_rope.hpp"
+#endif
+#if __has_include("support/identity_tensor.hpp")
+#include "support/identity_tensor.hpp"
+#endif
+
+namespace {
+
+using kvmeld::ElementType;
+using test::Layout;
+using test::TestCache;
+
+struct Sink {
+  kvmeld::Xxh3_128 hash;
+  void bytes(const void* data, std::size_t size) { hash.update({static_cast<const std::byte*>(data), size}); }
+};
+
+// All aligners behind one type: a plan is compiled once a fuser and not once a pair.
+struct AnyAligner {
+  static constexpr bool reproducible = true;
+  bool matches = false;
+
+  [[nodiscard]] kvmeld::Result<kvmeld::Alignment> align(std::span<const kvmeld::Source> ordered, std::int64_t first_position) const {
+    auto out = matches ? kvmeld::TokenMatch{}.align(ordered, first_position) : kvmeld::Concat{}.align(ordered, first_position);
+    if (matches && out) {  // weights that no short binary fraction is
+      float weight = 0.1F;
+      for (kvmeld::Contribution& c : out->groups[0].contributions) c.weight = weight = weight < 3.0F ? weight * 1.37F : 0.1F;
+    }
+    return out;
+  }
+  void digest(kvmeld::Hasher& hasher) const { hasher.value(static_cast<std::uint8_t>(matches)); }
+};
+
+void require(bool condition, const char* what, int a = 0, int b = 0) {
+  if (condition) return;
+  std::printf("identity: %s (%d, %d)\n", what, a, b);
+  std::exit(1);
+}
+
+template <class E, class M>
+void same_in(const E& exec, const kvmeld::Plan<M>& plan, Layout layout, const TestCache& want, const char* name) {
+  TestCache out(plan.shared_geometry(), plan.tokens(), layout);
+  std::vector<std::byte> workspace(plan.workspace_bytes());
+  require(kvmeld::run(exec, plan, workspace, out.out()).ok(), "run failed in", static_cast<int>(layout));
+  require(out.buffers() == want.buffers(), name, static_cast<int>(layout), static_cast<int>(out.shape(0).type));
+}
+
+template <class M>
+void render(Sink& sink, const kvmeld::FragmentSet& set, const M& merger, const kvmeld::Target& target, Layout layout) {
+  static const kvmeld::exec::Threads one = kvmeld::exec::threads(1), two = kvmeld::exec::threads(2), seven = kvmeld::exec::threads(7);
+  const auto plan = kvmeld::plan(set, merger, target);
+  require(plan.ok(), "plan failed");
+  TestCache first(plan->shared_geometry(), plan->tokens(), layout);
+  std::vector<std::byte> workspace(plan->workspace_bytes());
+  const auto report = kvmeld::run(kvmeld::exec::Sequential{.isa = kvmeld::Isa::baseline}, *plan, workspace, first.out(), {.content_digest = true});
+  require(report.ok(), "run failed");
+  for (const kvmeld::Isa isa : {kvmeld::Isa::avx2, kvmeld::Isa::avx512}) {
+    if (isa <= kvmeld::best_isa()) same_in(kvmeld::exec::Sequential{.isa = isa}, *plan, layout, first, kvmeld::to_string(isa).data());
+  }
+  same_in(kvmeld::exec::lanes, *plan, layout, first, "lanes");
+  same_in(one, *plan, layout, first, "one thread");
+  same_in(two, *plan, layout, first, "two threads");
+  same_in(seven, *plan, layout, first, "seven threads");
+  for (const auto& buffer : first.buffers()) sink.bytes(buffer.data(), buffer.size());
+  sink.bytes(&*report->content_digest, sizeof(kvmeld::Digest128));
+  sink.bytes(&report->render_id, sizeof(kvmeld::Digest128));
+}
+
+// Six fragments of 0 to 20 tokens, in order of their key norms.
+void render_all(Sink& sink, const test::Model& model, std::span<const Layout> layouts) {
+  auto g = test::geometry(model);
+  g->layers[1].rope.scaling = kvmeld::RopeScaling::yarn;
+  g->layers[1].rope.factor = 4.0;
+  g->layers[1].rope.original_context = 4096;
+  kvmeld::FragmentSet set;
+  for (std::uint64_t s = 0; s < 6; ++s) {
+    const std::int64_t lengths[] = {0, 1, 3, 6, 12, 20};
+    const std::int64_t n = lengths[s];
+    const auto positions = test::gapped_positions(n, static_cast<std::int64_t>(11 * s));
+    const auto span = test::sealed(g, n, s, {.positions = positions});
+    require(span.fragment.valid() && set.insert(span.fragment, {s, s}, 0.25F + static_cast<float>(s)).ok(), "seal failed");
+  }
+  kvmeld::Target target;
+  target.geometry = *g;
+  target.first_position = 131;
+  using kvmeld::Aligner, kvmeld::Fuser, kvmeld::merger;
+  const Fuser mean{kvmeld::WeightedMean{.weighting = kvmeld::Weighting::confidence}};
+  for (const Layout layout : layouts) {
+    render(sink, set, merger(Aligner{AnyAligner{false}}, mean), target, layout);
+    render(sink, set, merger(Aligner{AnyAligner{true}}, mean), target, layout);
+    render(sink, set, merger(Aligner{AnyAligner{true}}, Fuser{kvmeld::Max{}}), target, layout);
+  }
+}
+
+// 1000 contributions to one output: chunks, and the tree that joins them.
+void render_many(Sink& sink) {
+  const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 32});
+  kvmeld::FragmentSet set;
+  for (std::uint64_t s = 0; s < 1000; ++s) {
+    const auto span = test::sealed(g, 1, s);
+    require(set.insert(span.fragment, {s, 0}, 0.1F * static_cast<float>(1 + s % 17)).ok(), "insert failed");
+  }
+  kvmeld::Target target;
+  target.geometry = *g;
+  target.first_position = 5;
+  const kvmeld::Aligner match{AnyAligner{true}};
+  render(sink, set, kvmeld::merger(match, kvmeld::Fuser{kvmeld::WeightedMean{.weighting = kvmeld::Weighting::confidence}}), target, Layout::canonical);
+}
+
+}  // namespace
+
+int main() {
+  Sink sink;
+  constexpr Layout two[] = {Layout::canonical, Layout::transposed_values};
+  for (const ElementType type : {ElementType::f64, ElementType::f32, ElementType::f16, ElementType::f8_e4m3, ElementType::f8_e5m2}) {
+    render_all(sink, {.type = type, .heads = 1}, two);
+  }
+  render_all(sink, {.type = ElementType::q8_0, .heads = 2}, test::all_layouts);
+  render_all(sink, {.type = ElementType::bf16, .heads = 3, .channels = 80, .value_channels = 40, .first = 6, .rotary = 50,
+                    .pairing = kvmeld::RopePairing::interleaved, .base = 500000.0}, test::all_layouts);
+  render_many(sink);
+#if __has_include("support/identity_rope.hpp")
+  rope_identity(sink);
+#endif
+#if __has_include("support/identity_tensor.hpp")
+  tensor_identity(sink);
+#endif
+  std::printf("%s\n", sink.hash.digest().hex().c_str());
+}
