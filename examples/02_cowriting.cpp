@@ -1,6 +1,6 @@
-// Two copies of one model write a story together: each writes a passage from the same state, then they share what they wrote.
+// Two copies of one model write a story together: each writes a sentence from the same state, then they share what they wrote.
 //
-// Compares four ways to share every `--sync` tokens: not at all, as text that is read again, as caches put one after the
+// Compares four ways to share after each sentence, `--sync` tokens at most: not at all, as text that is read again, as caches put one after the
 // other, and as the element-wise mean of both caches, the naive start. Writes build/cowriting.json.
 
 #include "support/asking.hpp"
@@ -41,7 +41,7 @@ constexpr std::array<std::string_view, 4> modes{"alone", "text", "concat", "mean
 struct Flags {
   std::string model;
   std::string output = "build/cowriting.json";
-  std::size_t sync = 24;    ///< Tokens a writer writes between two exchanges.
+  std::size_t sync = 32;    ///< Most tokens that a writer writes between two exchanges.
   std::size_t rounds = 4;
   std::size_t stories = 4;
   int threads = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
@@ -118,23 +118,29 @@ kvmeld::Status write_story(Engine& engine, const std::shared_ptr<const kvmeld::G
   std::vector<float> logits(engine.last_logits().begin(), engine.last_logits().end());
   std::size_t length = story.text.size();  // tokens in sequence 0, fewer than were written where passages were averaged
   std::array<Draw, 2> draws{Draw(2 * number + 1), Draw(2 * number + 2)};
-  const std::size_t writers = mode == "alone" ? 1 : 2;  // alone writes as many tokens, in twice the steps
-  const Tokens pause = engine.tokens("\n");
+  const std::size_t writers = mode == "alone" ? 1 : 2;
+  const std::size_t sentences = 2 / writers;  // alone writes as much, in twice the steps
+  const Tokens pause = engine.tokens(" Then");  // every round goes on with it, in all modes
 
   for (std::size_t round = 0; round < flags.rounds; ++round) {
     std::array<Tokens, 2> passages;
     const Tokens common = story.text;
     std::array<std::vector<float>, 2> next{logits, logits};
     for (std::size_t w = 0; w < writers; ++w) engine.branch(0, static_cast<llama_seq_id>(w) + 1);
-    for (std::size_t i = 0; i < flags.sync * 2 / writers; ++i) {
+    std::array<std::size_t, 2> left{sentences, writers == 2 ? sentences : 0};
+    for (std::size_t i = 0; i < flags.sync * sentences && left[0] + left[1] > 0; ++i) {
       Batch batch;
-      std::array<std::int32_t, 2> rows{};
+      std::array<std::int32_t, 2> rows{-1, -1};
       for (std::size_t w = 0; w < writers; ++w) {
+        if (left[w] == 0) continue;
         passages[w].push_back(sample(engine, next[w], draws[w]));
+        const std::string text = engine.text(passages[w].back());
+        if (text.find_first_of(".!?") != std::string::npos) --left[w];
         rows[w] = batch.add(passages[w].back(), static_cast<llama_pos>(length + i), static_cast<llama_seq_id>(w) + 1, true);
       }
       if (!engine.decode(batch)) return refused;
-      for (std::size_t w = 0; w < writers; ++w) next[w].assign(engine.logits(rows[w]).begin(), engine.logits(rows[w]).end());
+      for (std::size_t w = 0; w < writers; ++w)
+        if (rows[w] >= 0) next[w].assign(engine.logits(rows[w]).begin(), engine.logits(rows[w]).end());
     }
 
     const Stopwatch watch;
@@ -163,7 +169,7 @@ kvmeld::Status write_story(Engine& engine, const std::shared_ptr<const kvmeld::G
     }
     for (const llama_seq_id writer : {1, 2}) engine.forget(writer);
     story.share_ms += watch.milliseconds();
-    if (!engine.prefill(pause, static_cast<llama_pos>(length), 0, true)) return refused;  // both go on in a new line
+    if (!engine.prefill(pause, static_cast<llama_pos>(length), 0, true)) return refused;  // both go on from here
     append(story.text, pause);
     length += pause.size();
     logits.assign(engine.last_logits().begin(), engine.last_logits().end());
@@ -201,7 +207,7 @@ int main(int argc, char** argv) {
   CLI::App app("Two copies of a model write one story and share it as text or as merged caches.");
   app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
   app.add_option("--output", flags.output, "JSON file to write")->capture_default_str();
-  app.add_option("--sync", flags.sync, "tokens that each writes between two exchanges")->check(CLI::Range(2, 256))->capture_default_str();
+  app.add_option("--sync", flags.sync, "most tokens that each writes between two exchanges")->check(CLI::Range(2, 256))->capture_default_str();
   app.add_option("--rounds", flags.rounds, "exchanges a story")->check(CLI::Range(1, 16))->capture_default_str();
   app.add_option("--stories", flags.stories, "stories, four openings in turn")->check(CLI::Range(1, 64))->capture_default_str();
   app.add_option("--threads", flags.threads, "of the engine")->check(CLI::Range(1, 256))->capture_default_str();
@@ -217,7 +223,7 @@ int main(int argc, char** argv) {
 
   nlohmann::json rows = nlohmann::json::array();
   nlohmann::json summary = nlohmann::json::array();
-  std::printf("%zu stories, two writers, %zu exchanges, each after %zu tokens a writer\n\n%-8s %14s %15s %18s %16s\n", flags.stories,
+  std::printf("%zu stories, two writers, %zu exchanges, each after a sentence a writer of at most %zu tokens\n\n%-8s %14s %15s %18s %16s\n", flags.stories,
               flags.rounds, flags.sync, "sharing", "nats a token", "distinct pairs", "tokens read again", "ms an exchange");
   for (const std::string_view mode : modes) {
     double nats = 0, pairs = 0, again = 0, share = 0;
