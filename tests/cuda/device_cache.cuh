@@ -62,10 +62,14 @@ class DeviceCache {
       kvmeld::MutablePlaneRef plane = host.out().planes()[p];
       plane.data = buffers_.back().data();
       const std::size_t bytes = kvmeld::detail::table_bytes(plane.slots, plane.tokens);
-      if (tables == Tables::device && bytes > 0) {
+      if (bytes > 0 && tables == Tables::device) {
         tables_.emplace_back(bytes);
         tables_.back().upload(plane.slots.table);
         plane.slots.table = tables_.back().data();
+      } else if (bytes > 0) {
+        const auto* first = static_cast<const std::byte*>(plane.slots.table);
+        host_tables_.emplace_back(first, first + bytes);
+        plane.slots.table = host_tables_.back().data();
       }
       planes.push_back(plane);
     }
@@ -73,6 +77,10 @@ class DeviceCache {
   }
 
   [[nodiscard]] const kvmeld::MutableKvCacheRef& out() const { return ref_; }
+  /// Host tables may change as soon as a call has returned.
+  void spoil_tables() {
+    for (std::vector<std::byte>& table : host_tables_) std::fill(table.begin(), table.end(), std::byte{0x11});
+  }
   [[nodiscard]] std::vector<std::vector<std::byte>> download() const {
     std::vector<std::vector<std::byte>> out;
     for (const DeviceBytes& buffer : buffers_) {
@@ -85,6 +93,7 @@ class DeviceCache {
  private:
   std::vector<DeviceBytes> buffers_;
   std::vector<DeviceBytes> tables_;
+  std::vector<std::vector<std::byte>> host_tables_;
   kvmeld::MutableKvCacheRef ref_;
 };
 

@@ -40,13 +40,14 @@ void compare(const kvmeld::FragmentSet& set, const M& merger, const std::shared_
   REQUIRE(plan.ok());
   const auto expected = test::run_in(kvmeld::exec::seq, *plan, layout);
   TestCache host(g, plan->tokens(), layout);
-  const test::DeviceCache out(host, tables);
+  test::DeviceCache out(host, tables);
   const test::TestStream stream;
   const test::DeviceBytes workspace(kvmeld::gpu::workspace_bytes(*plan, out.out()));
   const auto report = kvmeld::run(stream.get(), *plan, workspace.span(), out.out());
   INFO(report.status().message());
   REQUIRE(report.ok());
   CHECK(report->render_id == plan->render_id());
+  out.spoil_tables();
   stream.wait();
   CHECK(out.download() == expected->buffers());
 }
@@ -98,9 +99,10 @@ TEST_CASE("resident payloads, and render with a workspace from the stream's pool
   TestCache host(g, plan->tokens());
   const test::DeviceCache first(host, Tables::host), second(host, Tables::host);
   const test::TestStream stream;
-  const test::DeviceBytes workspace(kvmeld::gpu::workspace_bytes(*plan, first.out(), {resident}));
-  CHECK(workspace.span().size() < payloads[0].span().size() + payloads[1].span().size());
-  REQUIRE(kvmeld::run(stream.get(), *plan, workspace.span(), first.out(), {resident}).ok());
+  const std::size_t bytes = kvmeld::gpu::workspace_bytes(*plan, first.out(), {resident});
+  CHECK(bytes < payloads[0].span().size() + payloads[1].span().size());
+  const test::DeviceBytes workspace(bytes + 3);
+  REQUIRE(kvmeld::run(stream.get(), *plan, workspace.span().subspan(3), first.out(), {resident}).ok());
   REQUIRE(kvmeld::render(stream.get(), set, merger, second.out(), at(g)).ok());
   stream.wait();
   CHECK(first.download() == expected->buffers());

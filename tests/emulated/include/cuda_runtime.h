@@ -33,7 +33,8 @@ enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
 enum { cudaStreamNonBlocking = 1 };
 
 struct dim3 {
-  unsigned x = 1, y = 1, z = 1;
+  unsigned x, y, z;
+  constexpr dim3(unsigned x_size = 1, unsigned y_size = 1, unsigned z_size = 1) : x(x_size), y(y_size), z(z_size) {}
 };
 struct cudaPointerAttributes {
   cudaMemoryType type;
