@@ -1,0 +1,10 @@
+// An alignment policy that is not wrapped: the error says how.
+// error: wrap alignment and fusion policies: Aligner{policy}, Fuser{policy}
+#include <kvmeld/align/token_match.hpp>
+#include <kvmeld/state/merger.hpp>
+
+#ifdef KVMELD_BAD
+const auto merger = kvmeld::merger(kvmeld::TokenMatch{});
+#else
+const auto merger = kvmeld::merger(kvmeld::Aligner{kvmeld::TokenMatch{}});
+#endif
