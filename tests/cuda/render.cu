@@ -1,4 +1,5 @@
-// Renders on the device: the bytes of exec::seq, for every merger, layout and element type, a user's own fuser included.
+// Renders on the device: the bytes of exec::seq, for every merger, layout and element type, a user's own fuser
+// included.
 #include <kvmeld/cuda/render.cuh>
 
 #include "cuda/device_cache.cuh"
@@ -34,7 +35,8 @@ kvmeld::FragmentSet spans(const std::shared_ptr<const kvmeld::Geometry>& g, std:
 }
 
 template <class M>
-void compare(const kvmeld::FragmentSet& set, const M& merger, const std::shared_ptr<const kvmeld::Geometry>& g, Layout layout, Tables tables) {
+void compare(const kvmeld::FragmentSet& set, const M& merger, const std::shared_ptr<const kvmeld::Geometry>& g,
+             Layout layout, Tables tables) {
   const auto plan = kvmeld::plan(set, merger, at(g));
   INFO(plan.status().message());
   REQUIRE(plan.ok());
@@ -55,13 +57,14 @@ void compare(const kvmeld::FragmentSet& set, const M& merger, const std::shared_
 }  // namespace
 
 TEST_CASE("every merger renders the host's bytes on the device") {
-  const auto type = GENERATE(ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::f8_e4m3,
-                             ElementType::f8_e5m2, ElementType::q8_0);
-  const Layout layout = GENERATE(Layout::canonical, Layout::head_first, Layout::paged, Layout::slot_list, Layout::transposed_values,
-                                 Layout::split_channels);
+  const auto type = GENERATE(ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16,
+                             ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::q8_0);
+  const Layout layout = GENERATE(Layout::canonical, Layout::head_first, Layout::paged, Layout::slot_list,
+                                 Layout::transposed_values, Layout::split_channels);
   const Tables tables = GENERATE(Tables::host, Tables::device);
   CAPTURE(kvmeld::to_string(type), static_cast<int>(layout), static_cast<int>(tables));
-  const auto g = test::geometry({.type = type, .heads = 3, .channels = 96, .value_channels = 64, .first = 8, .rotary = 72});
+  const auto g =
+      test::geometry({.type = type, .heads = 3, .channels = 96, .value_channels = 64, .first = 8, .rotary = 72});
   const auto set = spans(g, 9);
   const Aligner match{kvmeld::TokenMatch{}};
   compare(set, kvmeld::merger(ById{}), g, layout, tables);
@@ -73,10 +76,12 @@ TEST_CASE("every merger renders the host's bytes on the device") {
 
 TEST_CASE("crowds of contributions are joined by the host's tree on the device") {
   const std::int64_t count = GENERATE(2, 64, 65, 400);
-  const auto g = test::geometry({.layers = 1, .channels = 96, .first = 8, .rotary = 80, .pairing = kvmeld::RopePairing::interleaved});
+  const auto g = test::geometry(
+      {.layers = 1, .channels = 96, .first = 8, .rotary = 80, .pairing = kvmeld::RopePairing::interleaved});
   const test::Given given{std::make_shared<const kvmeld::Alignment>(test::crowd(count, 40))};
   const auto positions = test::gapped_positions(40, 1);
-  const auto set = test::set_of({test::sealed(g, 40, 1, {.positions = positions}), test::sealed(g, 40, 2, {.positions = positions})});
+  const auto set = test::set_of(
+      {test::sealed(g, 40, 1, {.positions = positions}), test::sealed(g, 40, 2, {.positions = positions})});
   compare(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::WeightedMean{}}), g, Layout::paged, Tables::host);
   compare(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::Max{}}), g, Layout::paged, Tables::host);
 }

@@ -102,10 +102,12 @@ TEST_CASE("gather refuses in place, a map out of range and host memory, and laun
   const auto g = test::geometry();
   TestCache cache(g, 4, Layout::slot_list), other(g, 4);
   cache.fill(1);
-  const test::DeviceCache host_tables(cache, Tables::host), device_tables(cache, Tables::device), out(other, Tables::host);
+  const test::DeviceCache host_tables(cache, Tables::host), device_tables(cache, Tables::device),
+      out(other, Tables::host);
   const test::TestStream stream;
   const test::DeviceBytes workspace(std::size_t{1} << 20);
-  const auto code = [&](const kvmeld::KvCacheRef& from, const std::vector<std::int32_t>& map, const kvmeld::MutableKvCacheRef& to) {
+  const auto code = [&](const kvmeld::KvCacheRef& from, const std::vector<std::int32_t>& map,
+                        const kvmeld::MutableKvCacheRef& to) {
     return kvmeld::gather(stream.get(), from, map, to, workspace.span()).status().code();
   };
   CHECK(code(host_tables.out(), {1, 0}, host_tables.out()) == ErrorCode::aliasing);

@@ -24,7 +24,9 @@ struct RowSum {
     for (int c = lane; c < channels; c += kvmeld::lanes_per_row) s.sum += static_cast<double>(rows[row * channels + c]);
     return s;
   }
-  KVMELD_HD static State join(State a, State b) { return {a.sum + b.sum, static_cast<std::uint16_t>(a.lanes + b.lanes)}; }
+  KVMELD_HD static State join(State a, State b) {
+    return {a.sum + b.sum, static_cast<std::uint16_t>(a.lanes + b.lanes)};
+  }
   KVMELD_HD void finish(std::int64_t row, int lane, State total) const {
     if (lane == 0) sums[row] = static_cast<float>(total.sum) + static_cast<float>(total.lanes);
   }
@@ -50,7 +52,9 @@ struct Bracket {
   }
   KVMELD_HD State partial(std::int64_t, int lane) const { return pack(mix(static_cast<std::uint64_t>(lane) + 1)); }
   KVMELD_HD static State join(State a, State b) { return pack(mix(3 * unpack(a) + unpack(b))); }
-  KVMELD_HD void finish(std::int64_t row, int lane, State total) const { out[row * kvmeld::lanes_per_row + lane] = unpack(total); }
+  KVMELD_HD void finish(std::int64_t row, int lane, State total) const {
+    out[row * kvmeld::lanes_per_row + lane] = unpack(total);
+  }
 };
 
 // A user's fuser with an accumulator of its own: mean of squares, signed by the sum.
@@ -63,7 +67,9 @@ struct SignedPower {
   static constexpr bool rotation_equivariant = false;
 
   KVMELD_HD Sums init() const { return {0, 0}; }
-  KVMELD_HD Sums absorb(Sums a, float x, float w) const { return {kvmeld::fma(w, x, a.sum), kvmeld::fma(w * x, x, a.squares)}; }
+  KVMELD_HD Sums absorb(Sums a, float x, float w) const {
+    return {kvmeld::fma(w, x, a.sum), kvmeld::fma(w * x, x, a.squares)};
+  }
   KVMELD_HD Sums join(Sums a, Sums b) const { return {a.sum + b.sum, a.squares + b.squares}; }
   KVMELD_HD float finish(Sums a, float weight, int) const { return (a.sum < 0 ? -a.squares : a.squares) / weight; }
   void digest(kvmeld::Hasher& hasher) const { hasher.text("test.SignedPower"); }

@@ -1,4 +1,5 @@
-// Gather by position map: against the layouts' own addresses, in host rows, on threads and in the form that devices run.
+// Gather by position map: against the layouts' own addresses, in host rows, on threads and in the form that devices
+// run.
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -43,7 +44,8 @@ TEST_CASE("gather moves rows between all layouts, the same bytes in every execut
   const auto tokens = static_cast<std::int64_t>(map32.size());
   for (const Layout from : test::all_layouts) {
     // A slot list can leave tokens out: token 0 is missing in layer 1.
-    TestCache in(g, 10, from, from == Layout::slot_list ? std::vector<std::int64_t>{0, 1} : std::vector<std::int64_t>{});
+    TestCache in(g, 10, from,
+                 from == Layout::slot_list ? std::vector<std::int64_t>{0, 1} : std::vector<std::int64_t>{});
     in.fill(7);
     for (const Layout to : test::all_layouts) {
       CAPTURE(kvmeld::to_string(type), static_cast<int>(from), static_cast<int>(to));
@@ -81,8 +83,8 @@ TEST_CASE("gather refuses what it cannot do, with the number, and writes nothing
   const auto g = test::geometry();
   TestCache in(g, 4), out(g, 3);
   in.fill(1);
-  const auto refused = [&](const kvmeld::KvCacheRef& from, const std::vector<std::int32_t>& map, const kvmeld::MutableKvCacheRef& to,
-                           ErrorCode code, const char* number) {
+  const auto refused = [&](const kvmeld::KvCacheRef& from, const std::vector<std::int32_t>& map,
+                           const kvmeld::MutableKvCacheRef& to, ErrorCode code, const char* number) {
     const auto report = kvmeld::gather(kvmeld::exec::seq, from, map, to);
     INFO(report.status().message());
     CHECK(report.status().code() == code);
@@ -125,5 +127,6 @@ TEST_CASE("two sequences of one pool do not alias, one slot with two names does"
   };
   const std::vector<std::int32_t> map{3, 2, 1, 0};
   CHECK(kvmeld::gather(kvmeld::exec::seq, sequence(first), map, sequence(second)).ok());
-  CHECK(kvmeld::gather(kvmeld::exec::seq, sequence(first), map, sequence(twice)).status().code() == ErrorCode::aliasing);
+  CHECK(kvmeld::gather(kvmeld::exec::seq, sequence(first), map, sequence(twice)).status().code() ==
+        ErrorCode::aliasing);
 }

@@ -46,7 +46,14 @@ TEST_CASE("crowds of contributions render the same bytes in lanes and in rows") 
   const std::int64_t count = GENERATE(2, 63, 64, 65, 130, 400);
   CAPTURE(kvmeld::to_string(type), static_cast<int>(pairing), count);
   // Rotary channels 8 to 88 of 96: pairs reach over the edges of q8_0 blocks.
-  const auto g = test::geometry({.type = type, .layers = 1, .heads = 2, .channels = 96, .value_channels = 64, .first = 8, .rotary = 80, .pairing = pairing});
+  const auto g = test::geometry({.type = type,
+                                 .layers = 1,
+                                 .heads = 2,
+                                 .channels = 96,
+                                 .value_channels = 64,
+                                 .first = 8,
+                                 .rotary = 80,
+                                 .pairing = pairing});
   std::vector<test::Sealed> spans;
   for (const std::uint64_t seed : {1U, 2U}) {
     const auto positions = test::gapped_positions(40, static_cast<std::int64_t>(seed));

@@ -59,7 +59,8 @@ struct GatherWork {
     if (from < 0 || to < 0) return;
     if (task.heads_together) {
       lane_copy(task.in.data + task.in.byte_offset(task.in.row_offset(from, 0)),
-                task.out.data + task.out.byte_offset(task.out.row_offset(to, 0)), row_bytes(task.out.shape) * task.out.shape.heads, lane);
+                task.out.data + task.out.byte_offset(task.out.row_offset(to, 0)),
+                row_bytes(task.out.shape) * task.out.shape.heads, lane);
       return;
     }
     for (std::int32_t head = 0; head < task.out.shape.heads; ++head) {
@@ -81,7 +82,8 @@ struct GatherWork {
 
  private:
   /// Moves output `o`, or a run of neighbours from it on; returns how many outputs are done.
-  KVMELD_ALWAYS_INLINE std::int64_t host_output(const GatherTask& task, std::int64_t o, std::int64_t last) const noexcept {
+  KVMELD_ALWAYS_INLINE std::int64_t host_output(const GatherTask& task, std::int64_t o,
+                                                std::int64_t last) const noexcept {
     if (map[o] < 0) return 1;
     const std::int64_t from = task.in.slots.slot(map[o]);
     const std::int64_t to = task.out.slots.slot(o);
@@ -100,7 +102,8 @@ struct GatherWork {
       if (task.in.contiguous_rows()) {
         scatter_row(task.out, to, head, task.in.data + task.in.byte_offset(in));
       } else {
-        for (std::int64_t c = 0; c < shape.channels; ++c) move_element(task.in, in, task.out, task.out.row_offset(to, head), c);
+        for (std::int64_t c = 0; c < shape.channels; ++c)
+          move_element(task.in, in, task.out, task.out.row_offset(to, head), c);
       }
     }
     return 1;
@@ -129,13 +132,14 @@ template <PositionIndex Int>
   }
   for (std::size_t o = 0; o < map.size(); ++o) {
     if (map[o] < -1 || map[o] >= in.tokens()) {
-      return error(ErrorCode::invalid_argument, "map entry ", o, " is ", map[o], "; the input holds tokens 0 to ", in.tokens() - 1,
-                   ", and -1 leaves a row alone");
+      return error(ErrorCode::invalid_argument, "map entry ", o, " is ", map[o], "; the input holds tokens 0 to ",
+                   in.tokens() - 1, ", and -1 leaves a row alone");
     }
   }
   for (const MutablePlaneRef& plane : out.planes()) {
     if (plane.shape.scales != ScaleScheme::none) {
-      return error(ErrorCode::unsupported, "gather: planes with scales apart cannot be moved; their scales are not writable through a view");
+      return error(ErrorCode::unsupported,
+                   "gather: planes with scales apart cannot be moved; their scales are not writable through a view");
     }
   }
   return {};
@@ -145,7 +149,8 @@ template <PositionIndex Int>
 ///
 /// @param readable whether the host can read a plane's table.
 template <PositionIndex Int, class Readable>
-[[nodiscard]] std::vector<std::int64_t> gather_holes(const KvCacheRef& in, std::span<const Int> map, const Readable& readable) {
+[[nodiscard]] std::vector<std::int64_t> gather_holes(const KvCacheRef& in, std::span<const Int> map,
+                                                     const Readable& readable) {
   std::vector<const TokenSlots*> tables;
   for (std::size_t l = 0; l < in.geometry().layers.size(); ++l) {
     if (in.geometry().layers[l].planes.empty()) continue;
@@ -165,11 +170,13 @@ template <PositionIndex Int, class Readable>
 }
 
 template <class E, PositionIndex Int>
-[[nodiscard]] Result<GatherReport> gather_on_host(const E& exec, const KvCacheRef& in, std::span<const Int> map, const MutableKvCacheRef& out) {
+[[nodiscard]] Result<GatherReport> gather_on_host(const E& exec, const KvCacheRef& in, std::span<const Int> map,
+                                                  const MutableKvCacheRef& out) {
   KVMELD_TRY(check_gather(in, map, out));
   const auto outputs = static_cast<std::int64_t>(map.size());
   const MutableKvCacheRef written = out.first(outputs);
-  if (overlaps(in, written)) return error(ErrorCode::aliasing, "gather: the output shares memory with the input; gather into another cache");
+  if (overlaps(in, written))
+    return error(ErrorCode::aliasing, "gather: the output shares memory with the input; gather into another cache");
   std::vector<GatherTask> tasks;
   for (std::size_t p = 0; p < in.planes().size(); ++p) {
     KVMELD_TRY(check_writable(written.planes()[p]));

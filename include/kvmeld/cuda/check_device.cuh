@@ -58,9 +58,9 @@ struct DeviceProbe {
   return probe;
 }
 
-// Kernels, and every function between a caller and a kernel, are static or inlined: nvcc's options differ between files, and
-// two libraries for different architectures may meet in one process, so a file must launch its own kernels and judge its
-// own options. Static, since nvcc makes a named namespace of an unnamed one.
+// Kernels, and every function between a caller and a kernel, are static or inlined: nvcc's options differ between
+// files, and two libraries for different architectures may meet in one process, so a file must launch its own kernels
+// and judge its own options. Static, since nvcc makes a named namespace of an unnamed one.
 
 [[maybe_unused]] static __device__ unsigned probe_faults;
 
@@ -89,7 +89,8 @@ static __global__ void probe_arithmetic(const Probe probe) {
   config.blockDim = dim3(32);
   config.stream = stream;
   cudaError_t code = cudaLaunchKernelEx(&config, probe_arithmetic<DeviceProbe>, probe);
-  if (code == cudaSuccess) code = cudaMemcpyFromSymbolAsync(&faults, probe_faults, sizeof(faults), 0, cudaMemcpyDeviceToHost, stream);
+  if (code == cudaSuccess)
+    code = cudaMemcpyFromSymbolAsync(&faults, probe_faults, sizeof(faults), 0, cudaMemcpyDeviceToHost, stream);
   const cudaError_t waited = cudaStreamSynchronize(stream);
   const cudaError_t destroyed = cudaStreamDestroy(stream);
   for (const cudaError_t next : {waited, destroyed}) {
@@ -105,10 +106,11 @@ namespace gpu {
 
 /// Asks the current device once whether it keeps subnormals and rounds division, roots and fma as IEEE says.
 ///
-/// nvcc's `--use_fast_math` and `-ftz=true` define no macro, so only a kernel sees them. The first call on a device runs one
-/// of 32 threads in a stream of its own and waits for it; later ones read the remembered answer. `run`, `render` and `gather`
-/// call it; who must not wait there calls it at start-up, from a file compiled with the same options.
-/// Errors: `float_environment` with the options to leave out, `engine_failure` with CUDA's text (not remembered).
+/// nvcc's `--use_fast_math` and `-ftz=true` define no macro, so only a kernel sees them. The first call on a device
+/// runs one of 32 threads in a stream of its own and waits for it; later ones read the remembered answer. `run`,
+/// `render` and `gather` call it; who must not wait there calls it at start-up, from a file compiled with the same
+/// options. Errors: `float_environment` with the options to leave out, `engine_failure` with CUDA's text (not
+/// remembered).
 [[nodiscard]] [[maybe_unused]] static Status check_device() {
   constexpr int remembered = 64;
   constexpr unsigned asked = 0x80;
@@ -128,8 +130,8 @@ namespace gpu {
   if ((answer & detail::probe_division) != 0) what += " division is approximate (-prec-div=false);";
   if ((answer & detail::probe_root) != 0) what += " square roots are approximate (-prec-sqrt=false);";
   if ((answer & detail::probe_fma) != 0) what += " fused multiply-add rounds twice;";
-  return detail::error(ErrorCode::float_environment, "floating-point results of device ", device, " would differ:", what,
-                       " compile without --use_fast_math and its parts");
+  return detail::error(ErrorCode::float_environment, "floating-point results of device ", device,
+                       " would differ:", what, " compile without --use_fast_math and its parts");
 }
 
 }  // namespace gpu

@@ -19,7 +19,7 @@ namespace gpu {
 struct ResidentPayload {
   FragmentId fragment{};
   std::size_t payload = 0;           ///< index among the fragment's payloads
-  const std::byte* bytes = nullptr;  ///< device memory, `Payload::byte_count` bytes, unchanged until the stream has passed
+  const std::byte* bytes = nullptr;  ///< `Payload::byte_count` bytes of device memory
 };
 
 /// What a device run is told beside the plan. There is no content digest: it would have to wait for the device.
@@ -31,7 +31,8 @@ struct RenderOptions {
 
 namespace detail {
 
-[[nodiscard]] inline const gpu::ResidentPayload* find_resident(const PlanSource& source, const gpu::RenderOptions& options) noexcept {
+[[nodiscard]] inline const gpu::ResidentPayload* find_resident(const PlanSource& source,
+                                                               const gpu::RenderOptions& options) noexcept {
   for (const gpu::ResidentPayload& r : options.resident) {
     if (r.fragment == source.fragment.id() && r.payload == source.payload_index) return &r;
   }
@@ -45,7 +46,8 @@ struct RenderOffsets {
 };
 
 /// @param keep_last  copies the last source through the staging buffer, so that it need not outlive the call.
-[[nodiscard]] inline RenderOffsets lay_out(Upload& upload, const PlanCore& core, const gpu::RenderOptions& options, bool keep_last) {
+[[nodiscard]] inline RenderOffsets lay_out(Upload& upload, const PlanCore& core, const gpu::RenderOptions& options,
+                                           bool keep_last) {
   RenderOffsets at;
   at.tasks = upload.reserve(core.planes() * sizeof(PlaneTask));
   at.bases = upload.reserve(core.planes() * core.sources.size() * sizeof(const std::byte*));
@@ -71,7 +73,8 @@ struct RenderOffsets {
 }
 
 /// What can be told of device views: memory that the host cannot see is compared where the slots are known.
-[[nodiscard]] inline Status check_device_output(const PlanCore& core, const DeviceView<std::byte>& out, std::span<const std::byte> workspace,
+[[nodiscard]] inline Status check_device_output(const PlanCore& core, const DeviceView<std::byte>& out,
+                                                std::span<const std::byte> workspace,
                                                 const gpu::RenderOptions& options) {
   const auto meets = [](const Segment& a, const std::byte* begin, std::size_t bytes) {
     const auto first = reinterpret_cast<std::uintptr_t>(begin);
@@ -80,11 +83,13 @@ struct RenderOffsets {
   for (std::size_t p = 0; p < out.planes.size(); ++p) {
     if (out.readable[p] == 0) continue;
     const Segment extent = extent_in_memory(out.planes[p]);
-    if (meets(extent, workspace.data(), workspace.size())) return error(ErrorCode::aliasing, "plane ", p, " of the output overlaps the workspace");
+    if (meets(extent, workspace.data(), workspace.size()))
+      return error(ErrorCode::aliasing, "plane ", p, " of the output overlaps the workspace");
     for (const PlanSource& source : core.sources) {
       const gpu::ResidentPayload* r = find_resident(source, options);
       if (r != nullptr && meets(extent, r->bytes, source.payload().byte_count)) {
-        return error(ErrorCode::aliasing, "plane ", p, " of the output overlaps the payload of fragment ", source.fragment.id().hex());
+        return error(ErrorCode::aliasing, "plane ", p, " of the output overlaps the payload of fragment ",
+                     source.fragment.id().hex());
       }
     }
   }
@@ -92,15 +97,18 @@ struct RenderOffsets {
 }
 
 template <class M>
-static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<M>& plan, std::span<std::byte> workspace,
-                                   const MutableKvCacheRef& out, const gpu::RenderOptions& options, bool keep_last) {
+static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<M>& plan,
+                                          std::span<std::byte> workspace, const MutableKvCacheRef& out,
+                                          const gpu::RenderOptions& options, bool keep_last) {
   const PlanCore& core = plan.core();
   if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
   KVMELD_TRY(check_same(*core.geometry, out.geometry()));
   if (out.tokens() < core.outputs()) {
-    return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(), " tokens, the output holds ", out.tokens());
+    return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(), " tokens, the output holds ",
+                 out.tokens());
   }
-  const RenderReport report{core.outputs(), static_cast<std::int64_t>(core.holes.size()), core.bytes, core.render_id, std::nullopt};
+  const RenderReport report{core.outputs(), static_cast<std::int64_t>(core.holes.size()), core.bytes, core.render_id,
+                            std::nullopt};
   if (core.outputs() == 0 || core.planes() == 0) return report;
   KVMELD_TRY(check_not_capturing(stream));
   KVMELD_TRY(gpu::check_device());
@@ -126,14 +134,17 @@ static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<
 
 namespace gpu {
 
-/// Bytes of device memory that `run` needs beside the output: tables, row lists, and every payload that is not resident.
+/// Bytes of device memory that `run` needs beside the output: tables, row lists, and every payload that is not
+/// resident.
 ///
 /// Any alignment. O(planes + fragments), no CUDA call.
 template <class M>
-[[nodiscard]] std::size_t workspace_bytes(const Plan<M>& plan, const MutableKvCacheRef& out, const RenderOptions& options = {}) {
+[[nodiscard]] std::size_t workspace_bytes(const Plan<M>& plan, const MutableKvCacheRef& out,
+                                          const RenderOptions& options = {}) {
   detail::Upload upload;
   (void)detail::lay_out(upload, plan.core(), options, false);
-  for (const MutablePlaneRef& plane : out.planes()) upload.stage(plane.slots.table, detail::table_bytes(plane.slots, plan.tokens()));
+  for (const MutablePlaneRef& plane : out.planes())
+    upload.stage(plane.slots.table, detail::table_bytes(plane.slots, plan.tokens()));
   return upload.workspace_bytes();
 }
 
@@ -144,34 +155,39 @@ template <class M>
 /// `out` is a view whose elements the current device can reach. Its slot tables may lie in host memory (checked, and
 /// copied with the plan) or in device memory (used as they lie, unchecked: the host cannot read them without waiting).
 /// Payloads are copied into the workspace unless they are resident; from pageable memory, which is what `seal` makes,
-/// CUDA may wait for the stream inside that copy. The plan, resident payloads and the workspace stay until the stream has
-/// passed; everything else may go when the call returns. The first call on a device also waits for `gpu::check_device`.
+/// CUDA may wait for the stream inside that copy. The plan, resident payloads and the workspace stay until the stream
+/// has passed; everything else may go when the call returns. The first call on a device also waits for
+/// `gpu::check_device`.
 ///
 /// Errors, with nothing launched: those of the host's `run`; `invalid_argument` (a plane in host memory), `unsupported`
 /// (a stream that is captured), `float_environment`, `engine_failure` with CUDA's text. A fault on the device shows in
 /// the stream later, as CUDA's always do, and leaves the output undefined.
 template <class M>
-[[nodiscard]] static Result<RenderReport> run(const gpu::Stream& stream, const Plan<M>& plan, std::span<std::byte> workspace,
-                                              const MutableKvCacheRef& out, const gpu::RenderOptions& options = {}) {
+[[nodiscard]] static Result<RenderReport> run(const gpu::Stream& stream, const Plan<M>& plan,
+                                              std::span<std::byte> workspace, const MutableKvCacheRef& out,
+                                              const gpu::RenderOptions& options = {}) {
   return detail::run_on_device(stream, plan, workspace, out, options, false);
 }
 
 /// Plans on the host and runs on the device, in a workspace of the stream's own memory pool.
 ///
-/// Allocates with `cudaMallocAsync` and frees with `cudaFreeAsync`, both in the stream: callers who must not allocate call
-/// `plan` and `run`. The set's fragments stay until the stream has passed. `target.local` is read on the host.
+/// Allocates with `cudaMallocAsync` and frees with `cudaFreeAsync`, both in the stream: callers who must not allocate
+/// call `plan` and `run`. The set's fragments stay until the stream has passed. `target.local` is read on the host.
 /// Errors: those of `plan` and `run`; `unsupported` for a local cache in device memory.
 template <class M>
 [[nodiscard]] static Result<RenderReport> render(const gpu::Stream& stream, const FragmentSet& set, const M& merger,
-                                                 const MutableKvCacheRef& out, Target target = {}, const gpu::RenderOptions& options = {}) {
+                                                 const MutableKvCacheRef& out, Target target = {},
+                                                 const gpu::RenderOptions& options = {}) {
   if (!out.valid()) return detail::error(ErrorCode::invalid_argument, "the output view has no geometry");
   if (target.geometry.layers.empty()) target.geometry = out.geometry();
   if (target.local) {
     for (const PlaneRef& plane : target.local->planes()) {
       cudaPointerAttributes memory{};
-      KVMELD_TRY(detail::cuda_status(cudaPointerGetAttributes(&memory, plane.data), "asking where the local cache lies"));
+      KVMELD_TRY(
+          detail::cuda_status(cudaPointerGetAttributes(&memory, plane.data), "asking where the local cache lies"));
       if (memory.type == cudaMemoryTypeDevice) {
-        return detail::error(ErrorCode::unsupported, "the local cache lies in device memory; copy its layers to the host first");
+        return detail::error(ErrorCode::unsupported,
+                             "the local cache lies in device memory; copy its layers to the host first");
       }
     }
   }
@@ -182,7 +198,8 @@ template <class M>
   KVMELD_TRY(detail::cuda_status(cudaMallocAsync(&workspace, bytes, stream.get()), "allocating a workspace"));
   // The copy of the local cache is the plan's own, and the plan goes when this returns.
   const bool keep_last = target.local && !target.layers.all();
-  auto report = detail::run_on_device(stream, *made, std::span(static_cast<std::byte*>(workspace), bytes), out, options, keep_last);
+  auto report = detail::run_on_device(stream, *made, std::span(static_cast<std::byte*>(workspace), bytes), out, options,
+                                      keep_last);
   const Status freed = detail::cuda_status(cudaFreeAsync(workspace, stream.get()), "freeing a workspace");
   if (report.ok() && !freed) return freed;
   return report;

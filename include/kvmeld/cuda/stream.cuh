@@ -18,7 +18,8 @@ namespace detail {
 /// The state of lane `lane + delta`, for any trivially copyable state.
 template <class S>
 [[nodiscard]] __device__ inline S shuffle_words(S state, int delta, bool broadcast) {
-  static_assert(std::is_trivially_copyable_v<S>, "kvmeld: a row work's State travels between lanes as words: it must be trivially copyable");
+  static_assert(std::is_trivially_copyable_v<S>,
+                "kvmeld: a row work's State travels between lanes as words: it must be trivially copyable");
   if constexpr (std::is_empty_v<S>) {
     return state;
   } else {
@@ -26,7 +27,8 @@ template <class S>
     unsigned words[(sizeof(S) + 3) / 4] = {};
     memcpy(words, &state, sizeof(S));
     for (unsigned& word : words) {
-      word = broadcast ? __shfl_sync(whole_warp, word, 0) : __shfl_down_sync(whole_warp, word, static_cast<unsigned>(delta));
+      word = broadcast ? __shfl_sync(whole_warp, word, 0)
+                       : __shfl_down_sync(whole_warp, word, static_cast<unsigned>(delta));
     }
     memcpy(&state, words, sizeof(S));
     return state;
@@ -54,7 +56,9 @@ static __global__ void run_rows(std::int64_t rows, const W work) {
 
 template <class W>
 static Status launch_rows(cudaStream_t stream, std::int64_t rows, const W& work) {
-  static_assert(sizeof(W) <= 4000, "kvmeld: a row work is passed to the kernel by value: keep it below 4000 bytes, with pointers to what is larger");
+  static_assert(
+      sizeof(W) <= 4000,
+      "kvmeld: a row work is passed to the kernel by value: keep it below 4000 bytes, with pointers to what is larger");
   if (rows <= 0) return {};
   constexpr unsigned warps_per_block = 4;
   constexpr std::int64_t most_blocks = std::int64_t{1} << 20;  // beyond it, warps take several rows
@@ -86,7 +90,8 @@ class Stream {
 
   /// Enqueues one warp for each row; `work` is copied, what it points to is device memory.
   ///
-  /// Errors: `engine_failure` with CUDA's text where the launch is refused. What goes wrong later is the stream's to tell.
+  /// Errors: `engine_failure` with CUDA's text where the launch is refused. What goes wrong later is the stream's to
+  /// tell.
   template <RowWork W>
   KVMELD_ALWAYS_INLINE Status bulk(std::int64_t rows, const W& work) const {
     return detail::launch_rows(stream_, rows, work);

@@ -23,8 +23,8 @@ namespace detail {
 ///
 /// Small arrays are staged: gathered in one pageable buffer, copied in one transfer, and free to change once `send` has
 /// returned. Large ones are attached: copied from where they lie, so they stay until the stream has passed. The staging
-/// buffer is freed by the stream itself, because CUDA leaves open whether a copy from pageable memory has been read when
-/// the call returns.
+/// buffer is freed by the stream itself, because CUDA leaves open whether a copy from pageable memory has been read
+/// when the call returns.
 class Upload {
  public:
   static constexpr std::size_t alignment = 256;
@@ -34,7 +34,9 @@ class Upload {
   Upload& operator=(const Upload&) = delete;
   ~Upload() {
     // In a broken context the callback never comes, and the buffer is lost rather than read after it is gone.
-    if (sent_) (void)cudaLaunchHostFunc(stream_, [](void* buffer) { delete[] static_cast<std::byte*>(buffer); }, staging_.release());
+    if (sent_)
+      (void)cudaLaunchHostFunc(
+          stream_, [](void* buffer) { delete[] static_cast<std::byte*>(buffer); }, staging_.release());
   }
 
   /// Room for an array that is written to `staged` after `place`.
@@ -52,7 +54,8 @@ class Upload {
   /// Fixes where everything goes and fills the staging buffer; nothing is copied to the device yet.
   [[nodiscard]] Status place(std::span<std::byte> workspace) {
     if (workspace.size() < workspace_bytes()) {
-      return error(ErrorCode::workspace_too_small, "device workspace of ", workspace.size(), " bytes, ", workspace_bytes(), " are needed");
+      return error(ErrorCode::workspace_too_small, "device workspace of ", workspace.size(), " bytes, ",
+                   workspace_bytes(), " are needed");
     }
     const std::size_t past = reinterpret_cast<std::uintptr_t>(workspace.data()) % alignment;
     base_ = workspace.data() + (past == 0 ? 0 : alignment - past);
@@ -77,8 +80,10 @@ class Upload {
   template <class T>
   [[nodiscard]] const T* operator()(const T* host) const noexcept {
     const auto* p = reinterpret_cast<const std::byte*>(host);
-    if (p >= staging_.get() && p < staging_.get() + staged_bytes_) return reinterpret_cast<const T*>(base_ + (p - staging_.get()));
-    auto at = std::upper_bound(pieces_.begin(), pieces_.end(), p, [](const std::byte* q, const Piece& piece) { return q < piece.host; });
+    if (p >= staging_.get() && p < staging_.get() + staged_bytes_)
+      return reinterpret_cast<const T*>(base_ + (p - staging_.get()));
+    auto at = std::upper_bound(pieces_.begin(), pieces_.end(), p,
+                               [](const std::byte* q, const Piece& piece) { return q < piece.host; });
     if (at == pieces_.begin()) return nullptr;
     --at;
     return p < at->host + at->bytes ? reinterpret_cast<const T*>(at->device + (p - at->host)) : nullptr;
@@ -121,7 +126,8 @@ class Upload {
     pieces_.push_back({static_cast<const std::byte*>(host), bytes, take(used, bytes), attached, nullptr});
   }
   [[nodiscard]] Status copy(std::byte* to, const void* from, std::size_t bytes) {
-    return cuda_status(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "copying a plan to the device");
+    return cuda_status(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_),
+                       "copying a plan to the device");
   }
 
   std::vector<Piece> pieces_;
@@ -149,7 +155,9 @@ struct DeviceView {
   std::vector<BasicPlaneRef<Byte>> planes;
   std::vector<std::uint8_t> readable;  // (planes)
 
-  [[nodiscard]] bool all_readable() const noexcept { return std::find(readable.begin(), readable.end(), 0) == readable.end(); }
+  [[nodiscard]] bool all_readable() const noexcept {
+    return std::find(readable.begin(), readable.end(), 0) == readable.end();
+  }
 
   void stage_tables(Upload& upload) const {
     for (std::size_t p = 0; p < planes.size(); ++p) {
@@ -160,12 +168,14 @@ struct DeviceView {
   void follow_tables(const Upload& upload) {
     for (std::size_t p = 0; p < planes.size(); ++p) {
       TokenSlots& slots = planes[p].slots;
-      if (readable[p] != 0 && slots.kind != SlotKind::identity) slots.table = upload(static_cast<const std::byte*>(slots.table));
+      if (readable[p] != 0 && slots.kind != SlotKind::identity)
+        slots.table = upload(static_cast<const std::byte*>(slots.table));
     }
   }
 };
 
-/// Looks at a view's pointers: elements must be the device's, tables may lie on either side. Tables on the host are checked.
+/// Looks at a view's pointers: elements must be the device's, tables may lie on either side. Tables on the host are
+/// checked.
 template <class Byte>
 [[nodiscard]] Result<DeviceView<Byte>> device_view(const BasicKvCacheRef<Byte>& cache, std::int64_t tokens) {
   DeviceView<Byte> view;
@@ -177,7 +187,8 @@ template <class Byte>
     if (tokens > 0 && plane.shape.heads > 0 && plane.shape.channels > 0) {
       KVMELD_TRY(cuda_status(cudaPointerGetAttributes(&memory, plane.data), "asking where a plane lies"));
       if (memory.type == cudaMemoryTypeUnregistered) {
-        return error(ErrorCode::invalid_argument, "plane ", view.planes.size(), " lies in host memory that the device cannot reach; ",
+        return error(ErrorCode::invalid_argument, "plane ", view.planes.size(),
+                     " lies in host memory that the device cannot reach; ",
                      "a gpu::Stream needs a view over device memory");
       }
     }
@@ -202,7 +213,8 @@ template <class Byte>
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   KVMELD_TRY(cuda_status(cudaStreamIsCapturing(stream.get(), &status), "asking whether the stream is captured"));
   if (status == cudaStreamCaptureStatusNone) return {};
-  return error(ErrorCode::unsupported, "the stream is being captured into a graph; a plan's arrays are copied once and cannot be replayed");
+  return error(ErrorCode::unsupported,
+               "the stream is being captured into a graph; a plan's arrays are copied once and cannot be replayed");
 }
 
 }  // namespace detail

@@ -16,17 +16,17 @@ namespace detail {
 /// One contribution as the row work reads it: where the row lies, its weight, and how far its key is turned first.
 struct RowInput {
   std::uint32_t source = 0;
-  std::uint32_t row = 0;    ///< index among the tokens that the layer group holds of that source
+  std::uint32_t row = 0;  ///< index among the tokens that the layer group holds of that source
   float weight = 1.0F;
   std::uint32_t shift = 0;  ///< row of the rope table; 0: as it is
 };
 
 /// The outputs of the layers that hold the same tokens, as arrays that a device can copy as they lie.
 struct RowGroup {
-  const std::uint32_t* row_begin = nullptr;   ///< (outputs + 1)
+  const std::uint32_t* row_begin = nullptr;  ///< (outputs + 1)
   const RowInput* inputs = nullptr;
-  const std::uint32_t* out_shift = nullptr;   ///< (outputs) turn after the fusion; 0: none
-  const std::uint32_t* run = nullptr;         ///< (outputs) how many outputs from here on copy consecutive rows of one source, equally turned
+  const std::uint32_t* out_shift = nullptr;  ///< (outputs) turn after the fusion; 0: none
+  const std::uint32_t* run = nullptr;  ///< (outputs) from here on copy consecutive rows of one source, equally turned
 };
 
 /// One plane of one layer: where its rows come from and go to.

@@ -54,15 +54,16 @@ struct RenderLanes {
         lane_fuse(task, inputs, count, head, c, pair, a, b);
         if (pair.partner >= 0 && task.turns(out_shift)) turn(task, out_shift, pair, a, b);
         store_element(task.out.shape.type, task.out.data, offset + task.out.channel_offset(c), a);
-        if (pair.partner >= 0) store_element(task.out.shape.type, task.out.data, offset + task.out.channel_offset(pair.partner), b);
+        if (pair.partner >= 0)
+          store_element(task.out.shape.type, task.out.data, offset + task.out.channel_offset(pair.partner), b);
       }
     }
   }
 
  private:
   /// One channel, or one rope pair, of the fused row: the tree of `host_fuse`, channel by channel.
-  KVMELD_HD void lane_fuse(const PlaneTask& task, const RowInput* inputs, int count, std::int32_t head, std::int32_t channel, RopePair pair,
-                           float& a_out, float& b_out) const {
+  KVMELD_HD void lane_fuse(const PlaneTask& task, const RowInput* inputs, int count, std::int32_t head,
+                           std::int32_t channel, RopePair pair, float& a_out, float& b_out) const {
     const bool paired = pair.partner >= 0;
     if (count == 1 && keeps_single<F>()) {
       lane_load(task, inputs[0], head, channel, pair, a_out, b_out);
@@ -112,8 +113,8 @@ struct RenderLanes {
   }
 
   /// Absorbs one chunk, in order; returns its weight.
-  KVMELD_HD float lane_absorb(const PlaneTask& task, const RowInput* inputs, int begin, int end, std::int32_t head, std::int32_t channel,
-                              RopePair pair, Accumulator& a_acc, Accumulator& b_acc) const {
+  KVMELD_HD float lane_absorb(const PlaneTask& task, const RowInput* inputs, int begin, int end, std::int32_t head,
+                              std::int32_t channel, RopePair pair, Accumulator& a_acc, Accumulator& b_acc) const {
     float weight = 0;
     for (int i = begin; i < end; ++i) {
       float a = 0;
@@ -126,8 +127,8 @@ struct RenderLanes {
     return weight;
   }
 
-  KVMELD_HD void lane_load(const PlaneTask& task, const RowInput& in, std::int32_t head, std::int32_t channel, RopePair pair, float& a,
-                           float& b) const {
+  KVMELD_HD void lane_load(const PlaneTask& task, const RowInput& in, std::int32_t head, std::int32_t channel,
+                           RopePair pair, float& a, float& b) const {
     const std::byte* row = task.input(in, head);
     a = load_element(task.out.shape.type, row, channel);
     if (pair.partner < 0) return;
@@ -141,12 +142,13 @@ struct RenderLanes {
   }
 
   [[nodiscard]] KVMELD_HD static RopePair pair_at(const PlaneTask& task, std::int32_t channel) {
-    return task.rope == nullptr ? RopePair{} : rope_pair(task.pairing, task.first_channel, task.rotary_channels, channel);
+    return task.rope == nullptr ? RopePair{}
+                                : rope_pair(task.pairing, task.first_channel, task.rotary_channels, channel);
   }
 
   /// Types stored in blocks: a lane makes whole blocks, because the elements of one share a scale.
-  KVMELD_HD void lane_blocks(const PlaneTask& task, const RowInput* inputs, int count, std::uint32_t out_shift, std::int64_t slot,
-                             int lane) const {
+  KVMELD_HD void lane_blocks(const PlaneTask& task, const RowInput* inputs, int count, std::uint32_t out_shift,
+                             std::int64_t slot, int lane) const {
     const std::int32_t blocks = task.out.shape.channels / static_cast<std::int32_t>(row_block);
     for (std::int32_t i = lane; i < blocks * task.out.shape.heads; i += lanes_per_row) {
       const std::int32_t head = i / blocks;
@@ -158,7 +160,8 @@ struct RenderLanes {
         const bool second = pair.partner >= 0 && pair.partner < first + k;
         float a = 0;
         float b = 0;
-        lane_fuse(task, inputs, count, head, second ? pair.partner : first + k, second ? RopePair{first + k, pair.index} : pair, a, b);
+        lane_fuse(task, inputs, count, head, second ? pair.partner : first + k,
+                  second ? RopePair{first + k, pair.index} : pair, a, b);
         if (pair.partner >= 0 && task.turns(out_shift)) turn(task, out_shift, pair, a, b);
         values[k] = second ? b : a;
       }

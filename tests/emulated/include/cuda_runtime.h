@@ -1,10 +1,10 @@
 #pragma once
-// As much of the CUDA runtime as kvmeld calls, on the CPU: so that what goes to a device, when, and for how long, is tested
-// where there is none. It proves nothing about nvcc or hardware.
+// As much of the CUDA runtime as kvmeld calls, on the CPU: so that what goes to a device, when, and for how long, is
+// tested where there is none. It proves nothing about nvcc or hardware.
 //
-// "Device" memory is host memory with an entry in a list. A stream keeps its work until somebody waits for it, which is the
-// latest that a device may do it: buffers that are freed or changed too early show. A warp is 32 coroutines that must all
-// meet in the same shuffles.
+// "Device" memory is host memory with an entry in a list. A stream keeps its work until somebody waits for it, which is
+// the latest that a device may do it: buffers that are freed or changed too early show. A warp is 32 coroutines that
+// must all meet in the same shuffles.
 
 #include <ucontext.h>
 
@@ -53,9 +53,7 @@ struct cudaLaunchConfig_t {
 };
 
 inline dim3 blockIdx, blockDim, gridDim;
-inline struct {
-  unsigned x;
-} threadIdx;
+inline struct { unsigned x; } threadIdx;
 
 namespace emulated {
 
@@ -151,7 +149,8 @@ inline cudaError_t enqueue(cudaStream_t stream, std::function<void()> work) {
   return cudaSuccess;
 }
 inline void require_sides(const void* to, const void* from, cudaMemcpyKind kind) {
-  if (is_device(to) == is_device(from) || is_device(to) != (kind == cudaMemcpyHostToDevice)) fail("a copy in the wrong direction");
+  if (is_device(to) == is_device(from) || is_device(to) != (kind == cudaMemcpyHostToDevice))
+    fail("a copy in the wrong direction");
 }
 
 }  // namespace emulated
@@ -163,7 +162,9 @@ inline unsigned __shfl_sync(unsigned, unsigned value, int from) {
   return emulated::Warp::current->shuffle(value, static_cast<unsigned>(from));
 }
 
-inline const char* cudaGetErrorName(cudaError_t code) { return code == cudaSuccess ? "cudaSuccess" : "cudaErrorEmulated"; }
+inline const char* cudaGetErrorName(cudaError_t code) {
+  return code == cudaSuccess ? "cudaSuccess" : "cudaErrorEmulated";
+}
 inline const char* cudaGetErrorString(cudaError_t code) { return code == cudaSuccess ? "no error" : "emulated error"; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = emulated::current_device, cudaSuccess; }
 inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 2, cudaSuccess; }
@@ -185,20 +186,28 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   for (const auto& work : std::exchange(stream->work, {})) work();
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamDestroy(cudaStream_t stream) { return (void)cudaStreamSynchronize(stream), delete stream, cudaSuccess; }
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  return (void)cudaStreamSynchronize(stream), delete stream, cudaSuccess;
+}
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   *status = stream->capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) { return stream->capturing = true, cudaSuccess; }
-inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t*) { return stream->capturing = false, cudaSuccess; }
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  return stream->capturing = true, cudaSuccess;
+}
+inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t*) {
+  return stream->capturing = false, cudaSuccess;
+}
 inline cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
+                                   cudaStream_t stream) {
   emulated::require_sides(to, from, kind);
   return emulated::enqueue(stream, [=] { std::memcpy(to, from, bytes); });
 }
 template <class T>
-cudaError_t cudaMemcpyFromSymbolAsync(void* to, const T& symbol, std::size_t bytes, std::size_t, cudaMemcpyKind, cudaStream_t stream) {
+cudaError_t cudaMemcpyFromSymbolAsync(void* to, const T& symbol, std::size_t bytes, std::size_t, cudaMemcpyKind,
+                                      cudaStream_t stream) {
   return emulated::enqueue(stream, [=, &symbol] { std::memcpy(to, &symbol, bytes); });
 }
 inline cudaError_t cudaMallocAsync(void** p, std::size_t bytes, cudaStream_t) { return cudaMalloc(p, bytes); }
@@ -209,8 +218,10 @@ inline cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void
   return emulated::enqueue(stream, [=] { function(argument); });
 }
 template <class... Parameters, class... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... arguments) {
-  if (config->gridDim.x == 0 || config->blockDim.x == 0 || config->blockDim.x > 1024 || config->blockDim.x % 32 != 0) return cudaErrorInvalidValue;
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  if (config->gridDim.x == 0 || config->blockDim.x == 0 || config->blockDim.x > 1024 || config->blockDim.x % 32 != 0)
+    return cudaErrorInvalidValue;
   std::tuple<std::remove_cv_t<Parameters>...> copies(std::forward<Arguments>(arguments)...);
   return emulated::enqueue(config->stream, [=, grid = config->gridDim, block = config->blockDim] {
     emulated::launch(grid, block, [&] { std::apply(kernel, copies); });
