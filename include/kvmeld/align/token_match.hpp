@@ -47,7 +47,8 @@ struct TokenMatch {
         if (i >= ordered[s].selected_count()) continue;
         out.groups[0].contributions.push_back(
             {static_cast<std::uint32_t>(s), static_cast<std::uint32_t>(ordered[s].selected_token(i)), 1.0F});
-        if (common < 0) common = id(ordered[s], i);
+        const TokenId here = id(ordered[s], i);
+        common = out.groups[0].contributions.size() == out.groups[0].row_begin.back() + 1U || here == common ? here : -1;
       }
       finish(out, first_position++, common);
     }

@@ -142,6 +142,11 @@ template <class Number>
       return detail::error(ErrorCode::rope_unsupported, "layer ", l, ": keys with several position axes (M-RoPE) cannot be moved by this build");
     }
     if (layer.window < 0) return detail::error(ErrorCode::invalid_argument, "layer ", l, ": window ", layer.window, " < 0");
+    bool turns = layer.planes.empty() || layer.rope.kind == RopeKind::none || layer.key_form == KeyForm::pre_rope;
+    for (const PlaneShape& plane : layer.planes) turns = turns || plane.rotary;
+    if (!turns) {
+      return detail::error(ErrorCode::invalid_argument, "layer ", l, " declares a rope and no plane that it turns: set PlaneShape::rotary on the keys");
+    }
     for (std::size_t p = 0; p < layer.planes.size(); ++p) {
       KVMELD_TRY(detail::check_plane(layer.planes[p], l, p));
       if (p > 0 && layer.planes[p - 1].plane >= layer.planes[p].plane) {

@@ -209,6 +209,9 @@ template <ContentHash Hash = Xxh3_128>
 /// of the same tokens behind the same prefix; `hash_mismatch` where `fragment` was named by another hash.
 template <ContentHash Hash = Xxh3_128>
 [[nodiscard]] Result<Fragment> with_variant(const Fragment& fragment, const KvCacheRef& view, const SealOptions& options) {
+  if (options.context.lead_in != Digest128{}) {
+    return detail::error(ErrorCode::invalid_argument, "the variant is the encoding without lead-in, and a lead-in is named");
+  }
   if (fragment.payloads().size() != 1) {
     return detail::error(ErrorCode::invalid_argument, "a fragment has at most 2 payloads, this one has ", fragment.payloads().size());
   }

@@ -8,6 +8,7 @@
 #include <kvmeld/state/merger.hpp>
 #include <kvmeld/state/plan_check.hpp>
 #include <kvmeld/state/plan_core.hpp>
+#include <kvmeld/tensor/float_environment.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -62,7 +63,17 @@ inline Status add_local(PlanCore& core, Alignment& alignment, const Target& targ
     return error(ErrorCode::token_count_mismatch, "the local cache holds ", target.local->tokens(), " tokens, the render ", core.outputs());
   }
   KVMELD_TRY(check_same(target.local->geometry(), target.geometry));
-  auto sealed = seal(target.local->first(core.outputs()), {.positions = core.positions});  // what lies behind may be stale
+  // Layers that are rendered anyway are left out of the copy, whatever they hold; what lies behind the outputs may be stale.
+  const KvCacheRef whole = target.local->first(core.outputs());
+  const std::vector<std::int32_t> absent(static_cast<std::size_t>(core.outputs()), -1);
+  std::vector<PlaneRef> planes;
+  for (std::size_t l = 0; l < layers; ++l) {
+    for (std::size_t p = 0; p < target.geometry.layers[l].planes.size(); ++p) {
+      planes.push_back(whole.plane(l, p));
+      if (target.layers.contains(l)) planes.back().slots = {.kind = SlotKind::slot_list_i32, .table = absent.data()};
+    }
+  }
+  auto sealed = seal(KvCacheRef(whole.shared_geometry(), std::move(planes), core.outputs()), {.positions = core.positions});
   if (!sealed) return sealed.error();
   AlignmentGroup kept;
   for (std::size_t l = 0; l < layers; ++l) kept.layers.layers.push_back(target.layers.contains(l) ? 0 : 1);
@@ -102,7 +113,8 @@ inline void prepend_prefix(Alignment& alignment, const Fragment& prefix, std::in
 }
 
 template <class M>
-[[nodiscard]] Digest128 render_id(const M& merger, const Target& target, const FragmentSet::Entry* prefix, std::span<const Source> ordered) {
+[[nodiscard]] Digest128 render_id(const M& merger, const Target& target, const FragmentSet::Entry* prefix, std::span<const Source> ordered,
+                                  const FragmentId& local) {
   Hasher h;
   h.text("kvmeld.render.v1");
   const Digest128 policies = merger.digest();
@@ -112,10 +124,14 @@ template <class M>
   h.value(target.first_position);
   h.values(std::span<const std::uint8_t>(target.layers.layers));
   h.value(static_cast<std::uint8_t>(target.prefix_in_place));
-  if (prefix != nullptr) h.bytes(std::as_bytes(std::span(prefix->fragment.id().bytes)));
+  h.value(target.context_length);
+  h.bytes(std::as_bytes(std::span(local.bytes)));
+  h.bytes(std::as_bytes(std::span(prefix != nullptr ? prefix->fragment.id().bytes : FragmentId{}.bytes)));
+  h.value(static_cast<std::uint64_t>(ordered.size()));
   for (const Source& source : ordered) {
     h.bytes(std::as_bytes(std::span(source.fragment->id().bytes)));
     if (reads(M::metadata, MetadataFields::provenance)) {
+      h.value(static_cast<std::uint64_t>(source.metadata->provenance.size()));
       for (const Provenance& dot : source.metadata->provenance) {
         h.value(dot.agent);
         h.value(dot.sequence);
@@ -129,12 +145,14 @@ template <class M>
 }  // namespace detail
 
 /// Works out what a merger makes of a set: selects, orders, aligns, marks seams, and compiles rows. Reads no K/V except what
-/// the order policy reads.
+/// the order policy reads, and copies the rows of layers that the target keeps from its local cache.
 ///
 /// O(tokens · fragments). Errors: `geometry_mismatch`, `prefix_conflict`, `prefix_missing`, `payload_missing` (with the ids),
 /// `duplicate_bos`, `rope_length_dependent`, `rope_unsupported`, `unsupported`, and those of the policies.
 template <class M>
 [[nodiscard]] Result<Plan<M>> plan(const FragmentSet& set, const M& merger, const Target& target) {
+  const FloatEnvironmentGuard guard;  // orders and rope tables are computed here
+  KVMELD_TRY(check_float_environment());
   KVMELD_TRY(validate(target.geometry));
   if (target.first_position < 0 || target.first_position > max_position) {
     return detail::error(ErrorCode::invalid_argument, "first_position ", target.first_position, " is not in [0, ", max_position, "]");
@@ -194,12 +212,15 @@ template <class M>
   core.positions = std::move(alignment->positions);
   core.tokens = std::move(alignment->tokens);
   KVMELD_TRY(detail::check_positions(target.geometry, core.sources, core, parts->in_place, target.context_length));
+  const std::size_t from_set = core.sources.size();
   KVMELD_TRY(detail::add_local(core, *alignment, target));
+  const FragmentId local = core.sources.size() > from_set ? core.sources.back().fragment.id() : FragmentId{};
   std::int64_t length = target.context_length;
   if (length == 0 && !core.positions.empty()) length = core.positions.back() + 1;
-  KVMELD_TRY(detail::compile(core, *alignment, decltype(merger.fuse)::policy_type::rotation_equivariant, recompute, length));
-  KVMELD_TRY(detail::check_weights<typename decltype(merger.fuse)::policy_type>(core));
-  core.render_id = detail::render_id(merger, target, parts->prefix, ordered);
+  using Fuse = typename decltype(merger.fuse)::policy_type;
+  KVMELD_TRY(detail::compile(core, *alignment, {Fuse::rotation_equivariant, detail::keeps_single<Fuse>()}, recompute, length));
+  KVMELD_TRY(detail::check_weights<Fuse>(core));
+  core.render_id = detail::render_id(merger, target, parts->prefix, ordered, local);
   return Plan<M>(merger, std::move(core));
 }
 

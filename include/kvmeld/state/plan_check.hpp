@@ -57,15 +57,18 @@ inline Result<SetParts> split(const FragmentSet& set, const Target& target) {
 
 inline Status check_positions(const Geometry& geometry, const std::vector<PlanSource>& sources, const PlanCore& core,
                               const FragmentSet::Entry* in_place, std::int64_t context_length) {
-  std::int64_t target_length = core.positions.empty() ? 0 : core.positions.back() + 1;
-  std::int64_t source_length = 0;
-  for (const PlanSource& source : sources) {
-    if (!source.payload().positions.empty()) source_length = (std::max)(source_length, source.payload().positions.back() + 1);
-  }
-  if (context_length > 0) target_length = source_length = context_length;
+  // Every source was made at a length of its own, unless the engine fixed the frequencies for its whole context.
+  const std::int64_t target_length = core.positions.empty() ? 0 : core.positions.back() + 1;
+  const auto check_source = [&](const RopeSpec& rope, const PlanSource& source) {
+    if (context_length > 0) return check_shift(rope, context_length, context_length);
+    const std::vector<std::int64_t>& positions = source.payload().positions;
+    return positions.empty() ? Status() : check_shift(rope, positions.back() + 1, target_length);
+  };
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     for (const PlaneShape& shape : geometry.layers[l].planes) {
-      if (shape.rotary) KVMELD_TRY(check_shift(geometry.layers[l].rope, source_length, target_length));
+      if (shape.rotary) {
+        for (const PlanSource& source : sources) KVMELD_TRY(check_source(geometry.layers[l].rope, source));
+      }
       if (shape.channels > max_channels) {
         return error(ErrorCode::unsupported, "layer ", l, ": head size ", shape.channels, " is above ", max_channels);
       }
@@ -78,6 +81,9 @@ inline Status check_positions(const Geometry& geometry, const std::vector<PlanSo
   if (geometry.bos >= 0) {
     bos_seen = std::count(core.tokens.begin(), core.tokens.end(), geometry.bos);
     if (in_place != nullptr) bos_seen += std::ranges::count(in_place->fragment.tokens(), geometry.bos);
+  }
+  for (std::size_t o = 0; geometry.bos >= 0 && in_place == nullptr && o < core.tokens.size(); ++o) {
+    if (core.tokens[o] == geometry.bos && core.positions[o] > 0) bos_seen = (std::max)(bos_seen, std::int64_t{2});  // something stands before it
   }
   if (bos_seen > 1) {
     return error(ErrorCode::duplicate_bos, bos_seen, " beginning-of-sequence tokens (id ", geometry.bos,

@@ -44,6 +44,7 @@ struct PlanCore {
   std::vector<std::int64_t> shifts{0};       // distinct turns; index 0 turns nothing
   std::vector<GroupArrays> groups;
   std::vector<std::uint32_t> layer_group;    // (layers)
+  std::vector<std::size_t> layer_needed_from;  // (layers) first output whose row some query reads
   std::vector<RopeTable> ropes;
   std::vector<std::int32_t> layer_rope;      // (layers) −1: keys are not turned
   std::int64_t bytes = 0;
@@ -92,11 +93,17 @@ class ShiftIndex {
   return at != set.present.end() && *at == static_cast<std::int32_t>(token) ? at - set.present.begin() : -1;
 }
 
+/// What the frame of a row depends on.
+struct FuserTraits {
+  bool equivariant = false;
+  bool keeps_single = false;
+};
+
 /// Compiles the rows of one layer (and of all that hold the same tokens): token indices become payload rows, positions become turns.
 ///
 /// The frame: one contribution is turned straight to its output position; equally turned contributions of a
 /// rotation-equivariant fuser are fused as they lie and turned once; anything else is fused un-rotated.
-inline void compile_rows(const PlanCore& core, const AlignmentGroup& alignment, std::size_t layer, bool equivariant,
+inline void compile_rows(const PlanCore& core, const AlignmentGroup& alignment, std::size_t layer, FuserTraits fuser,
                          std::span<const std::uint8_t> recompute, ShiftIndex& shift_of, GroupArrays& out) {
   const bool pre_rope = core.geometry->layers[layer].key_form == KeyForm::pre_rope;
   for (std::size_t o = 0; o < core.positions.size(); ++o) {
@@ -115,8 +122,8 @@ inline void compile_rows(const PlanCore& core, const AlignmentGroup& alignment, 
         out.inputs.push_back({c.source, static_cast<std::uint32_t>(row), rounded_product(c.weight, core.sources[c.source].weight), shift_of(shift)});
       }
       const std::size_t count = out.inputs.size() - first;
-      if (count > 1 && !pre_rope) {
-        if (equal && equivariant) {
+      if (!pre_rope && (count > 1 || (count == 1 && !fuser.keeps_single))) {
+        if (equal && fuser.equivariant) {
           out_shift = shift_of(common);
           for (std::size_t i = first; i < out.inputs.size(); ++i) out.inputs[i].shift = 0;
         } else {
@@ -143,8 +150,35 @@ inline void compile_rows(const PlanCore& core, const AlignmentGroup& alignment, 
   }
 }
 
+/// Which outputs the engine has to compute, and from which output on each layer's rows are read (`layer_needed_from`).
+///
+/// A window of w needs no row for tokens that no query sees; queries are what comes after the last output, and the holes
+/// themselves, so a hole can ask for earlier rows whose absence makes further holes: repeated until nothing changes.
+inline std::vector<std::uint8_t> find_holes(PlanCore& core, std::span<const std::uint8_t> recompute) {
+  std::vector<std::uint8_t> is_hole(recompute.begin(), recompute.end());
+  const Geometry& geometry = *core.geometry;
+  core.layer_needed_from.assign(geometry.layers.size(), 0);
+  for (bool changed = true; changed;) {
+    changed = false;
+    const auto first_hole = static_cast<std::size_t>(std::find(is_hole.begin(), is_hole.end(), std::uint8_t{1}) - is_hole.begin());
+    const std::int64_t query = first_hole < is_hole.size() ? core.positions[first_hole] : core.positions.empty() ? 0 : core.positions.back() + 1;
+    for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+      if (geometry.layers[l].planes.empty()) continue;
+      const std::int64_t window = geometry.layers[l].window;
+      std::size_t from = 0;
+      while (window > 0 && from < core.positions.size() && core.positions[from] <= query - window) ++from;
+      core.layer_needed_from[l] = from;
+      const GroupArrays& rows = core.groups[core.layer_group[l]];
+      for (std::size_t o = from; o < is_hole.size(); ++o) {
+        if (is_hole[o] == 0 && rows.row_begin[o] == rows.row_begin[o + 1]) is_hole[o] = changed = true;
+      }
+    }
+  }
+  return is_hole;
+}
+
 /// Compiles every layer group, finds the holes, builds the rope tables.
-inline Status compile(PlanCore& core, const Alignment& alignment, bool equivariant, std::span<const std::uint8_t> recompute,
+inline Status compile(PlanCore& core, const Alignment& alignment, FuserTraits fuser, std::span<const std::uint8_t> recompute,
                       std::int64_t context_length) {
   const Geometry& geometry = *core.geometry;
   ShiftIndex shift_of(core.shifts);
@@ -154,7 +188,6 @@ inline Status compile(PlanCore& core, const Alignment& alignment, bool equivaria
     std::vector<const TokenSet*> sets;
   };
   std::vector<Key> keys;
-  std::vector<std::uint8_t> is_hole(core.positions.size(), 0);
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     std::size_t g = 0;
     while (g < alignment.groups.size() && !alignment.groups[g].layers.contains(l)) ++g;
@@ -171,20 +204,15 @@ inline Status compile(PlanCore& core, const Alignment& alignment, bool equivaria
     }
     if (k == keys.size()) {
       keys.push_back(std::move(key));
-      compile_rows(core, alignment.groups[g], l, equivariant, recompute, shift_of, core.groups.emplace_back());
+      compile_rows(core, alignment.groups[g], l, fuser, recompute, shift_of, core.groups.emplace_back());
     }
     core.layer_group.push_back(static_cast<std::uint32_t>(k));
     const GroupArrays& rows = core.groups[k];
-    // A window of w needs no row for tokens that no later query sees.
-    const std::int64_t window = geometry.layers[l].window;
-    const std::size_t needed_from = window == 0 || core.outputs() <= window ? 0 : static_cast<std::size_t>(core.outputs() - window);
-    for (std::size_t o = needed_from; o < is_hole.size() && !geometry.layers[l].planes.empty(); ++o) {
-      if (rows.row_begin[o] == rows.row_begin[o + 1]) is_hole[o] = 1;
-    }
     std::int64_t token_bytes = 0;
     for (const PlaneShape& shape : geometry.layers[l].planes) token_bytes += row_bytes(shape) * shape.heads;
-    for (std::size_t o = 0; o < is_hole.size(); ++o) core.bytes += rows.row_begin[o] == rows.row_begin[o + 1] ? 0 : token_bytes;
+    for (std::size_t o = 0; o < core.positions.size(); ++o) core.bytes += rows.row_begin[o] == rows.row_begin[o + 1] ? 0 : token_bytes;
   }
+  const std::vector<std::uint8_t> is_hole = find_holes(core, recompute);
   for (std::size_t o = 0; o < is_hole.size(); ++o) {
     if (is_hole[o] != 0) core.holes.push_back({static_cast<std::int64_t>(o), core.positions[o], core.tokens[o]});
   }
