@@ -66,8 +66,9 @@ struct SeamShare {
   }
 
  private:
+  /// Tokens of the fragment below the index returned are recomputed; the share counts selected tokens.
   [[nodiscard]] Result<std::int64_t> cut_of(const Source& source) const {
-    const std::int64_t count = source.fragment->token_count();
+    const std::int64_t count = source.selected_count();
     // In f32, so that 0.1 of 10 tokens is 1: in f64 the share is a little more than what its decimal says.
     auto cut = static_cast<std::int64_t>(std::ceil(share * static_cast<float>(count)));
     if (cut == 0) return std::int64_t{0};
@@ -75,9 +76,11 @@ struct SeamShare {
       if (source.fragment->latent()) {
         return detail::error(ErrorCode::tokens_required, "SeamShare: a fragment of ", count, " tokens has no ids to find boundaries in");
       }
-      while (cut < count && !std::binary_search(boundary_tokens.begin(), boundary_tokens.end(), source.token_id(cut - 1))) ++cut;
+      while (cut < count && !std::binary_search(boundary_tokens.begin(), boundary_tokens.end(), source.token_id(source.selected_token(cut - 1)))) ++cut;
     }
-    return std::clamp<std::int64_t>(cut + past_boundary, 0, count);
+    cut = past_boundary < 0 ? (std::max)(cut + (std::max)(past_boundary, -count), std::int64_t{0})
+                            : (std::min)(cut + (std::min)(past_boundary, count), count);
+    return cut == 0 ? std::int64_t{0} : source.selected_token(cut - 1) + 1;
   }
 };
 

@@ -91,7 +91,7 @@ class Threads {
   template <class P>
   void bind(P& pool) {
     pool_ = &pool;
-    size_ = static_cast<std::size_t>(pool.size());
+    size_ = (std::max)(static_cast<std::size_t>(pool.size()), std::size_t{1});
     run_ = [](void* p, std::size_t tasks, void (*task)(void*, std::size_t), void* context) {
       static_cast<P*>(p)->run(tasks, task, context);
     };

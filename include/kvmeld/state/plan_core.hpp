@@ -51,6 +51,11 @@ struct PlanCore {
   Digest128 render_id;
 
   [[nodiscard]] std::int64_t outputs() const noexcept { return static_cast<std::int64_t>(positions.size()); }
+  /// Whether a run writes this output's row in this layer.
+  [[nodiscard]] bool rendered(std::size_t layer, std::int64_t output) const noexcept {
+    const GroupArrays& rows = groups[layer_group[layer]];
+    return rows.row_begin[static_cast<std::size_t>(output)] != rows.row_begin[static_cast<std::size_t>(output) + 1];
+  }
   [[nodiscard]] std::size_t planes() const noexcept {
     std::size_t count = 0;
     for (const LayerShape& layer : geometry->layers) count += layer.planes.size();

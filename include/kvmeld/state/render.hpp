@@ -26,13 +26,17 @@ namespace detail {
          plane.token_stride == static_cast<std::int64_t>(plane.shape.heads) * plane.shape.channels;
 }
 
-inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out) {
+/// Refuses outputs that cannot take the rows: other shapes, too few slots, slots that share memory with each other, with a payload
+/// or with the workspace.
+inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out, std::span<const std::byte> workspace) {
   if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
   KVMELD_TRY(check_same(*core.geometry, out.geometry()));
   if (out.tokens() < core.outputs()) {
     return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(), " tokens, the output holds ", out.tokens());
   }
-  for (const MutablePlaneRef& plane : out.planes()) {
+  const MutableKvCacheRef used = out.first(core.outputs());
+  for (const MutablePlaneRef& plane : used.planes()) {
+    KVMELD_TRY(check_writable(plane));
     const Footprint span = footprint(plane);
     const auto first = reinterpret_cast<std::uintptr_t>(plane.data) + static_cast<std::uintptr_t>(span.first_byte);
     const auto last = reinterpret_cast<std::uintptr_t>(plane.data) + static_cast<std::uintptr_t>(span.last_byte);
@@ -41,6 +45,21 @@ inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out) {
       const auto begin = reinterpret_cast<std::uintptr_t>(payload.bytes.get());
       if (!span.empty() && first < begin + payload.byte_count && begin <= last) {
         return error(ErrorCode::aliasing, "the output overlaps the payload of fragment ", source.fragment.id().hex());
+      }
+    }
+    const auto work = reinterpret_cast<std::uintptr_t>(workspace.data());
+    if (!span.empty() && !workspace.empty() && first < work + workspace.size() && work <= last) {
+      return error(ErrorCode::aliasing, "the output overlaps the workspace of ", workspace.size(), " bytes");
+    }
+  }
+  for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
+    for (std::size_t p = 0; p < core.geometry->layers[l].planes.size(); ++p) {
+      const TokenSlots& slots = used.plane(l, p).slots;
+      if (slots.kind == SlotKind::identity) continue;
+      for (std::int64_t o = static_cast<std::int64_t>(core.layer_needed_from[l]); o < core.outputs(); ++o) {
+        if (core.rendered(l, o) && slots.slot(o) < 0) {
+          return error(ErrorCode::output_too_small, "layer ", l, " of the output has no slot for token ", o, ", which later queries read");
+        }
       }
     }
   }
@@ -83,7 +102,8 @@ void fill_tasks(const PlanCore& core, const MutableKvCacheRef& out, PlaneTask* t
 
 /// Renders a plan into the caller's cache, in the caller's workspace: output row i is output token i, holes are left as they are.
 ///
-/// Bytes are the same for every executor. Output is untouched or completely written. O(bytes), no allocation.
+/// Bytes are the same for every executor. Output is untouched or completely written. O(bytes), no allocation but
+/// for the content digest, which covers the rows that were rendered and not what lies in holes.
 /// Errors: `geometry_mismatch`, `output_too_small`, `workspace_too_small`, `aliasing`, `float_environment`.
 template <ExecutionPolicy E, class M>
   requires(!E::on_device)
@@ -91,7 +111,7 @@ template <ExecutionPolicy E, class M>
                                        const RunOptions& options = {}) {
   const detail::PlanCore& core = plan.core();
   KVMELD_TRY(check_float_environment());
-  KVMELD_TRY(detail::check_output(core, out));
+  KVMELD_TRY(detail::check_output(core, out, workspace));
   void* memory = workspace.data();
   std::size_t space = workspace.size();
   const std::size_t planes = core.planes();
@@ -106,7 +126,10 @@ template <ExecutionPolicy E, class M>
   const detail::RenderWork<Fuse> work{plan.merger().fuse.policy(), tasks, static_cast<std::int64_t>(planes), core.outputs()};
   if (core.outputs() > 0) KVMELD_TRY(exec.bulk(static_cast<std::int64_t>(planes) * core.outputs(), work));
   RenderReport report{core.outputs(), static_cast<std::int64_t>(core.holes.size()), core.bytes, core.render_id, std::nullopt};
-  if (options.content_digest) report.content_digest = content_digest(KvCacheRef(out).first(core.outputs()));
+  if (options.content_digest) {
+    report.content_digest = detail::content_digest_of(KvCacheRef(out).first(core.outputs()),
+                                                      [&](std::size_t layer, std::int64_t o) { return core.rendered(layer, o); });
+  }
   return report;
 }
 
