@@ -111,9 +111,9 @@ struct LayerPlanes {
                  " planes; the engine's bytes are read as a key plane and a value plane");
   LayerPlanes found{&planes[0], planes.size() == 2 ? &planes[1] : nullptr};
   for (const PlaneShape& shape : planes) {
-    // 2^40 bytes a row is beyond any model and keeps every product below in 64 bits.
+    // 2^20 elements a row are beyond any model; with 2^31 cells and 2^10 planes every sum of bytes stays in 64 bits.
     if (ggml_type_number(shape.type) < 0 || shape.scales != ScaleScheme::none || cell_elements(shape) <= 0 ||
-        cell_elements(shape) > (std::int64_t{1} << 37))
+        cell_elements(shape) > (std::int64_t{1} << 20))
       return error(ErrorCode::unsupported, "llama state: layer ", layer, " holds ", shape.heads, " x ", shape.channels,
                    " ", to_string(shape.type), "; the engine stores f32, f16, bf16 or q8_0 without outer scales");
   }

@@ -107,6 +107,7 @@ template <class Byte>
 /// Errors: those of `parse_state`. O(cells + layers).
 template <class Byte>
 [[nodiscard]] Result<StateView<Byte>> view_state(std::span<Byte> bytes, std::shared_ptr<const Geometry> geometry) {
+  if (geometry == nullptr) return detail::error(ErrorCode::invalid_argument, "llama state: no geometry was given");
   Result<StateLayout> layout = parse_state(bytes, *geometry);
   if (!layout) return layout.error();
   return detail::make_view(bytes, *std::move(layout), std::move(geometry));
@@ -246,6 +247,9 @@ inline void emit_section(Emitter& out, const Geometry& geometry, const StateForm
                                                   std::span<const std::int64_t> positions,
                                                   std::span<const TokenId> tokens = {}, StateBlob recycled = {}) {
   using detail::error;
+  if (geometry == nullptr) return error(ErrorCode::invalid_argument, "llama state: no geometry was given");
+  if (geometry->layers.size() > 512)
+    return error(ErrorCode::unsupported, "llama state: ", geometry->layers.size(), " layers, more than 512");
   for (std::size_t l = 0; l < geometry->layers.size(); ++l) {
     const Result<detail::LayerPlanes> planes = detail::layer_planes(*geometry, l);
     if (!planes) return planes.error();
