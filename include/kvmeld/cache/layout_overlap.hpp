@@ -193,25 +193,43 @@ struct Segment {
   return false;
 }
 
+namespace detail {
+
+[[nodiscard]] inline Status check_steps(const PlaneRef& plane) {
+  if (plane.tokens == 0 || plane.shape.heads == 0 || plane.shape.channels == 0 || nested(plane, SlotRange(plane))) return {};
+  return error(ErrorCode::aliasing, "strides step into each other: token ", plane.token_stride, ", head ", plane.head_stride,
+               ", channel ", plane.channel_stride, ", block ", plane.slots.block_stride);
+}
+
+/// Whether no two of the tokens share a slot, in memory of the caller: `scratch` takes a number for each token.
+[[nodiscard]] inline Status check_slots_apart(const TokenSlots& slots, std::int64_t tokens, std::int64_t* scratch) {
+  if (slots.kind == SlotKind::identity) return {};
+  std::int64_t* end = scratch;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const std::int64_t slot = slots.slot(t);
+    if (slot >= 0) *end++ = slot;
+  }
+  std::sort(scratch, end);
+  const std::int64_t* const twice = std::adjacent_find(scratch, end);
+  if (twice == end) return {};
+  std::int64_t first = 0;
+  while (slots.slot(first) != *twice) ++first;
+  std::int64_t second = first + 1;
+  while (slots.slot(second) != *twice) ++second;
+  return error(ErrorCode::aliasing, "tokens ", first, " and ", second, " share slot ", *twice, " of a view that may be written");
+}
+
+}  // namespace detail
+
 /// Checks that no element of a view has two names, so that a write leaves what was written.
 ///
 /// Errors: `aliasing`, naming the two tokens that share a slot, or the strides that step into each other (a stride of 0
 /// over more than one head or token, say). O(tokens log tokens).
 [[nodiscard]] inline Status check_writable(const MutablePlaneRef& plane) {
+  KVMELD_TRY(detail::check_steps(plane));
   if (plane.tokens == 0 || plane.shape.heads == 0 || plane.shape.channels == 0) return {};
-  if (!detail::nested(plane, detail::SlotRange(plane))) {
-    return detail::error(ErrorCode::aliasing, "strides step into each other: token ", plane.token_stride, ", head ",
-                         plane.head_stride, ", channel ", plane.channel_stride, ", block ", plane.slots.block_stride);
-  }
-  if (plane.slots.kind == SlotKind::identity) return {};
-  const auto used = detail::used_slots(plane.slots, plane.tokens);
-  for (std::size_t i = 1; i < used.size(); ++i) {
-    if (used[i].first == used[i - 1].first) {
-      return detail::error(ErrorCode::aliasing, "tokens ", used[i - 1].second, " and ", used[i].second, " share slot ",
-                           used[i].first, " of a view that may be written");
-    }
-  }
-  return {};
+  std::vector<std::int64_t> scratch(static_cast<std::size_t>(plane.slots.kind == SlotKind::identity ? 0 : plane.tokens));
+  return detail::check_slots_apart(plane.slots, plane.tokens, scratch.data());
 }
 
 KVMELD_NAMESPACE_END

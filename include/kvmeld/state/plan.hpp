@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <span>
 #include <utility>
@@ -33,7 +34,8 @@ class Plan {
   [[nodiscard]] std::int64_t bytes() const noexcept { return core_.bytes; }
   /// Bytes of workspace that `run` needs on a host, aligned to 64.
   [[nodiscard]] std::size_t workspace_bytes() const noexcept {
-    return core_.planes() * (sizeof(detail::PlaneTask) + core_.sources.size() * sizeof(const std::byte*)) + 64;
+    const std::size_t tasks = core_.planes() * (sizeof(detail::PlaneTask) + core_.sources.size() * sizeof(const std::byte*));
+    return (std::max)(tasks, core_.positions.size() * sizeof(std::int64_t)) + 64;  // slots are checked before tasks are laid out
   }
   /// H(merger ‖ target ‖ ordered ids ‖ metadata read): cheap, and equal where equal things were asked.
   [[nodiscard]] const Digest128& render_id() const noexcept { return core_.render_id; }

@@ -27,16 +27,18 @@ namespace detail {
 }
 
 /// Refuses outputs that cannot take the rows: other shapes, too few slots, slots that share memory with each other, with a payload
-/// or with the workspace.
-inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out, std::span<const std::byte> workspace) {
+/// or with the workspace. `scratch`, in the workspace, takes a number for each output.
+inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out, std::span<const std::byte> workspace, std::int64_t* scratch) {
   if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
   KVMELD_TRY(check_same(*core.geometry, out.geometry()));
   if (out.tokens() < core.outputs()) {
     return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(), " tokens, the output holds ", out.tokens());
   }
-  const MutableKvCacheRef used = out.first(core.outputs());
-  for (const MutablePlaneRef& plane : used.planes()) {
-    KVMELD_TRY(check_writable(plane));
+  const TokenSlots* apart = nullptr;  // planes mostly share one table, which is sorted once
+  for (const MutablePlaneRef& whole : out.planes()) {
+    MutablePlaneRef plane = whole;
+    plane.tokens = core.outputs();
+    KVMELD_TRY(check_steps(plane));
     const Footprint span = footprint(plane);
     const auto first = reinterpret_cast<std::uintptr_t>(plane.data) + static_cast<std::uintptr_t>(span.first_byte);
     const auto last = reinterpret_cast<std::uintptr_t>(plane.data) + static_cast<std::uintptr_t>(span.last_byte);
@@ -51,10 +53,14 @@ inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out, s
     if (!span.empty() && !workspace.empty() && first < work + workspace.size() && work <= last) {
       return error(ErrorCode::aliasing, "the output overlaps the workspace of ", workspace.size(), " bytes");
     }
+    const bool same = apart != nullptr && apart->table == plane.slots.table && apart->kind == plane.slots.kind &&
+                      apart->block_size == plane.slots.block_size;
+    if (!same) KVMELD_TRY(check_slots_apart(plane.slots, plane.tokens, scratch));
+    apart = &whole.slots;
   }
   for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
     for (std::size_t p = 0; p < core.geometry->layers[l].planes.size(); ++p) {
-      const TokenSlots& slots = used.plane(l, p).slots;
+      const TokenSlots& slots = out.plane(l, p).slots;
       if (slots.kind == SlotKind::identity) continue;
       for (std::int64_t o = static_cast<std::int64_t>(core.layer_needed_from[l]); o < core.outputs(); ++o) {
         if (core.rendered(l, o) && slots.slot(o) < 0) {
@@ -111,7 +117,6 @@ template <ExecutionPolicy E, class M>
                                        const RunOptions& options = {}) {
   const detail::PlanCore& core = plan.core();
   KVMELD_TRY(check_float_environment());
-  KVMELD_TRY(detail::check_output(core, out, workspace));
   void* memory = workspace.data();
   std::size_t space = workspace.size();
   const std::size_t planes = core.planes();
@@ -119,6 +124,7 @@ template <ExecutionPolicy E, class M>
   if (needed > 0 && std::align(alignof(detail::PlaneTask), needed, memory, space) == nullptr) {
     return detail::error(ErrorCode::workspace_too_small, "workspace of ", workspace.size(), " bytes, the plan needs ", plan.workspace_bytes());
   }
+  KVMELD_TRY(detail::check_output(core, out, workspace, static_cast<std::int64_t*>(memory)));
   auto* tasks = static_cast<detail::PlaneTask*>(memory);
   auto** bases = reinterpret_cast<const std::byte**>(tasks + planes);
   detail::fill_tasks(core, out, tasks, bases, [](const auto* host) { return host; });
