@@ -114,6 +114,32 @@ TEST_CASE("resident payloads, and render with a workspace from the stream's pool
   CHECK(second.download() == expected->buffers());
 }
 
+TEST_CASE("the lines of docs/cuda.md") {
+  const auto g = test::geometry({.type = ElementType::bf16});
+  const auto set = spans(g, 6);
+  const auto merger = kvmeld::merger(ById{});
+  const auto target = at(g);
+  TestCache host(g, 12), expected(g, 12);
+  const test::DeviceCache cache(host, Tables::host);
+  const kvmeld::MutableKvCacheRef out = cache.out();
+  const test::TestStream own;
+  const cudaStream_t cuda_stream = own.get().get();
+  std::vector<test::DeviceBytes> memory;
+  const auto device_allocate = [&](std::size_t bytes) { return memory.emplace_back(bytes).data(); };
+  // begin docs/cuda.md
+  kvmeld::gpu::Stream stream{cuda_stream};        // yours, not owned
+  auto plan = kvmeld::plan(set, merger, target);  // on the host
+  REQUIRE(plan.ok());
+  std::size_t bytes = kvmeld::gpu::workspace_bytes(*plan, out);
+  std::byte* workspace = device_allocate(bytes);                      // yours, until the stream has passed
+  auto report = kvmeld::run(stream, *plan, {workspace, bytes}, out);  // enqueued; `plan` stays as long
+  // end docs/cuda.md
+  REQUIRE(report.ok());
+  own.wait();
+  REQUIRE(kvmeld::render(kvmeld::exec::seq, set, merger, expected.out(), target).ok());
+  CHECK(cache.download() == expected.buffers());
+}
+
 TEST_CASE("layers that are left out come from the host's local cache") {
   const auto g = test::geometry({.type = ElementType::f16, .layers = 3});
   const auto set = spans(g, 5);
