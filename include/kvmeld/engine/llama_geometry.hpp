@@ -2,7 +2,7 @@
 
 /// The geometry of a llama.cpp context, from the model's own metadata and the parameters the context is made with.
 
-#include <charconv>
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
