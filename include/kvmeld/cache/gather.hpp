@@ -69,8 +69,7 @@ struct GatherWork {
   }
 
   // Host form: whole runs at once.
-  template <Isa isa>
-  KVMELD_ALWAYS_INLINE void host_rows(std::int64_t begin, std::int64_t end) const noexcept {
+  void host_rows(Isa, std::int64_t begin, std::int64_t end) const noexcept {
     while (begin < end) {
       const GatherTask& task = tasks[begin / outputs];
       const std::int64_t first = begin % outputs;
@@ -82,7 +81,7 @@ struct GatherWork {
 
  private:
   /// Moves output `o`, or a run of neighbours from it on; returns how many outputs are done.
-  KVMELD_ALWAYS_INLINE std::int64_t host_output(const GatherTask& task, std::int64_t o,
+  [[nodiscard]] std::int64_t host_output(const GatherTask& task, std::int64_t o,
                                                 std::int64_t last) const noexcept {
     if (map[o] < 0) return 1;
     const std::int64_t from = task.in.slots.slot(map[o]);

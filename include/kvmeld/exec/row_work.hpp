@@ -14,7 +14,7 @@ KVMELD_NAMESPACE_BEGIN
 ///
 /// Lane l owns channels l, l + 32, …; the executor calls `partial` in every lane, joins the 32 states by the fixed tree
 /// 16, 8, 4, 2, 1, and calls `finish` in every lane with the total. A work may add a host form,
-/// `template <Isa isa> void host_rows(begin, end) const`, one always-inline body that vectorises.
+/// `void host_rows(Isa, begin, end) const`, which chooses among functions compiled for several instruction sets.
 ///
 /// Semantic requirements: rows touch disjoint outputs; the host form writes the bytes that the lane form writes.
 template <class W>
@@ -58,31 +58,13 @@ void lane_rows(const W& work, std::int64_t begin, std::int64_t end) {
 }
 
 template <class W>
-concept HasHostRows = requires(const W& work) { work.template host_rows<Isa::baseline>(std::int64_t{}, std::int64_t{}); };
+concept HasHostRows = requires(const W& work) { work.host_rows(Isa{}, std::int64_t{}, std::int64_t{}); };
 
-template <RowWork W>
-KVMELD_TARGET_AVX512 KVMELD_NOINLINE void rows_avx512(const W& work, std::int64_t begin, std::int64_t end) {
-  work.template host_rows<Isa::avx512>(begin, end);
-}
-template <RowWork W>
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE void rows_avx2(const W& work, std::int64_t begin, std::int64_t end) {
-  work.template host_rows<Isa::avx2>(begin, end);
-}
-template <RowWork W>
-KVMELD_NOINLINE void rows_baseline(const W& work, std::int64_t begin, std::int64_t end) {
-  work.template host_rows<Isa::baseline>(begin, end);
-}
-
-/// Runs rows [begin, end) on the host: the wrapper of one instruction set, or the lane form.
+/// Runs rows [begin, end) on the host: the work's own host form, or the lane form.
 template <RowWork W>
 void host_rows(const W& work, Isa isa, std::int64_t begin, std::int64_t end) {
   if constexpr (HasHostRows<W>) {
-#if KVMELD_X86_DISPATCH
-    if (isa == Isa::avx512) return rows_avx512(work, begin, end);
-    if (isa == Isa::avx2) return rows_avx2(work, begin, end);
-#endif
-    (void)isa;
-    rows_baseline(work, begin, end);
+    work.host_rows(isa, begin, end);
   } else {
     (void)isa;
     lane_rows(work, begin, end);

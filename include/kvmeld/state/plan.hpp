@@ -167,7 +167,7 @@ template <class M>
     if (entry->fragment.token_count() == 0) continue;  // nothing to order, and nothing that could come first
     Source source{&entry->fragment, &entry->fragment.payloads()[0], &entry->metadata, {}};
     if (source.payload->bytes == nullptr) {
-      missing += " " + entry->fragment.id().hex();
+      missing.append(" ").append(entry->fragment.id().hex());
       continue;
     }
     auto selected = merger.select.select(source);
@@ -176,7 +176,7 @@ template <class M>
     source.selected = *std::move(selected);
     if (source.selected_count() > 0) sources.push_back(std::move(source));
   }
-  if (parts->prefix != nullptr && parts->prefix->fragment.payloads()[0].bytes == nullptr) missing += " " + parts->prefix->fragment.id().hex();
+  if (parts->prefix != nullptr && parts->prefix->fragment.payloads()[0].bytes == nullptr) missing.append(" ").append(parts->prefix->fragment.id().hex());
   if (!missing.empty()) return detail::error(ErrorCode::payload_missing, "evicted payloads:", missing, "; fetch them and plan again");
   const auto order = merger.order.order(sources);
   if (!order) return order.error();

@@ -1,6 +1,6 @@
 #pragma once
 
-/// Contiguous elements to f32 and back, inlined into row bodies or called in the right instruction set.
+/// Contiguous elements to f32 and back, in the right instruction set.
 
 #include <cstddef>
 #include <cstdint>
@@ -15,9 +15,11 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// Out-of-line row conversions. A row body that is always inlined carries no target of its own, so what needs one, or
-/// would bloat every caller, is a call; its cost is a nanosecond or two a row.
-template <Isa isa>
+/// Row conversions of one instruction set, out of line: a row body that is inlined into several instruction sets carries
+/// no target of its own, and each conversion is compiled once a file; the call costs a nanosecond or two a row.
+///
+/// AVX-512 has none of its own: conversions keep up with the caches in AVX2, and a third copy costs every user compile time.
+template <bool vectors>
 struct RowCalls {
   template <ElementType type>
   KVMELD_NOINLINE static void load(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
@@ -32,7 +34,7 @@ struct RowCalls {
 #if KVMELD_X86_DISPATCH
 
 template <>
-struct RowCalls<Isa::avx2> {
+struct RowCalls<true> {
   template <ElementType type>
   KVMELD_TARGET_AVX2 KVMELD_NOINLINE static void load(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
     KVMELD_LOAD_BLOCKS(Avx2Block<type>::load);
@@ -43,18 +45,6 @@ struct RowCalls<Isa::avx2> {
   }
 };
 
-template <>
-struct RowCalls<Isa::avx512> {
-  template <ElementType type>
-  KVMELD_TARGET_AVX512 KVMELD_NOINLINE static void load(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
-    KVMELD_LOAD_BLOCKS(Avx512Block<type>::load);
-  }
-  template <ElementType type>
-  KVMELD_TARGET_AVX512 KVMELD_NOINLINE static void store(const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
-    KVMELD_STORE_BLOCKS(Avx512Block<type>::store);
-  }
-};
-
 #endif  // KVMELD_X86_DISPATCH
 
 /// Reads `n` contiguous elements at any address as f32. `in` and `out` must not overlap.
@@ -62,68 +52,45 @@ struct RowCalls<Isa::avx512> {
 /// f64 narrows to nearest even; i8 comes without scale; q8_0 starts at a block. An unknown type leaves `out` as it is:
 /// plans refuse it long before. Bytes are the same for every `isa`.
 template <Isa isa>
-KVMELD_ALWAYS_INLINE void load_row(ElementType type, const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+void load_row(ElementType type, const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+  using Calls = RowCalls<isa != Isa::baseline>;
   switch (type) {
-    case ElementType::f32:
-      load_elements<ElementType::f32>(in, n, out);
-      return;
-    case ElementType::bf16:
-      load_elements<ElementType::bf16>(in, n, out);
-      return;
-    case ElementType::f16:
-      RowCalls<isa>::template load<ElementType::f16>(in, n, out);
-      return;
-    case ElementType::f64:
-      RowCalls<isa>::template load<ElementType::f64>(in, n, out);
-      return;
-    case ElementType::f8_e4m3:
-      RowCalls<isa>::template load<ElementType::f8_e4m3>(in, n, out);
-      return;
-    case ElementType::f8_e5m2:
-      RowCalls<isa>::template load<ElementType::f8_e5m2>(in, n, out);
-      return;
-    case ElementType::i8:
-      RowCalls<isa>::template load<ElementType::i8>(in, n, out);
-      return;
-    case ElementType::q8_0:
-      RowCalls<isa>::template load<ElementType::q8_0>(in, n, out);
-      return;
+    case ElementType::f32: std::memcpy(out, in, sizeof(float) * static_cast<std::size_t>(n)); return;
+    case ElementType::bf16: Calls::template load<ElementType::bf16>(in, n, out); return;
+    case ElementType::f16: Calls::template load<ElementType::f16>(in, n, out); return;
+    case ElementType::f64: Calls::template load<ElementType::f64>(in, n, out); return;
+    case ElementType::f8_e4m3: Calls::template load<ElementType::f8_e4m3>(in, n, out); return;
+    case ElementType::f8_e5m2: Calls::template load<ElementType::f8_e5m2>(in, n, out); return;
+    case ElementType::i8: Calls::template load<ElementType::i8>(in, n, out); return;
+    case ElementType::q8_0: Calls::template load<ElementType::q8_0>(in, n, out); return;
   }
 }
 
 /// Writes `n` f32 values as contiguous elements at any address, rounded to nearest even. The ranges must not overlap.
 ///
 /// i8 rounds to nearest even and saturates, NaN becomes 0, and no scale is applied; q8_0 quantises as ggml's reference
-/// does (`store_block<ElementType::q8_0>`) and pads a last partial block with zeros. Bytes are the same for every
-/// `isa`.
+/// does (`store_block<ElementType::q8_0>`) and pads a last partial block with zeros. Bytes are the same for every `isa`.
 template <Isa isa>
-KVMELD_ALWAYS_INLINE void store_row(ElementType type, const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+void store_row(ElementType type, const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+  using Calls = RowCalls<isa != Isa::baseline>;
   switch (type) {
-    case ElementType::f32:
-      store_elements<ElementType::f32>(in, n, out);
-      return;
-    case ElementType::bf16:
-      RowCalls<isa>::template store<ElementType::bf16>(in, n, out);
-      return;
-    case ElementType::f16:
-      RowCalls<isa>::template store<ElementType::f16>(in, n, out);
-      return;
-    case ElementType::f64:
-      RowCalls<isa>::template store<ElementType::f64>(in, n, out);
-      return;
-    case ElementType::f8_e4m3:
-      RowCalls<isa>::template store<ElementType::f8_e4m3>(in, n, out);
-      return;
-    case ElementType::f8_e5m2:
-      RowCalls<isa>::template store<ElementType::f8_e5m2>(in, n, out);
-      return;
-    case ElementType::i8:
-      RowCalls<isa>::template store<ElementType::i8>(in, n, out);
-      return;
-    case ElementType::q8_0:
-      RowCalls<isa>::template store<ElementType::q8_0>(in, n, out);
-      return;
+    case ElementType::f32: std::memcpy(out, in, sizeof(float) * static_cast<std::size_t>(n)); return;
+    case ElementType::bf16: Calls::template store<ElementType::bf16>(in, n, out); return;
+    case ElementType::f16: Calls::template store<ElementType::f16>(in, n, out); return;
+    case ElementType::f64: Calls::template store<ElementType::f64>(in, n, out); return;
+    case ElementType::f8_e4m3: Calls::template store<ElementType::f8_e4m3>(in, n, out); return;
+    case ElementType::f8_e5m2: Calls::template store<ElementType::f8_e5m2>(in, n, out); return;
+    case ElementType::i8: Calls::template store<ElementType::i8>(in, n, out); return;
+    case ElementType::q8_0: Calls::template store<ElementType::q8_0>(in, n, out); return;
   }
+}
+
+/// The same by an instruction set that is known at run time only.
+inline void load_row(ElementType type, Isa isa, const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+  isa == Isa::baseline ? load_row<Isa::baseline>(type, in, n, out) : load_row<Isa::avx2>(type, in, n, out);
+}
+inline void store_row(ElementType type, Isa isa, const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+  isa == Isa::baseline ? store_row<Isa::baseline>(type, in, n, out) : store_row<Isa::avx2>(type, in, n, out);
 }
 
 /// Copies one element to or from any address. Devices read and write words whole only where they are told that these are

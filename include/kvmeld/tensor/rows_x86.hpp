@@ -157,24 +157,6 @@ struct Avx2Block<ElementType::f8_e4m3> : Avx2Float8Block<ElementType::f8_e4m3> {
 template <>
 struct Avx2Block<ElementType::f8_e5m2> : Avx2Float8Block<ElementType::f8_e5m2> {};
 
-template <ElementType type>
-struct Avx512Block : Avx2Block<type> {};
-
-template <>
-struct Avx512Block<ElementType::bf16> : Avx2Block<ElementType::bf16> {
-  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
-                                                              std::byte* __restrict out) noexcept {
-    for (int i = 0; i < 32; i += 16) {
-      const vector_t<float, 64> values = *reinterpret_cast<const unaligned_vector_t<float, 64>*>(in + i);
-      const auto bits = reinterpret_cast<vector_t<unsigned, 64>>(values);
-      const vector_t<unsigned, 64> rounded = (bits + ((bits >> 16) & 1u) + 0x7fffu) >> 16;
-      const vector_t<unsigned, 64> chosen = values != values ? (bits >> 16) | 0x40u : rounded;
-      *reinterpret_cast<unaligned_vector_t<std::uint16_t, 32>*>(out + 2 * i) =
-          __builtin_convertvector(chosen, vector_t<std::uint16_t, 32>);
-    }
-  }
-};
-
 }  // namespace detail
 KVMELD_NAMESPACE_END
 

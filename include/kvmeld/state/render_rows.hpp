@@ -1,0 +1,204 @@
+#pragma once
+
+/// The host form of a render: the expressions of the lane form, over whole rows and runs of rows.
+///
+/// What does not depend on the fuser is compiled once a file; a fuser adds two small loops for each instruction set.
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include <kvmeld/cache/rope_rotate.hpp>
+#include <kvmeld/cache/row_copy.hpp>
+#include <kvmeld/cache/stream_copy.hpp>
+#include <kvmeld/cache/turn_rows.hpp>
+#include <kvmeld/fuse/fold_rows.hpp>
+#include <kvmeld/state/plane_task.hpp>
+#include <kvmeld/tensor/rows.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+namespace detail {
+
+/// How rows are written, for all outputs of a run.
+struct RowMode {
+  Isa isa = Isa::baseline;
+  bool streams = false;  ///< the output is larger than the caches
+};
+
+/// Bytes that are computed before they are streamed out: they stay in the first cache.
+inline constexpr std::int64_t stage_bytes = 16 << 10;
+
+[[nodiscard]] inline std::byte* row_address(const PlaneTask& task, std::int64_t slot, std::int64_t head) noexcept {
+  return task.out.data + task.out.byte_offset(task.out.row_offset(slot, head));
+}
+
+/// Turns rows that follow each other on both sides, through a stage where the output streams.
+inline void turn_run(const PlaneTask& task, RowMode mode, const Turn& turn, const std::byte* in, std::byte* out, std::int64_t rows) noexcept {
+  const std::int64_t bytes = row_bytes(task.out.shape);
+  if (!mode.streams || bytes > stage_bytes) return turn_rows(task.out.shape.type, mode.isa, turn, in, bytes, out, bytes, rows);
+  alignas(64) std::byte stage[stage_bytes];
+  const std::int64_t most = stage_bytes / bytes;
+  for (std::int64_t at = 0; at < rows; at += most) {
+    const std::int64_t part = rows - at < most ? rows - at : most;
+    turn_rows(task.out.shape.type, mode.isa, turn, in + at * bytes, bytes, stage, bytes, part);
+    stream_copy(out + at * bytes, stage, static_cast<std::size_t>(part * bytes));
+  }
+}
+
+/// Writes one finished row wherever its channels lie.
+inline void put_row(const PlaneTask& task, RowMode mode, std::int64_t slot, std::int64_t head, const float* row) noexcept {
+  const PlaneShape& shape = task.out.shape;
+  if (task.out.contiguous_rows()) return store_row(shape.type, mode.isa, row, shape.channels, row_address(task, slot, head));
+  alignas(64) std::byte stored[max_channels * sizeof(double)];
+  store_row(shape.type, mode.isa, row, shape.channels, stored);
+  scatter_row(task.out, slot, head, stored);
+}
+
+[[nodiscard]] inline Turn turn_of(const PlaneTask& task, std::uint32_t shift) noexcept {
+  return {task.table(shift), task.out.shape.channels, task.first_channel, task.rotary_channels, task.pairing};
+}
+
+/// Renders output `o`, which is a single contribution as it is or turned, or a run of such; returns how many are done.
+inline std::int64_t render_single(const PlaneTask& task, RowMode mode, std::int64_t o, std::int64_t last) noexcept {
+  const PlaneShape& shape = task.out.shape;
+  const RowInput& input = task.group.inputs[task.group.row_begin[o]];
+  const std::int64_t slot = task.out.slots.slot(o);
+  if (slot < 0) return 1;
+  const bool turns = task.turns(input.shift);
+  const std::byte* const in = task.input(input, 0);
+  if (contiguous_heads(task.out)) {
+    const std::int64_t left = last - o;
+    const std::int64_t run = !task.packed ? 1 : task.group.run[o] < left ? task.group.run[o] : left;
+    std::byte* const out = row_address(task, slot, 0);
+    if (turns) {
+      turn_run(task, mode, turn_of(task, input.shift), in, out, run * shape.heads);
+    } else {
+      const auto bytes = static_cast<std::size_t>(run * shape.heads * row_bytes(shape));
+      mode.streams ? stream_copy(out, in, bytes) : (void)std::memcpy(out, in, bytes);
+    }
+    return run;
+  }
+  const std::int64_t bytes = row_bytes(shape);
+  if (turns && task.out.contiguous_rows()) {
+    turn_rows(shape.type, mode.isa, turn_of(task, input.shift), in, bytes, row_address(task, slot, 0),
+              task.out.byte_offset(task.out.head_stride), shape.heads);
+    return 1;
+  }
+  for (std::int64_t head = 0; head < shape.heads; ++head) {
+    if (!turns) {
+      scatter_row(task.out, slot, head, in + head * bytes);
+      continue;
+    }
+    alignas(64) float row[max_channels];
+    load_row(shape.type, mode.isa, in + head * bytes, shape.channels, row);
+    turn_row(turn_of(task, input.shift), mode.isa, row);
+    put_row(task, mode, slot, head, row);
+  }
+  return 1;
+}
+
+/// One contribution in f32, turned to the frame.
+inline void fetch_row(const PlaneTask& task, RowMode mode, const RowInput& input, std::int64_t head, float* row) noexcept {
+  load_row(task.out.shape.type, mode.isa, task.input(input, head), task.out.shape.channels, row);
+  if (task.turns(input.shift)) turn_row(turn_of(task, input.shift), mode.isa, row);
+}
+
+/// Fuses one head of an output: chunks of 64 contributions, joined as a binary counter carries.
+template <class F>
+void fuse_head(const F& fuser, const PlaneTask& task, RowMode mode, const RowInput* inputs, int count, std::int64_t head, float* row) {
+  const FoldRows<F> fold{fuser, mode.isa, (task.out.shape.channels + row_block - 1) / row_block * row_block};
+  alignas(64) typename FoldRows<F>::Accumulator levels[max_levels][max_channels];
+  float level_weight[max_levels];
+  int chunks = 0;
+  for (int begin = 0; begin < count; begin += chunk_inputs, ++chunks) {
+    const int end = begin + chunk_inputs < count ? begin + chunk_inputs : count;
+    // The chunk lands on the first free level; full levels below join into it first.
+    int level = 0;
+    while (((chunks >> level) & 1) != 0) ++level;
+    fold.start(levels[level]);
+    float weight = 0;
+    for (int i = begin; i < end; ++i) {
+      fetch_row(task, mode, inputs[i], head, row);
+      fold.absorb(levels[level], row, inputs[i].weight);
+      weight += inputs[i].weight;
+    }
+    for (int k = level - 1; k >= 0; --k) {
+      fold.join(levels[k], levels[level]);
+      weight += level_weight[k];
+    }
+    level_weight[level] = weight;
+  }
+  int top = 0;
+  while (((chunks >> top) & 1) == 0) ++top;
+  float weight = level_weight[top];
+  for (int k = top + 1; k < max_levels; ++k) {
+    if (((chunks >> k) & 1) == 0) continue;
+    fold.join(levels[k], levels[top]);
+    weight += level_weight[k];
+  }
+  fold.finish(levels[top], row, weight, count);
+}
+
+/// Whether all heads of an output can be fused as one long row in vector registers.
+[[nodiscard]] inline bool fuses_as_one(const PlaneTask& task, RowMode mode, const RowInput* inputs, int count, std::uint32_t out_shift) noexcept {
+  if (mode.isa == Isa::baseline || count > chunk_inputs || task.turns(out_shift) || !contiguous_heads(task.out)) return false;
+  for (int i = 0; i < count; ++i) {
+    if (task.turns(inputs[i].shift)) return false;
+  }
+  return fuses_in_registers(task.out.shape.type, static_cast<std::int64_t>(task.out.shape.heads) * task.out.shape.channels);
+}
+
+/// Renders one output from several contributions, or from one that the fuser does not keep as it is.
+template <class F>
+void render_fused(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o) {
+  const std::int64_t slot = task.out.slots.slot(o);
+  if (slot < 0) return;
+  const RowInput* const inputs = task.group.inputs + task.group.row_begin[o];
+  const int count = static_cast<int>(task.group.row_begin[o + 1] - task.group.row_begin[o]);
+  const std::uint32_t out_shift = task.group.out_shift[o];
+  if (fuses_as_one(task, mode, inputs, count, out_shift)) {
+    FoldInputs rows;
+    rows.count = count;
+    for (int i = 0; i < count; ++i) rows.add(i, task.input(inputs[i], 0), inputs[i].weight);
+    const std::int64_t bytes = row_bytes(task.out.shape) * task.out.shape.heads;
+    std::byte* const out = row_address(task, slot, 0);
+    if (!mode.streams) return fuse_in_registers(fuser, task.out.shape.type, mode.isa, rows, 0, bytes, out);
+    alignas(64) std::byte stage[stage_bytes];
+    for (std::int64_t at = 0; at < bytes; at += stage_bytes) {
+      const std::int64_t part = bytes - at < stage_bytes ? bytes - at : stage_bytes;
+      fuse_in_registers(fuser, task.out.shape.type, mode.isa, rows, at, part, stage);
+      stream_copy(out + at, stage, static_cast<std::size_t>(part));
+    }
+    return;
+  }
+  for (std::int64_t head = 0; head < task.out.shape.heads; ++head) {
+    alignas(64) float row[max_channels] = {};
+    fuse_head(fuser, task, mode, inputs, count, head, row);
+    if (task.turns(out_shift)) turn_row(turn_of(task, out_shift), mode.isa, row);
+    put_row(task, mode, slot, head, row);
+  }
+}
+
+/// Renders rows [begin, end): row r is output `r % outputs` of task `r / outputs`.
+template <class F>
+void render_rows(const F& fuser, const PlaneTask* tasks, std::int64_t outputs, RowMode mode, std::int64_t begin, std::int64_t end) {
+  while (begin < end) {
+    const PlaneTask& task = tasks[begin / outputs];
+    const std::int64_t first = begin % outputs;
+    const std::int64_t last = end - begin < outputs - first ? first + (end - begin) : outputs;
+    begin += last - first;
+    for (std::int64_t o = first; o < last;) {
+      const std::uint32_t count = task.group.row_begin[o + 1] - task.group.row_begin[o];
+      if (count == 1 && keeps_single<F>()) {
+        o += render_single(task, mode, o, last);
+      } else {
+        if (count != 0) render_fused(fuser, task, mode, o);
+        ++o;
+      }
+    }
+  }
+  if (mode.streams) stream_fence();
+}
+
+}  // namespace detail
+KVMELD_NAMESPACE_END

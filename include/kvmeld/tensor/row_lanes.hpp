@@ -1,0 +1,206 @@
+#pragma once
+
+/// Eight and sixteen stored elements as f32 vectors: the registers of kernels that read, compute and store in one loop.
+
+#include <cstddef>
+#include <cstdint>
+
+#include <kvmeld/config.hpp>
+#include <kvmeld/tensor/element.hpp>
+#include <kvmeld/tensor/rows_x86.hpp>
+
+#if KVMELD_X86_DISPATCH
+
+KVMELD_NAMESPACE_BEGIN
+namespace detail {
+
+using FloatLanes = vector_t<float, 32>;
+using WordLanes = vector_t<unsigned, 32>;
+
+/// a * b + c in eight lanes, one rounding each.
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes fma_lanes(FloatLanes a, FloatLanes b, FloatLanes c) noexcept {
+  return __builtin_ia32_vfmaddps256(a, b, c);
+}
+
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes load_lanes(const float* in) noexcept {
+  return *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in);
+}
+KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void store_lanes(FloatLanes v, float* out) noexcept {
+  *reinterpret_cast<unaligned_vector_t<float, 32>*>(out) = v;
+}
+
+/// Eight elements in order; the bytes that `load_element` and `store_element` give.
+template <ElementType type>
+struct Lanes8;
+
+template <>
+struct Lanes8<ElementType::f32> {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static FloatLanes load(const std::byte* in) noexcept {
+    return *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(FloatLanes v, std::byte* out) noexcept {
+    *reinterpret_cast<unaligned_vector_t<float, 32>*>(out) = v;
+  }
+};
+template <>
+struct Lanes8<ElementType::f16> {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static FloatLanes load(const std::byte* in) noexcept {
+    const vector_t<short, 16> stored = *reinterpret_cast<const unaligned_vector_t<short, 16>*>(in);
+    return __builtin_ia32_vcvtph2ps256(stored);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(FloatLanes v, std::byte* out) noexcept {
+    constexpr int to_nearest_even = 0;
+    *reinterpret_cast<unaligned_vector_t<short, 16>*>(out) = __builtin_ia32_vcvtps2ph256(v, to_nearest_even);
+  }
+};
+template <>
+struct Lanes8<ElementType::bf16> {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static FloatLanes load(const std::byte* in) noexcept {
+    const vector_t<std::uint16_t, 16> stored = *reinterpret_cast<const unaligned_vector_t<std::uint16_t, 16>*>(in);
+    return reinterpret_cast<FloatLanes>(__builtin_convertvector(stored, WordLanes) << 16);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(FloatLanes v, std::byte* out) noexcept {
+    const auto bits = reinterpret_cast<WordLanes>(v);
+    const auto is_nan = reinterpret_cast<WordLanes>(v != v);
+    const WordLanes half = (((bits >> 16) & 1U) + 0x7fffU) & ~is_nan;
+    const auto rounded = reinterpret_cast<vector_t<int, 32>>(((bits + half) >> 16) | (is_nan & 0x40U));
+    const vector_t<std::uint16_t, 32> packed = pack_words(rounded, rounded);
+    *reinterpret_cast<unaligned_vector_t<std::uint16_t, 16>*>(out) = __builtin_shufflevector(packed, packed, 0, 1, 2, 3, 4, 5, 6, 7);
+  }
+};
+
+/// Sixteen elements in two vectors. Which element lies in which lane is the type's own affair (`even_odd`): what treats
+/// all elements alike need not know, and no shuffle is spent on it.
+template <ElementType type>
+struct Lanes16 {
+  static constexpr bool even_odd = false;  ///< the first eight elements, then the last eight
+  static constexpr std::ptrdiff_t half = 8 * block_bytes(type);
+
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, FloatLanes& first, FloatLanes& second) noexcept {
+    first = Lanes8<type>::load(in);
+    second = Lanes8<type>::load(in + half);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(FloatLanes first, FloatLanes second, std::byte* out) noexcept {
+    Lanes8<type>::store(first, out);
+    Lanes8<type>::store(second, out + half);
+  }
+};
+template <>
+struct Lanes16<ElementType::bf16> {
+  static constexpr bool even_odd = true;  ///< the even elements, then the odd ones: halves of a 32-bit word
+
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, FloatLanes& even, FloatLanes& odd) noexcept {
+    const WordLanes words = *reinterpret_cast<const unaligned_vector_t<unsigned, 32>*>(in);
+    even = reinterpret_cast<FloatLanes>(words << 16);
+    odd = reinterpret_cast<FloatLanes>(words & 0xffff0000U);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(FloatLanes even, FloatLanes odd, std::byte* out) noexcept {
+    const auto e = reinterpret_cast<WordLanes>(even);
+    const auto o = reinterpret_cast<WordLanes>(odd);
+    WordLanes low = e + 0x7fffU + ((e >> 16) & 1U);
+    WordLanes high = o + 0x7fffU + ((o >> 16) & 1U);
+    constexpr int unordered = 3;
+    if (__builtin_expect(__builtin_ia32_movmskps256(__builtin_ia32_cmpps256(even, odd, unordered)), 0) != 0) {
+      const auto e_nan = reinterpret_cast<WordLanes>(even != even);
+      const auto o_nan = reinterpret_cast<WordLanes>(odd != odd);
+      low = (low & ~e_nan) | ((e | 0x400000U) & e_nan);
+      high = (high & ~o_nan) | ((o | 0x400000U) & o_nan);
+    }
+    *reinterpret_cast<unaligned_vector_t<unsigned, 32>*>(out) = (low >> 16) | (high & 0xffff0000U);
+  }
+};
+
+/// Thirty-two elements between memory and an array that compilers keep in registers, in the order of `Lanes16`'s halves.
+template <ElementType type>
+struct Avx2Lanes32 {
+  static constexpr std::ptrdiff_t half = 16 * block_bytes(type);
+
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, float* x) noexcept {
+    FloatLanes a, b;
+    Lanes16<type>::load(in, a, b);
+    store_lanes(a, x);
+    store_lanes(b, x + 8);
+    Lanes16<type>::load(in + half, a, b);
+    store_lanes(a, x + 16);
+    store_lanes(b, x + 24);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* x, std::byte* out) noexcept {
+    Lanes16<type>::store(load_lanes(x), load_lanes(x + 8), out);
+    Lanes16<type>::store(load_lanes(x + 16), load_lanes(x + 24), out + half);
+  }
+};
+
+using WideFloats = vector_t<float, 64>;
+using WideWords = vector_t<unsigned, 64>;
+
+[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats load_wide(const void* in) noexcept {
+  return *static_cast<const unaligned_vector_t<float, 64>*>(in);
+}
+KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void store_wide(WideFloats v, void* out) noexcept {
+  *static_cast<unaligned_vector_t<float, 64>*>(out) = v;
+}
+
+/// The same in 512-bit registers.
+template <ElementType type>
+struct Avx512Lanes32;
+
+template <>
+struct Avx512Lanes32<ElementType::f32> {
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, float* x) noexcept {
+    store_wide(load_wide(in), x);
+    store_wide(load_wide(in + 64), x + 16);
+  }
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(const float* x, std::byte* out) noexcept {
+    store_wide(load_wide(x), out);
+    store_wide(load_wide(x + 16), out + 64);
+  }
+};
+template <>
+struct Avx512Lanes32<ElementType::f16> {
+#if defined(__clang__)
+  static constexpr unsigned short all_loaded = 0xffff;
+#else
+  static constexpr short all_loaded = -1;  // the builtin's own type
+#endif
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, float* x) noexcept {
+    constexpr int current_rounding = 4;
+    for (int i = 0; i < 2; ++i) {
+      const vector_t<short, 32> stored = *reinterpret_cast<const unaligned_vector_t<short, 32>*>(in + 32 * i);
+      store_wide(__builtin_ia32_vcvtph2ps512_mask(stored, WideFloats{}, all_loaded, current_rounding), x + 16 * i);
+    }
+  }
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(const float* x, std::byte* out) noexcept {
+    constexpr int to_nearest_even = 0;
+    for (int i = 0; i < 2; ++i) {
+      *reinterpret_cast<unaligned_vector_t<short, 32>*>(out + 32 * i) =
+          __builtin_ia32_vcvtps2ph512_mask(load_wide(x + 16 * i), to_nearest_even, vector_t<short, 32>{}, 0xffff);
+    }
+  }
+};
+template <>
+struct Avx512Lanes32<ElementType::bf16> {
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, float* x) noexcept {
+    const WideWords words = *reinterpret_cast<const unaligned_vector_t<unsigned, 64>*>(in);
+    store_wide(reinterpret_cast<WideFloats>(words << 16), x);
+    store_wide(reinterpret_cast<WideFloats>(words & 0xffff0000U), x + 16);
+  }
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(const float* x, std::byte* out) noexcept {
+    const WideFloats even = load_wide(x);
+    const WideFloats odd = load_wide(x + 16);
+    const auto e = reinterpret_cast<WideWords>(even);
+    const auto o = reinterpret_cast<WideWords>(odd);
+    WideWords low = e + 0x7fffU + ((e >> 16) & 1U);
+    WideWords high = o + 0x7fffU + ((o >> 16) & 1U);
+    constexpr int unordered = 3, current_rounding = 4;
+    if (__builtin_expect(__builtin_ia32_cmpps512_mask(even, odd, unordered, 0xffff, current_rounding), 0) != 0) {
+      low = even != even ? e | 0x400000U : low;
+      high = odd != odd ? o | 0x400000U : high;
+    }
+    *reinterpret_cast<unaligned_vector_t<unsigned, 64>*>(out) = (low >> 16) | (high & 0xffff0000U);
+  }
+};
+
+}  // namespace detail
+KVMELD_NAMESPACE_END
+
+#endif  // KVMELD_X86_DISPATCH
