@@ -24,10 +24,22 @@ concept RowWork = std::is_trivially_copyable_v<W> && requires(const W& work, std
   work.finish(row, lane, state);
 };
 
-/// Where and how rows run. `bulk` is the only launch: it returns when the work is enqueued (devices) or done (hosts).
+/// Work that does nothing, by which executors are checked.
+struct NoWork {
+  struct State {};
+
+  [[nodiscard]] KVMELD_HD State partial(std::int64_t, int) const noexcept { return {}; }
+  [[nodiscard]] KVMELD_HD static State join(State, State) noexcept { return {}; }
+  KVMELD_HD void finish(std::int64_t, int, State) const noexcept {}
+};
+
+/// Where and how rows run. `bulk(rows, work)` is the only launch: it returns when the work is enqueued (devices) or done (hosts).
+///
+/// Semantic requirements: every row of any `RowWork` runs once; hosts hold a `FloatEnvironmentGuard` in each worker.
 template <class E>
-concept ExecutionPolicy = requires(const E& exec) {
+concept ExecutionPolicy = requires(const E& exec, std::int64_t rows, const NoWork& work) {
   { E::on_device } -> std::convertible_to<bool>;
+  { exec.bulk(rows, work) } -> std::same_as<Status>;
 };
 
 /// Lanes of a row, on every backend: the width of a warp.

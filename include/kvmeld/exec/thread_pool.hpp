@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -15,12 +16,20 @@ namespace exec {
 
 /// A fixed set of workers that run the tasks 0 … n − 1 of one job at a time; the caller works too.
 ///
-/// Models `TaskPool`. Jobs from several threads queue behind one another.
+/// Models `TaskPool`. Jobs from several threads queue behind one another; a task must not call `run` of its own pool. Where the system
+/// has no further thread to give, the pool works with those it got.
 class ThreadPool {
  public:
   /// @param threads how many threads work on a job, the caller included; at least 1.
   explicit ThreadPool(std::size_t threads) {
-    for (std::size_t i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+#if defined(__cpp_exceptions)
+    try {
+      start(threads);
+    } catch (const std::system_error&) {
+    }
+#else
+    start(threads);
+#endif
   }
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -54,6 +63,10 @@ class ThreadPool {
   }
 
  private:
+  void start(std::size_t threads) {
+    workers_.reserve(threads);
+    for (std::size_t i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  }
   void drain(void (*task)(void*, std::size_t), void* context, std::size_t tasks) {
     for (std::size_t i = next_.fetch_add(1); i < tasks; i = next_.fetch_add(1)) task(context, i);
   }
