@@ -73,7 +73,7 @@ const Field fields[] = {
     {"element type", "1", "2", [](Geometry& g) { g.layers[1].planes[1].type = ElementType::f16; }},
     {"head count", "2", "3", [](Geometry& g) { g.layers[1].planes[1].heads = 3; }},
     {"head size", "32", "64", [](Geometry& g) { g.layers[1].planes[1].channels = 64; }},
-    {"rotary flag", "1", "0", [](Geometry& g) { g.layers[1].planes[0].rotary = false; }},
+    {"rotary flag", "1", "0", [](Geometry& g) { g.layers[1].planes[0].rotary = false; }, false},
     {"scale scheme", "0", "1", [](Geometry& g) { g.layers[1].planes[1].scales = kvmeld::ScaleScheme::per_tensor; }},
     {"scale group", "0", "16", [](Geometry& g) { g.layers[1].planes[1].scale_group = 16; }},
     {"Hadamard basis", "0", "32", [](Geometry& g) { g.layers[1].planes[1].hadamard = 32; }},
@@ -233,7 +233,10 @@ TEST_CASE("a second beginning-of-sequence token does not enter a context") {
   const auto with_bos = test::token_ids(3, 1), without = test::token_ids(3, 10), again = std::vector<kvmeld::TokenId>{1, 8};
   const auto one = test::sealed(g, 3, 1, {.tokens = with_bos}), two = test::sealed(g, 2, 2, {.tokens = again});
   refused(test::set_of({one, two}), concat, at(g), ErrorCode::duplicate_bos, {"2 beginning-of-sequence", "id 1"});
-  CHECK(kvmeld::plan(test::set_of({one, test::sealed(g, 3, 3, {.tokens = without})}), concat, at(g)).ok());
+  const auto later = test::set_of({one, test::sealed(g, 3, 3, {.tokens = without})});
+  CHECK(kvmeld::plan(later, kvmeld::merger(kvmeld::ByProvenance{}), at(g)).ok());
+  // The only one, but something stands before it.
+  refused(later, kvmeld::merger(kvmeld::ByProvenance{.reversed = true}), at(g), ErrorCode::duplicate_bos, {"id 1"});
   // Matched tokens are one.
   CHECK(kvmeld::plan(test::set_of({one, two}), kvmeld::merger(ById{}, Aligner{TokenMatch{}}), at(g)).ok());
   const auto prefix = test::sealed(g, 3, 5, {.role = kvmeld::Role::prefix, .tokens = with_bos});
@@ -253,14 +256,14 @@ TEST_CASE("keys whose frequencies would change with the length are refused") {
   rope.factor = 2.0;
   const kvmeld::FragmentSet dynamic = two_spans(g);
   CHECK(kvmeld::plan(dynamic, concat, at(g)).ok());  // 7 tokens: below 8 nothing changes
-  refused(dynamic, concat, at(g, 5), ErrorCode::rope_length_dependent, {"4 and 12", "original context 8"});
+  refused(dynamic, concat, at(g, 5), ErrorCode::rope_length_dependent, {"and 12", "original context 8"});
 
   rope.scaling = kvmeld::RopeScaling::longrope;
   rope.short_factors.assign(16, 1.0F);
   rope.long_factors.assign(16, 4.0F);
   const kvmeld::FragmentSet longrope = two_spans(g);
   CHECK(kvmeld::plan(longrope, concat, at(g)).ok());
-  refused(longrope, concat, at(g, 5), ErrorCode::rope_length_dependent, {"4 and 12"});
+  refused(longrope, concat, at(g, 5), ErrorCode::rope_length_dependent, {"and 12"});
   Target fixed = at(g, 5);
   fixed.context_length = 4096;  // the engine chose its list when the context was made
   CHECK(kvmeld::plan(longrope, concat, fixed).ok());

@@ -168,7 +168,7 @@ TEST_CASE("layers may hold fewer tokens, keep keys before rotation, or have no p
   std::vector<Sealed> spans;
   for (std::uint64_t s = 0; s < 3; ++s) {
     const auto n = static_cast<std::int64_t>(4 + s);
-    const std::vector<std::int64_t> hidden{0, static_cast<std::int64_t>(s + 1), 0, 0};
+    const std::vector<std::int64_t> hidden{0, n - 2, 0, 0};
     const auto positions = test::gapped_positions(n);
     spans.push_back(test::sealed(g, n, 70 + s, {.positions = positions}, Layout::slot_list, hidden));
     REQUIRE(spans.back().fragment.valid());
@@ -183,13 +183,19 @@ TEST_CASE("layers may hold fewer tokens, keep keys before rotation, or have no p
   check(mean, reference::match(spans, -1, 3), Fuse::mean);
   check(maximum, reference::match(spans, -1, 3), Fuse::max);
 
-  // Holes: tokens that some layer lacks though its window reaches them. Layer 1 sees back 4 tokens from any later query.
+  // Holes: rows that layer 1 lacks though some query sees them; its window is 4 tokens, the query's own among them. Queries
+  // are the token behind the last output, and every hole, which is computed.
   const auto outputs = reference::concat(spans, 3);
+  std::vector<std::int64_t> queries{outputs.back().position + 1};
   std::vector<kvmeld::Hole> holes;
-  for (std::size_t o = outputs.size() - 4; o < outputs.size(); ++o) {
+  for (std::size_t o = outputs.size(); o-- > 0;) {
     const reference::Input in = outputs[o].inputs[0];
-    if (in.token < spans[in.source].hidden[1]) holes.push_back({static_cast<std::int64_t>(o), outputs[o].position, -1});
+    const bool seen = std::any_of(queries.begin(), queries.end(), [&](std::int64_t q) { return outputs[o].position > q - 4; });
+    if (!seen || in.token >= spans[in.source].hidden[1]) continue;
+    queries.push_back(outputs[o].position);
+    holes.insert(holes.begin(), {static_cast<std::int64_t>(o), outputs[o].position, -1});
   }
+  REQUIRE_FALSE(holes.empty());
   const auto plan = kvmeld::plan(set, concat, at(g, 3));
   REQUIRE(plan.ok());
   CHECK(std::vector<kvmeld::Hole>(plan->holes().begin(), plan->holes().end()) == holes);
