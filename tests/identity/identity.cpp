@@ -67,6 +67,7 @@ void render(Sink& sink, const kvmeld::FragmentSet& set, const M& merger, const k
   for (const kvmeld::Isa isa : {kvmeld::Isa::avx2, kvmeld::Isa::avx512}) {
     if (isa <= kvmeld::best_isa()) same_in(kvmeld::exec::Sequential{.isa = isa}, *plan, layout, first, kvmeld::to_string(isa).data());
   }
+  same_in(test::Streaming{}, *plan, layout, first, "streaming");
   same_in(kvmeld::exec::lanes, *plan, layout, first, "lanes");
   same_in(one, *plan, layout, first, "one thread");
   same_in(two, *plan, layout, first, "two threads");

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <kvmeld/cache/seal.hpp>
+#include <kvmeld/exec/exec.hpp>
 #include <kvmeld/tensor/rows.hpp>
 
 namespace test {
@@ -255,6 +256,18 @@ class TestCache {
   std::vector<std::size_t> plane_layer_;
   std::vector<std::vector<std::byte>> buffers_;         // (planes)
   kvmeld::MutableKvCacheRef ref_;
+};
+
+/// An executor that writes as if every output were larger than the processor's caches.
+struct Streaming {
+  static constexpr bool on_device = false;
+  kvmeld::Isa isa = kvmeld::best_isa();
+
+  template <kvmeld::RowWork W>
+  kvmeld::Status bulk(std::int64_t rows, W work) const {
+    work.streams = true;
+    return kvmeld::exec::Sequential{.isa = isa}.bulk(rows, work);
+  }
 };
 
 /// A fragment beside the numbers that went into it.

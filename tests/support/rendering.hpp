@@ -52,6 +52,7 @@ std::unique_ptr<TestCache> render_everywhere(const kvmeld::FragmentSet& set, con
   for (const kvmeld::Isa isa : instruction_sets()) {
     INFO(kvmeld::to_string(isa));
     REQUIRE(run_in(kvmeld::exec::Sequential{.isa = isa}, *plan, layout)->buffers() == first->buffers());
+    REQUIRE(run_in(Streaming{isa}, *plan, layout)->buffers() == first->buffers());
   }
   INFO("lanes");
   REQUIRE(run_in(kvmeld::exec::lanes, *plan, layout)->buffers() == first->buffers());
