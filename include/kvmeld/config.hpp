@@ -37,6 +37,10 @@ static_assert(std::endian::native == std::endian::little, "kvmeld stores little-
 #define KVMELD_ALWAYS_INLINE inline __attribute__((always_inline))
 #define KVMELD_NOINLINE __attribute__((noinline))
 
+/// Makes a function a template of nothing, whose body is instantiated only in files that call it: an inline function has
+/// every vector and sort of its body instantiated in every file that includes the header.
+#define KVMELD_LAZY template <class = void>
+
 /// 1 where functions can be compiled for AVX2 and AVX-512 beside the baseline and chosen at run time.
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDA_ARCH__)
 #define KVMELD_X86_DISPATCH 1

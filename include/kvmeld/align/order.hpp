@@ -10,14 +10,14 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-[[nodiscard]] inline std::vector<std::uint32_t> indices(std::size_t count) {
+KVMELD_LAZY [[nodiscard]] std::vector<std::uint32_t> indices(std::size_t count) {
   std::vector<std::uint32_t> out(count);
   std::iota(out.begin(), out.end(), 0U);
   return out;
 }
 
 /// The Euclidean norm of one contiguous row, f64: lane l sums the squares of channels l, l + 32, … and the lanes join by the tree.
-[[nodiscard]] inline double row_norm(ElementType type, const std::byte* row, std::int64_t channels) noexcept {
+KVMELD_LAZY [[nodiscard]] double row_norm(ElementType type, const std::byte* row, std::int64_t channels) noexcept {
   struct Sum {
     using State = double;
     static State join(State a, State b) noexcept { return a + b; }
@@ -31,7 +31,7 @@ namespace detail {
 }
 
 /// Mean over the tokens and heads of one layer's first rotary plane (or its first plane) of the norm of stored rows.
-[[nodiscard]] inline double mean_key_norm(const Fragment& fragment, const Payload& payload, std::size_t layer) {
+KVMELD_LAZY [[nodiscard]] double mean_key_norm(const Fragment& fragment, const Payload& payload, std::size_t layer) {
   const Geometry& geometry = fragment.geometry();
   std::size_t index = 0;
   for (std::size_t l = 0; l < layer; ++l) index += geometry.layers[l].planes.size();

@@ -53,7 +53,7 @@ template <class Present>
 /// Says what a cache holds: XXH3-128 of its rows in canonical order (layer, plane, token, head, channel), then their scales.
 ///
 /// Equal caches give equal digests whatever their layouts; rows that a view does not hold are skipped. O(bytes).
-[[nodiscard]] inline Digest128 content_digest(const KvCacheRef& cache) {
+KVMELD_LAZY [[nodiscard]] Digest128 content_digest(const KvCacheRef& cache) {
   return detail::content_digest_of(cache, [](std::size_t, std::int64_t) { return true; });
 }
 

@@ -26,7 +26,7 @@ struct SealOptions {
 
 namespace detail {
 
-[[nodiscard]] inline Status check_seal(const KvCacheRef& view, const SealOptions& options) {
+KVMELD_LAZY [[nodiscard]] Status check_seal(const KvCacheRef& view, const SealOptions& options) {
   if (!view.valid()) return error(ErrorCode::invalid_argument, "the view has no geometry");
   const auto n = static_cast<std::size_t>(view.tokens());
   if (!options.tokens.empty() && options.tokens.size() != n) {
@@ -61,7 +61,7 @@ namespace detail {
 }
 
 /// Which of the tokens from `first` on a layer holds; its planes must agree.
-[[nodiscard]] inline Result<TokenSet> present_tokens(const KvCacheRef& view, std::size_t layer, std::int64_t first) {
+KVMELD_LAZY [[nodiscard]] Result<TokenSet> present_tokens(const KvCacheRef& view, std::size_t layer, std::int64_t first) {
   const std::size_t planes = view.geometry().layers[layer].planes.size();
   TokenSet set;
   if (planes == 0) return set;
@@ -83,7 +83,7 @@ namespace detail {
 }
 
 /// Copies a view into a payload; digest and context are the caller's.
-[[nodiscard]] inline Result<Payload> gather_payload(const KvCacheRef& view, const SealOptions& options) {
+KVMELD_LAZY [[nodiscard]] Result<Payload> gather_payload(const KvCacheRef& view, const SealOptions& options) {
   Payload payload;
   const std::int64_t first = options.drop_first;
   const std::int64_t count = view.tokens() - first;

@@ -51,7 +51,7 @@ class Plan {
 namespace detail {
 
 /// Appends the local cache as a source for the layers that the target leaves out.
-inline Status add_local(PlanCore& core, Alignment& alignment, const Target& target) {
+KVMELD_LAZY Status add_local(PlanCore& core, Alignment& alignment, const Target& target) {
   const std::size_t layers = target.geometry.layers.size();
   if (target.layers.all()) return {};
   if (target.layers.layers.size() != layers) {
@@ -89,7 +89,7 @@ inline Status add_local(PlanCore& core, Alignment& alignment, const Target& targ
 }
 
 /// Puts the prefix's tokens, one contribution each, in front of the spans' alignment; the prefix becomes source 0.
-inline void prepend_prefix(Alignment& alignment, const Fragment& prefix, std::int64_t first_position) {
+KVMELD_LAZY void prepend_prefix(Alignment& alignment, const Fragment& prefix, std::int64_t first_position) {
   const auto count = static_cast<std::size_t>(prefix.token_count());
   std::vector<std::int64_t> positions;
   std::vector<TokenId> tokens;

@@ -23,7 +23,7 @@ struct SetParts {
   std::vector<const FragmentSet::Entry*> spans;
 };
 
-inline Result<SetParts> split(const FragmentSet& set, const Target& target) {
+KVMELD_LAZY Result<SetParts> split(const FragmentSet& set, const Target& target) {
   SetParts parts;
   for (const FragmentSet::Entry& entry : set.entries()) {
     KVMELD_TRY(check_same(entry.fragment.geometry(), target.geometry));
@@ -55,7 +55,7 @@ inline Result<SetParts> split(const FragmentSet& set, const Target& target) {
   return parts;
 }
 
-inline Status check_positions(const Geometry& geometry, const std::vector<PlanSource>& sources, const PlanCore& core,
+KVMELD_LAZY Status check_positions(const Geometry& geometry, const std::vector<PlanSource>& sources, const PlanCore& core,
                               const FragmentSet::Entry* in_place, std::int64_t context_length) {
   // Every source was made at a length of its own, unless the engine fixed the frequencies for its whole context.
   const std::int64_t target_length = core.positions.empty() ? 0 : core.positions.back() + 1;
@@ -93,7 +93,7 @@ inline Status check_positions(const Geometry& geometry, const std::vector<PlanSo
 }
 
 /// Refuses a selection that is not ascending tokens of its fragment.
-inline Status check_selection(const TokenSet& selected, const Fragment& fragment) {
+KVMELD_LAZY Status check_selection(const TokenSet& selected, const Fragment& fragment) {
   std::int64_t last = -1;
   for (std::size_t i = 0; !selected.all && i < selected.present.size(); ++i) {
     const std::int64_t token = selected.present[i];
@@ -107,7 +107,7 @@ inline Status check_selection(const TokenSet& selected, const Fragment& fragment
 }
 
 /// Refuses an order that is not each of `count` spans once.
-inline Status check_order(std::span<const std::uint32_t> order, std::size_t count) {
+KVMELD_LAZY Status check_order(std::span<const std::uint32_t> order, std::size_t count) {
   if (order.size() != count) return error(ErrorCode::invalid_argument, "the order policy kept ", order.size(), " of ", count, " spans");
   std::vector<std::uint8_t> seen(count, 0);
   for (const std::uint32_t i : order) {
@@ -117,7 +117,7 @@ inline Status check_order(std::span<const std::uint32_t> order, std::size_t coun
 }
 
 /// Refuses alignments that a policy (perhaps the user's) built wrong.
-inline Status check_alignment(const Alignment& alignment, std::span<const Source> ordered, std::int64_t first_position) {
+KVMELD_LAZY Status check_alignment(const Alignment& alignment, std::span<const Source> ordered, std::int64_t first_position) {
   const std::size_t n = alignment.positions.size();
   if (alignment.tokens.size() != n) return error(ErrorCode::token_count_mismatch, "alignment: ", alignment.tokens.size(), " ids for ", n, " outputs");
   if (n > 0 && alignment.positions[0] < first_position) {

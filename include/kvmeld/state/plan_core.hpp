@@ -91,7 +91,7 @@ class ShiftIndex {
 };
 
 /// Row of a token among those that a layer holds, or −1.
-[[nodiscard]] inline std::int64_t payload_row(const Payload& payload, std::size_t layer, std::uint32_t token) {
+KVMELD_LAZY [[nodiscard]] std::int64_t payload_row(const Payload& payload, std::size_t layer, std::uint32_t token) {
   const TokenSet& set = payload.token_sets[payload.layer_set[layer]];
   if (set.all) return token;
   const auto at = std::lower_bound(set.present.begin(), set.present.end(), static_cast<std::int32_t>(token));
@@ -108,7 +108,7 @@ struct FuserTraits {
 ///
 /// The frame: one contribution is turned straight to its output position; equally turned contributions of a
 /// rotation-equivariant fuser are fused as they lie and turned once; anything else is fused un-rotated.
-inline void compile_rows(const PlanCore& core, const AlignmentGroup& alignment, std::size_t layer, FuserTraits fuser,
+KVMELD_LAZY void compile_rows(const PlanCore& core, const AlignmentGroup& alignment, std::size_t layer, FuserTraits fuser,
                          std::span<const std::uint8_t> recompute, ShiftIndex& shift_of, GroupArrays& out) {
   const bool pre_rope = core.geometry->layers[layer].key_form == KeyForm::pre_rope;
   for (std::size_t o = 0; o < core.positions.size(); ++o) {
@@ -159,7 +159,7 @@ inline void compile_rows(const PlanCore& core, const AlignmentGroup& alignment, 
 ///
 /// A window of w needs no row for tokens that no query sees; queries are what comes after the last output, and the holes
 /// themselves, so a hole can ask for earlier rows whose absence makes further holes: repeated until nothing changes.
-inline std::vector<std::uint8_t> find_holes(PlanCore& core, std::span<const std::uint8_t> recompute) {
+KVMELD_LAZY std::vector<std::uint8_t> find_holes(PlanCore& core, std::span<const std::uint8_t> recompute) {
   std::vector<std::uint8_t> is_hole(recompute.begin(), recompute.end());
   const Geometry& geometry = *core.geometry;
   core.layer_needed_from.assign(geometry.layers.size(), 0);
@@ -183,7 +183,7 @@ inline std::vector<std::uint8_t> find_holes(PlanCore& core, std::span<const std:
 }
 
 /// Compiles every layer group, finds the holes, builds the rope tables.
-inline Status compile(PlanCore& core, const Alignment& alignment, FuserTraits fuser, std::span<const std::uint8_t> recompute,
+KVMELD_LAZY Status compile(PlanCore& core, const Alignment& alignment, FuserTraits fuser, std::span<const std::uint8_t> recompute,
                       std::int64_t context_length) {
   const Geometry& geometry = *core.geometry;
   ShiftIndex shift_of(core.shifts);

@@ -21,14 +21,25 @@ struct RunOptions {
 namespace detail {
 
 /// Whether rows of consecutive tokens follow each other in memory in canonical order.
-[[nodiscard]] inline bool packed(const MutablePlaneRef& plane) noexcept {
+KVMELD_LAZY [[nodiscard]] bool packed(const MutablePlaneRef& plane) noexcept {
   return contiguous_heads(plane) && plane.slots.kind == SlotKind::identity && plane.slots.block_size == 0 &&
          plane.token_stride == static_cast<std::int64_t>(plane.shape.heads) * plane.shape.channels;
 }
 
+/// Whether a layer of the output has a place for every row that is rendered and read later.
+KVMELD_LAZY [[nodiscard]] Status check_slots_present(const PlanCore& core, std::size_t layer, const TokenSlots& slots) {
+  if (slots.kind == SlotKind::identity) return {};
+  for (auto o = static_cast<std::int64_t>(core.layer_needed_from[layer]); o < core.outputs(); ++o) {
+    if (core.rendered(layer, o) && slots.slot(o) < 0) {
+      return error(ErrorCode::output_too_small, "layer ", layer, " of the output has no slot for token ", o, ", which later queries read");
+    }
+  }
+  return {};
+}
+
 /// Refuses outputs that cannot take the rows: other shapes, too few slots, slots that share memory with each other, with a payload
 /// or with the workspace. `scratch`, in the workspace, takes a number for each output.
-inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out, std::span<const std::byte> workspace, std::int64_t* scratch) {
+KVMELD_LAZY Status check_output(const PlanCore& core, const MutableKvCacheRef& out, std::span<const std::byte> workspace, std::int64_t* scratch) {
   if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
   KVMELD_TRY(check_same(*core.geometry, out.geometry()));
   if (out.tokens() < core.outputs()) {
@@ -60,13 +71,7 @@ inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out, s
   }
   for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
     for (std::size_t p = 0; p < core.geometry->layers[l].planes.size(); ++p) {
-      const TokenSlots& slots = out.plane(l, p).slots;
-      if (slots.kind == SlotKind::identity) continue;
-      for (std::int64_t o = static_cast<std::int64_t>(core.layer_needed_from[l]); o < core.outputs(); ++o) {
-        if (core.rendered(l, o) && slots.slot(o) < 0) {
-          return error(ErrorCode::output_too_small, "layer ", l, " of the output has no slot for token ", o, ", which later queries read");
-        }
-      }
+      KVMELD_TRY(check_slots_present(core, l, out.plane(l, p).slots));
     }
   }
   return {};

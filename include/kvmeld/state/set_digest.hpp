@@ -44,7 +44,7 @@ struct Digest256 {
 namespace detail {
 
 /// H(id ‖ provenance ‖ confidence) with two seeds of XXH3-128.
-[[nodiscard]] inline Digest256 entry_digest(const FragmentId& id, const Metadata& metadata) {
+KVMELD_LAZY [[nodiscard]] Digest256 entry_digest(const FragmentId& id, const Metadata& metadata) {
   Digest256 out;
   for (std::uint64_t seed = 0; seed < 2; ++seed) {
     BasicHasher<Xxh3_128> h{Xxh3_128(seed)};
