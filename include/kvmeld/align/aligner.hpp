@@ -13,8 +13,8 @@ template <class P>
 class Aligner {
  public:
   static_assert(AlignPolicy<P>,
-                "kvmeld: this type is no AlignPolicy: it needs `Result<Alignment> align(std::span<const Source>, std::int64_t) const`, "
-                "`void digest(Hasher&) const` and `static constexpr bool reproducible`");
+                "kvmeld: this type is no AlignPolicy: it needs 'Result<Alignment> align(std::span<const Source>, std::int64_t) const', "
+                "'void digest(Hasher&) const' and 'static constexpr bool reproducible'");
   using policy_type = P;
 
   Aligner() = default;

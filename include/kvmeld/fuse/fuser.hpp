@@ -37,9 +37,9 @@ template <class P>
 class Fuser {
  public:
   static_assert(FusePolicy<P>,
-                "kvmeld: this type is no FusePolicy: it needs `init() const`, `absorb(acc, float, float) const`, `join(acc, acc) const`, "
-                "`float finish(acc, float, int) const`, `void digest(Hasher&) const`, and `static constexpr bool` "
-                "`rotation_equivariant` and `reproducible`");
+                "kvmeld: this type is no FusePolicy: it needs 'init() const', 'absorb(acc, float, float) const', 'join(acc, acc) const', "
+                "'float finish(acc, float, int) const', 'void digest(Hasher&) const', and 'static constexpr bool' "
+                "'rotation_equivariant' and 'reproducible'");
   using policy_type = P;
 
   Fuser() = default;

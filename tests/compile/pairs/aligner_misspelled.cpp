@@ -1,5 +1,5 @@
 // An aligner whose member is misspelled: the error names the concept and what the type needs.
-// error: kvmeld: this type is no AlignPolicy: it needs `Result<Alignment> align(std::span<const Source>, std::int64_t) const`
+// error: kvmeld: this type is no AlignPolicy: it needs 'Result<Alignment> align(std::span<const Source>, std::int64_t) const'
 #include <kvmeld/align/aligner.hpp>
 
 struct Mine {

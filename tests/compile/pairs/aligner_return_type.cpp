@@ -1,5 +1,5 @@
 // An aligner that returns the alignment itself and so cannot refuse.
-// error: kvmeld: this type is no AlignPolicy: it needs `Result<Alignment> align(
+// error: kvmeld: this type is no AlignPolicy: it needs 'Result<Alignment> align(
 #include <kvmeld/align/aligner.hpp>
 
 struct Mine {

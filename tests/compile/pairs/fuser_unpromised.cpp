@@ -1,6 +1,6 @@
 // A fuser that does not say whether it is rotation-equivariant: nobody may guess.
 // error: kvmeld: this type is no FusePolicy
-// error: `rotation_equivariant` and `reproducible`
+// error: 'rotation_equivariant' and 'reproducible'
 #include <kvmeld/fuse/fuser.hpp>
 
 struct Mine {
