@@ -180,6 +180,16 @@ TEST_CASE("what a device cannot do is refused with nothing launched") {
   std::vector<kvmeld::MutablePlaneRef> planes(inside.planes().begin(), inside.planes().end());
   planes[1].data = workspace.data() + 64;
   CHECK(code({inside.shared_geometry(), planes, inside.tokens()}, workspace.span()) == ErrorCode::aliasing);
+  std::vector<std::int32_t> slots(static_cast<std::size_t>(plan->tokens()));
+  std::iota(slots.begin(), slots.end(), 0);
+  const auto with_slots = [&](std::size_t index, std::int32_t slot) {
+    std::vector<kvmeld::MutablePlaneRef> listed(out.out().planes().begin(), out.out().planes().end());
+    slots[index] = slot;
+    for (auto& plane : listed) plane.slots = {.kind = kvmeld::SlotKind::slot_list_i32, .table = slots.data()};
+    return code({out.out().shared_geometry(), listed, plan->tokens()}, workspace.span());
+  };
+  CHECK(with_slots(1, 0) == ErrorCode::aliasing);
+  CHECK(with_slots(1, -1) == ErrorCode::output_too_small);
   stream.wait();
   CHECK(out.download() == host.buffers());
 

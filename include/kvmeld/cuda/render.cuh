@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include <kvmeld/state/render.hpp>
 
@@ -80,8 +81,14 @@ struct RenderOffsets {
     const auto first = reinterpret_cast<std::uintptr_t>(begin);
     return a.first < first + bytes && first < a.last;
   };
+  std::vector<std::size_t> layer_of;
+  for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
+    layer_of.insert(layer_of.end(), core.geometry->layers[l].planes.size(), l);
+  }
   for (std::size_t p = 0; p < out.planes.size(); ++p) {
     if (out.readable[p] == 0) continue;
+    KVMELD_TRY(check_writable(out.planes[p]));
+    KVMELD_TRY(check_slots_present(core, layer_of[p], out.planes[p].slots));
     const Segment extent = extent_in_memory(out.planes[p]);
     if (meets(extent, workspace.data(), workspace.size()))
       return error(ErrorCode::aliasing, "plane ", p, " of the output overlaps the workspace");
