@@ -45,8 +45,9 @@ inline void stream_copy(std::byte* out, const std::byte* in, std::size_t bytes) 
   std::memcpy(out, in, head);
   std::size_t at = head;
   for (; at + line <= bytes; at += line) {
-    auto* const to = reinterpret_cast<Chunk*>(out + at);
-    const auto* const from = reinterpret_cast<const UnalignedChunk*>(in + at);
+    // Spelled out: `auto` would drop the attributes, and g++ then reads aligned.
+    Chunk* const to = reinterpret_cast<Chunk*>(out + at);
+    const UnalignedChunk* const from = reinterpret_cast<const UnalignedChunk*>(in + at);
     const Chunk a = from[0], b = from[1], c = from[2], d = from[3];
 #if defined(__clang__)
     __builtin_nontemporal_store(a, to);

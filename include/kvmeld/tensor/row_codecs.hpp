@@ -102,7 +102,7 @@ KVMELD_ALWAYS_INLINE void load_block(const std::byte* __restrict in, float* __re
     std::memcpy(out, in, sizeof(float) * row_block);
   } else {
     using Codec = ElementCodec<type>;
-    const auto* __restrict stored = reinterpret_cast<const unaligned_t<typename Codec::Storage>*>(in);
+    const unaligned_t<typename Codec::Storage>* __restrict stored = reinterpret_cast<const unaligned_t<typename Codec::Storage>*>(in);
     for (std::ptrdiff_t i = 0; i < row_block; ++i) out[i] = Codec::load(stored[i]);
   }
 }
@@ -113,7 +113,7 @@ KVMELD_ALWAYS_INLINE void store_block(const float* __restrict in, std::byte* __r
     std::memcpy(out, in, sizeof(float) * row_block);
   } else {
     using Codec = ElementCodec<type>;
-    auto* __restrict stored = reinterpret_cast<unaligned_t<typename Codec::Storage>*>(out);
+    unaligned_t<typename Codec::Storage>* __restrict stored = reinterpret_cast<unaligned_t<typename Codec::Storage>*>(out);
     for (std::ptrdiff_t i = 0; i < row_block; ++i) stored[i] = Codec::store(in[i]);
   }
 }
@@ -124,7 +124,7 @@ KVMELD_ALWAYS_INLINE void load_block<ElementType::q8_0>(const std::byte* __restr
   f16 stored_scale;
   std::memcpy(&stored_scale, in, sizeof(stored_scale));
   const float scale = to_float(stored_scale);
-  const auto* __restrict values = reinterpret_cast<const unaligned_t<std::int8_t>*>(in + 2);
+  const unaligned_t<std::int8_t>* __restrict values = reinterpret_cast<const unaligned_t<std::int8_t>*>(in + 2);
   for (std::ptrdiff_t i = 0; i < row_block; ++i) out[i] = scale * static_cast<float>(values[i]);
 }
 
@@ -144,7 +144,7 @@ KVMELD_HD KVMELD_ALWAYS_INLINE void store_q8_0(const float* __restrict in, std::
   const float reciprocal = scale >= 0x1p-127f ? 1.0f / scale : 0.0f;
   const f16 stored_scale = finite ? from_float<f16>(scale) : f16{0x7e00};
   std::memcpy(out, &stored_scale, sizeof(stored_scale));
-  auto* __restrict values = reinterpret_cast<unaligned_t<std::int8_t>*>(out + 2);
+  unaligned_t<std::int8_t>* __restrict values = reinterpret_cast<unaligned_t<std::int8_t>*>(out + 2);
   for (std::ptrdiff_t i = 0; i < row_block; ++i) {
     const float scaled = bits_float(float_bits(in[i]) & mask_if(reciprocal > 0.0f)) * reciprocal;
     values[i] = static_cast<std::int8_t>(round_half_away(scaled));
