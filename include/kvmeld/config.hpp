@@ -41,6 +41,14 @@ static_assert(std::endian::native == std::endian::little, "kvmeld stores little-
 /// every vector and sort of its body instantiated in every file that includes the header.
 #define KVMELD_LAZY template <class = void>
 
+/// Keeps clang from unrolling the loop that follows: it unrolls short constant loops before it vectorises them, then finds no
+/// vectors in strided pairs, and takes minutes over a file of blocks.
+#if defined(__clang__)
+#define KVMELD_KEEP_LOOP _Pragma("clang loop unroll(disable)")
+#else
+#define KVMELD_KEEP_LOOP
+#endif
+
 /// 1 where functions can be compiled for AVX2 and AVX-512 beside the baseline and chosen at run time.
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDA_ARCH__)
 #define KVMELD_X86_DISPATCH 1

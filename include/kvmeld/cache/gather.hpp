@@ -109,13 +109,6 @@ struct GatherWork {
   }
 };
 
-/// Whether all heads of consecutive tokens lie in one run of memory.
-template <class Byte>
-[[nodiscard]] bool contiguous_tokens(const BasicPlaneRef<Byte>& plane) noexcept {
-  return contiguous_heads(plane) && plane.slots.kind == SlotKind::identity && plane.slots.block_size == 0 &&
-         plane.token_stride == static_cast<std::int64_t>(plane.shape.heads) * plane.shape.channels;
-}
-
 [[nodiscard]] inline GatherTask gather_task(const PlaneRef& in, const MutablePlaneRef& out) noexcept {
   return {in, out, contiguous_heads(in) && contiguous_heads(out), contiguous_tokens(in) && contiguous_tokens(out)};
 }

@@ -8,14 +8,6 @@
 #include <kvmeld/cache/rope.hpp>
 #include <kvmeld/config.hpp>
 
-// clang -O3 unrolls short loops before it vectorises them, and then finds no vectors in strided pairs: five times
-// slower.
-#if defined(__clang__)
-#define KVMELD_KEEP_LOOP _Pragma("clang loop unroll(disable)")
-#else
-#define KVMELD_KEEP_LOOP
-#endif
-
 KVMELD_NAMESPACE_BEGIN
 
 /// Turns the pair (a, b) by the angle whose cosine and sine are given; two roundings a result.
@@ -120,5 +112,3 @@ KVMELD_ALWAYS_INLINE void rotate_row(RopePairing pairing, std::int32_t first_cha
 }
 
 KVMELD_NAMESPACE_END
-
-#undef KVMELD_KEEP_LOOP

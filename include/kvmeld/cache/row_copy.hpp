@@ -31,6 +31,13 @@ template <class Byte>
   return plane.contiguous_rows() && (plane.head_stride == plane.shape.channels || plane.shape.heads == 1);
 }
 
+/// Whether all heads of consecutive tokens lie in one run of memory.
+template <class Byte>
+[[nodiscard]] bool contiguous_tokens(const BasicPlaneRef<Byte>& plane) noexcept {
+  return contiguous_heads(plane) && plane.slots.kind == SlotKind::identity && plane.slots.block_size == 0 &&
+         plane.token_stride == static_cast<std::int64_t>(plane.shape.heads) * plane.shape.channels;
+}
+
 /// Copies the elements of one row out of a view into contiguous bytes.
 inline void gather_row(const PlaneRef& plane, std::int64_t slot, std::int64_t head, std::byte* out) noexcept {
   const std::int64_t offset = plane.row_offset(slot, head);

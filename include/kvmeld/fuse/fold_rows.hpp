@@ -11,13 +11,6 @@
 #include <kvmeld/tensor/row_lanes.hpp>
 #include <kvmeld/tensor/rows.hpp>
 
-// clang unrolls a loop of 32 constant trips before it vectorises it, at a cost of minutes a file.
-#if defined(__clang__)
-#define KVMELD_KEEP_LOOP _Pragma("clang loop unroll(disable)")
-#else
-#define KVMELD_KEEP_LOOP
-#endif
-
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
@@ -149,5 +142,3 @@ void fuse_in_registers(const F&, ElementType, Isa, const FoldInputs&, std::int64
 
 }  // namespace detail
 KVMELD_NAMESPACE_END
-
-#undef KVMELD_KEEP_LOOP

@@ -8,6 +8,7 @@
 
 #include <kvmeld/cache/check_view.hpp>
 #include <kvmeld/cache/content_digest.hpp>
+#include <kvmeld/cache/row_copy.hpp>
 #include <kvmeld/exec/exec.hpp>
 #include <kvmeld/state/plan.hpp>
 
@@ -19,12 +20,6 @@ struct RunOptions {
 };
 
 namespace detail {
-
-/// Whether rows of consecutive tokens follow each other in memory in canonical order.
-KVMELD_LAZY [[nodiscard]] bool packed(const MutablePlaneRef& plane) noexcept {
-  return contiguous_heads(plane) && plane.slots.kind == SlotKind::identity && plane.slots.block_size == 0 &&
-         plane.token_stride == static_cast<std::int64_t>(plane.shape.heads) * plane.shape.channels;
-}
 
 /// Whether a layer of the output has a place for every row that is rendered and read later.
 KVMELD_LAZY [[nodiscard]] Status check_slots_present(const PlanCore& core, std::size_t layer, const TokenSlots& slots) {
@@ -103,7 +98,7 @@ void fill_tasks(const PlanCore& core, const MutableKvCacheRef& out, PlaneTask* t
         task.first_channel = layer.rope.first_channel;
         task.rotary_channels = layer.rope.rotary_channels;
       }
-      task.packed = packed(task.out);
+      task.packed = contiguous_tokens(task.out);
       std::construct_at(tasks + index, task);
     }
   }
