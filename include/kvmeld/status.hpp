@@ -42,6 +42,16 @@ enum class ErrorCode : std::uint8_t {
   float_environment,       ///< the process computes with flush-to-zero or value-changing options
   engine_failure,          ///< the inference engine returned an error
   probe_failed,            ///< the engine did not give back what was written
+  dot_reused,             ///< one operation's dot names two operations: a restarted agent took an old epoch, or a peer lies
+  context_gap,            ///< the requester lacks removals that were compacted away; send the whole state
+  quota_exceeded,         ///< an author has more operations, or more bytes, than the replica takes from one
+  merger_mismatch,        ///< replicas or members of a round render with different mergers
+  not_found,              ///< the store or peer does not have what was asked for
+  unavailable,            ///< a store, peer or server cannot be reached now; nothing that was acknowledged is lost
+  timed_out,              ///< the deadline passed first
+  store_full,             ///< a store or disk refuses more bytes
+  unauthenticated,        ///< a message carries no valid authentication tag, or another namespace
+  version_mismatch,       ///< bytes of a newer major version than this build reads
 };
 
 /// The name of a code as it is written in this header.
@@ -76,6 +86,16 @@ enum class ErrorCode : std::uint8_t {
     case ErrorCode::float_environment: return "float_environment";
     case ErrorCode::engine_failure: return "engine_failure";
     case ErrorCode::probe_failed: return "probe_failed";
+    case ErrorCode::dot_reused: return "dot_reused";
+    case ErrorCode::context_gap: return "context_gap";
+    case ErrorCode::quota_exceeded: return "quota_exceeded";
+    case ErrorCode::merger_mismatch: return "merger_mismatch";
+    case ErrorCode::not_found: return "not_found";
+    case ErrorCode::unavailable: return "unavailable";
+    case ErrorCode::timed_out: return "timed_out";
+    case ErrorCode::store_full: return "store_full";
+    case ErrorCode::unauthenticated: return "unauthenticated";
+    case ErrorCode::version_mismatch: return "version_mismatch";
   }
   return "unknown";
 }

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <array>
+#include <compare>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <kvmeld/cache/hash.hpp>
+#include <kvmeld/status.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// Names a blob in a store: a manifest by its fragment's id, a chunk by the hash of its raw bytes.
+struct BlobKey {
+  std::array<std::uint8_t, 32> bytes{};
+
+  auto operator<=>(const BlobKey&) const = default;
+  [[nodiscard]] std::string hex() const { return FragmentId{bytes}.hex(); }
+};
+
+/// Immutable bytes, owned or mapped: whoever holds a copy keeps them.
+struct Blob {
+  std::shared_ptr<const std::byte[]> data;
+  std::size_t size = 0;
+
+  [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return {data.get(), size}; }
+};
+
+/// Records that a store holds beyond a cursor, and the cursor behind them.
+struct RecordBatch {
+  std::vector<std::vector<std::byte>> records;
+  std::uint64_t cursor = 0;  ///< for the next call; 0 starts from the beginning
+};
+
+/// Keeps blobs under keys, and a set of records: what replicas write down and, where they share it, meet in.
+///
+/// Semantic requirements (tests/support/store_laws.hpp checks them):
+///  - `put` is atomic and, once it returned without error, durable as far as the store promises: a reader sees the whole blob or none.
+///    True: the blob is new; false: it was there already (and its bytes were not needed);
+///  - `get` answers `not_found` for what is not there, and never a part of a blob; bytes are not verified against their key, the
+///    caller does that and calls `erase` on what is wrong;
+///  - records form a set: adding one twice is adding it once or twice, reading may repeat one; order means nothing;
+///  - `records(c)` gives at least every record that was added after the call that returned cursor `c`;
+///  - `replace_records(cursor, r)` puts r in the place of those that `records` gave up to `cursor`: a crash in the middle leaves r
+///    and some of them, never less;
+///  - errors: `unavailable` (retry later, nothing acknowledged is lost), `store_full`, `not_found`; the store is unchanged by them.
+template <class S>
+concept BlobStore = requires(S& store, const BlobKey& key, std::span<const std::byte> bytes, std::uint64_t cursor) {
+  { store.put(key, bytes) } -> std::same_as<Result<bool>>;
+  { store.get(key) } -> std::same_as<Result<Blob>>;
+  { store.contains(key) } -> std::same_as<Result<bool>>;
+  { store.erase(key) } -> std::same_as<Status>;
+  { store.add_record(bytes) } -> std::same_as<Status>;
+  { store.records(cursor) } -> std::same_as<Result<RecordBatch>>;
+  { store.replace_records(cursor, bytes) } -> std::same_as<Status>;
+};
+
+KVMELD_NAMESPACE_END
