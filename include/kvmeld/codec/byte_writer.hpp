@@ -28,6 +28,7 @@ class ByteWriter {
     for (; value >= 0x80U; value >>= 7U) bytes_.push_back(static_cast<std::byte>(value | 0x80U));
     bytes_.push_back(static_cast<std::byte>(value));
   }
+  void reserve(std::size_t total) { bytes_.reserve(total); }
   void bytes(std::span<const std::byte> more) { bytes_.insert(bytes_.end(), more.begin(), more.end()); }
   /// Count as varint, then the bytes.
   void text(std::string_view text) {

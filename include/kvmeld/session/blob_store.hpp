@@ -1,35 +1,15 @@
 #pragma once
 
-#include <array>
-#include <compare>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
-#include <kvmeld/cache/hash.hpp>
+#include <kvmeld/codec/blob_key.hpp>
 #include <kvmeld/status.hpp>
 
 KVMELD_NAMESPACE_BEGIN
-
-/// Names a blob in a store: a manifest by its fragment's id, a chunk by the hash of its raw bytes.
-struct BlobKey {
-  std::array<std::uint8_t, 32> bytes{};
-
-  auto operator<=>(const BlobKey&) const = default;
-  [[nodiscard]] std::string hex() const { return FragmentId{bytes}.hex(); }
-};
-
-/// Immutable bytes, owned or mapped: whoever holds a copy keeps them.
-struct Blob {
-  std::shared_ptr<const std::byte[]> data;
-  std::size_t size = 0;
-
-  [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return {data.get(), size}; }
-};
 
 /// Records that a store holds beyond a cursor, and the cursor behind them.
 struct RecordBatch {
