@@ -136,7 +136,7 @@ TEST_CASE("outputs that are too small, have no geometry, or share memory with an
   std::vector<std::byte> workspace(plan->workspace_bytes());
   expect(kvmeld::run(kvmeld::exec::seq, *plan, workspace, kvmeld::MutableKvCacheRef{}).status(), ErrorCode::invalid_argument, {"no geometry"});
   // Planes that lie in the bytes of one of the inputs: all of it, its first byte, its last.
-  const kvmeld::Payload& payload = set.entries()[0].fragment.payloads()[0];
+  const kvmeld::Payload& payload = set.entries().front().fragment.payloads()[0];
   std::vector<std::byte> before(payload.bytes.get(), payload.bytes.get() + payload.byte_count);
   auto* inside = const_cast<std::byte*>(payload.bytes.get());
   TestCache out(g, 7);
@@ -147,7 +147,7 @@ TEST_CASE("outputs that are too small, have no geometry, or share memory with an
     std::vector<kvmeld::MutablePlaneRef> planes(whole.planes().begin(), whole.planes().end());
     planes[1].data = inside + shift;
     const auto report = kvmeld::run(kvmeld::exec::seq, *plan, workspace, kvmeld::MutableKvCacheRef(g, planes, 7));
-    expect(report.status(), ErrorCode::aliasing, {"fragment " + set.entries()[0].fragment.id().hex()});
+    expect(report.status(), ErrorCode::aliasing, {"fragment " + set.entries().front().fragment.id().hex()});
     CHECK(out.is_untouched());
   }
   CHECK(std::equal(before.begin(), before.end(), payload.bytes.get()));

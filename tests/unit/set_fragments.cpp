@@ -2,7 +2,10 @@
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
 
-#include <kvmeld/state/fragment_set.hpp>
+#include <limits>
+#include <set>
+
+#include <kvmeld/state/superseded.hpp>
 
 namespace {
 
@@ -26,57 +29,198 @@ TEST_CASE("the same fragment from several agents is one entry with all of their 
   const Fragment f = fragment(1, 308);
   FragmentSet set;
   for (std::uint64_t agent = 4; agent-- > 0;) REQUIRE(set.insert(f, {agent, 10 - agent}, 0.25F * static_cast<float>(agent)).ok());
-  REQUIRE(set.insert(f, {3, 7}, 0.5F).ok());  // delivered twice, the second time less confident
+  REQUIRE(set.insert(f, {3, 7}, 0.75F).ok());  // delivered twice
+  REQUIRE(set.insert(f, {1, 3, 1}, 0.125F).ok());  // said again in a later life, less sure
   REQUIRE(set.size() == 1);
-  const Metadata& m = set.entries()[0].metadata;
-  CHECK(m.provenance == std::vector<Provenance>{{0, 10}, {1, 9}, {2, 8}, {3, 7}});
-  CHECK(m.confidence == std::vector<std::pair<std::uint64_t, float>>{{0, 0.0F}, {1, 0.25F}, {2, 0.5F}, {3, 0.75F}});
+  const Metadata& m = set.entries().front().metadata;
+  std::vector<Provenance> dots;
+  for (const kvmeld::Mark& mark : m.marks) dots.push_back(mark.dot);
+  CHECK(dots == std::vector<Provenance>{{0, 10}, {1, 9}, {1, 3, 1}, {2, 8}, {3, 7}});
   CHECK(m.best_confidence() == 0.75F);
+  CHECK(m.confidence_of(1) == 0.25F);
+  CHECK_FALSE(m.confidence_of(9));
   CHECK(Metadata{}.best_confidence() == 1.0F);
-  CHECK(set.find(f.id()) == &set.entries()[0]);
+  CHECK(set.find(f.id()) == &set.entries().front());
   CHECK(set.find(fragment(2).id()) == nullptr);
 }
 
-TEST_CASE("the digest covers ids, dots and confidence, and nothing else") {
+TEST_CASE("the digest covers ids, dots, confidence and successors, and nothing else") {
   const Fragment a = fragment(1), b = fragment(2);
-  const auto digest = [](auto... inserts) {
+  std::vector<kvmeld::Digest256> all{FragmentSet{}.digest()};
+  const auto add = [&](auto&& fill) {
     FragmentSet set;
-    const auto insert = [&](const auto& i) { REQUIRE(set.insert(i.first, i.second).ok()); };
-    (insert(inserts), ...);
-    return set.digest();
+    fill(set);
+    all.push_back(set.digest());
   };
-  using Insert = std::pair<Fragment, Metadata>;
-  const Metadata none, dot{{{1, 2}}, {}}, other_dot{{{1, 3}}, {}}, other_agent{{{2, 2}}, {}}, sure{{{1, 2}}, {{1, 0.5F}}}, surer{{{1, 2}}, {{1, 0.75F}}},
-      other_sure{{{1, 2}}, {{2, 0.5F}}};
-  const std::vector<kvmeld::Digest256> all{FragmentSet{}.digest(),        digest(Insert{a, none}),       digest(Insert{b, none}),
-                                           digest(Insert{a, dot}),        digest(Insert{a, other_dot}),  digest(Insert{a, other_agent}),
-                                           digest(Insert{a, sure}),       digest(Insert{a, surer}),      digest(Insert{a, other_sure}),
-                                           digest(Insert{a, none}, Insert{b, none}), digest(Insert{a, dot}, Insert{b, none}),
-                                           digest(Insert{a, none}, Insert{b, dot})};
+  const auto ok = [](const kvmeld::Status& status) { REQUIRE(status.ok()); };
+  add([&](FragmentSet& s) { ok(s.insert(a)); });
+  add([&](FragmentSet& s) { ok(s.insert(b)); });
+  add([&](FragmentSet& s) { ok(s.insert(a)); ok(s.insert(b)); });
+  add([&](FragmentSet& s) { ok(s.insert(a, {1, 2})); });
+  add([&](FragmentSet& s) { ok(s.insert(a, {1, 2})); ok(s.insert(a)); });
+  add([&](FragmentSet& s) { ok(s.insert(a, {1, 3})); });
+  add([&](FragmentSet& s) { ok(s.insert(a, {2, 2})); });
+  add([&](FragmentSet& s) { ok(s.insert(a, {1, 2, 5})); });
+  add([&](FragmentSet& s) { ok(s.insert(a, {1, 2}, 0.5F)); });
+  add([&](FragmentSet& s) { ok(s.insert(a, {1, 2}, 0.75F)); });
+  add([&](FragmentSet& s) { ok(s.insert(a, {1, 2}, 0.0F)); });
+  add([&](FragmentSet& s) { ok(s.insert(a, {1, 2})); ok(s.supersede(a.id(), b.id(), {1, 4})); });
+  add([&](FragmentSet& s) { ok(s.insert(a, {1, 2})); ok(s.insert(a, {1, 4})); });
   for (std::size_t i = 0; i < all.size(); ++i) {
     for (std::size_t j = 0; j < i; ++j) {
       CAPTURE(i, j);
       CHECK(all[i] != all[j]);
     }
   }
-  CHECK(digest(Insert{test::evicted(a), dot}) == digest(Insert{a, dot}));  // eviction does not change it
-  CHECK(digest(Insert{a, dot}, Insert{a, dot}) == digest(Insert{a, dot}));
   CHECK(all[0].hex() == std::string(64, '0'));
   CHECK(all[1].hex().size() == 64);
+  FragmentSet once, twice, evicted, late, minus_zero, removed;
+  ok(once.insert(a, {1, 2}, 0.0F));
+  ok(twice.insert(a, {1, 2}, 0.0F));
+  ok(twice.insert(a, {1, 2}, 0.0F));
+  ok(evicted.insert(test::evicted(a), {1, 2}, 0.0F));
+  ok(late.insert(a, {1, 2}, 0.0F, 1'700'000'000'000));
+  ok(minus_zero.insert(a, {1, 2}, -0.0F));
+  for (const FragmentSet* same : {&twice, &evicted, &late, &minus_zero}) CHECK(same->digest() == once.digest());
+  ok(removed.insert(a, {1, 2}));
+  ok(removed.remove(a.id(), {1, 3}));
+  CHECK(removed.digest() == all[0]);
 }
 
-TEST_CASE("metadata in any form is one and the same") {
-  const Fragment f = fragment(1);
-  FragmentSet tidy, untidy, zero, minus_zero;
-  REQUIRE(tidy.insert(f, Metadata{{{1, 1}, {1, 2}, {2, 0}}, {{1, 0.5F}, {3, 0.75F}}}).ok());
-  REQUIRE(untidy.insert(f, Metadata{{{2, 0}, {1, 2}, {1, 1}, {1, 2}}, {{3, 0.75F}, {1, 0.25F}, {1, 0.5F}}}).ok());
-  CHECK(tidy == untidy);
-  CHECK(tidy.digest() == untidy.digest());
-  REQUIRE(zero.insert(f, {1, 0}, 0.0F).ok());
-  REQUIRE(minus_zero.insert(f, {1, 0}, -0.0F).ok());
-  CHECK(zero.digest() == minus_zero.digest());
-  const auto one = join(zero, minus_zero), two = join(minus_zero, zero);
-  CHECK(one->digest() == two->digest());
+TEST_CASE("a dot names one operation for ever") {
+  const Fragment a = fragment(1), b = fragment(2);
+  FragmentSet set;
+  REQUIRE(set.insert(a, {1, 0}, 0.5F).ok());
+  const auto before = set.digest();
+  CHECK(set.insert(b, {1, 0}).code() == ErrorCode::dot_reused);
+  CHECK(set.insert(a, {1, 0}, 0.75F).code() == ErrorCode::dot_reused);
+  CHECK(set.remove(a.id(), {1, 0}).code() == ErrorCode::dot_reused);
+  CHECK(set.supersede(a.id(), b.id(), {1, 0}).code() == ErrorCode::dot_reused);
+  CHECK(set.insert(a, {1, kvmeld::max_sequence + 1}).code() == ErrorCode::invalid_argument);
+  CHECK(set.insert(a, {1, 1}, std::numeric_limits<float>::infinity()).code() == ErrorCode::non_finite);
+  CHECK(set.remove(b.id(), {1, 1}).code() == ErrorCode::not_found);
+  CHECK(set.supersede(b.id(), a.id(), {1, 1}).code() == ErrorCode::not_found);
+  CHECK(set.supersede(a.id(), a.id(), {1, 1}).code() == ErrorCode::invalid_argument);
+  CHECK(set.evict(b.id()).code() == ErrorCode::not_found);
+  CHECK(set.digest() == before);
+  REQUIRE(set.remove(a.id(), {1, 1}).ok());
+  CHECK(set.insert(a, {1, 0}, 0.5F).code() == ErrorCode::dot_reused);  // it was removed: a replay brings nothing back
+  CHECK(set.empty());
+  REQUIRE(set.insert(a).ok());
+  CHECK(set.remove(a.id(), {1, 2}).code() == ErrorCode::unsupported);
+  CHECK(set.insert(b, {2, 3}).ok());
+  CHECK(set.context().next_sequence(2, 0) == 4);
+  CHECK(set.context().next_sequence(1, 0) == 2);
+  CHECK(set.context().next_sequence(1, 7) == 0);
+}
+
+TEST_CASE("a removed payload stays until the removal is stable, an evicted one comes back by restore") {
+  const Fragment a = fragment(1);
+  FragmentSet set, other;
+  REQUIRE(set.insert(a, {1, 0}).ok());
+  REQUIRE(set.evict(a.id()).ok());
+  CHECK_FALSE(set.find(a.id())->complete());
+  CHECK_FALSE(set.payload(a.id()).payloads()[0].bytes);
+  REQUIRE(set.restore(a).ok());
+  CHECK(set.find(a.id())->complete());
+  REQUIRE(other.insert(test::evicted(a), {2, 0}).ok());  // another agent knows the content, this set has the bytes
+  REQUIRE(set.remove(a.id(), {1, 1}).ok());
+  set.compact({});
+  CHECK(set.payload(a.id()).valid());
+  REQUIRE(set.join(other).ok());
+  CHECK(set.find(a.id())->complete());
+  REQUIRE(set.remove(a.id(), {1, 2}).ok());
+  set.compact(set.context());
+  CHECK_FALSE(set.payload(a.id()).valid());
+  CHECK(set.removals().empty());
+  CHECK(set.delta_since({}).error().code() == ErrorCode::context_gap);
+  CHECK(set.delta_since(set.context())->empty());
+}
+
+TEST_CASE("what is superseded stays in the set and out of the render, and circles keep one") {
+  std::vector<Fragment> f;
+  for (std::uint64_t i = 0; i < 5; ++i) f.push_back(fragment(i));
+  std::sort(f.begin(), f.end(), [](const Fragment& a, const Fragment& b) { return a.id() < b.id(); });
+  FragmentSet set;
+  std::uint64_t dot = 0;
+  for (const Fragment& one : f) REQUIRE(set.insert(one, {1, dot++}).ok());
+  const auto left = [&] {
+    std::vector<std::size_t> out;
+    for (const auto* entry : in_force(set)) {
+      out.push_back(static_cast<std::size_t>(std::find_if(f.begin(), f.end(), [&](const Fragment& x) { return x.id() == entry->id; }) - f.begin()));
+    }
+    return out;
+  };
+  const auto supersede = [&](std::size_t old, std::size_t by) { REQUIRE(set.supersede(f[old].id(), f[by].id(), {1, dot++}).ok()); };
+  CHECK(left() == std::vector<std::size_t>{0, 1, 2, 3, 4});
+  supersede(4, 2);
+  CHECK(left() == std::vector<std::size_t>{0, 1, 2, 3});
+  supersede(2, 1);
+  CHECK(left() == std::vector<std::size_t>{0, 1, 3});
+  supersede(1, 4);  // 4 -> 2 -> 1 -> 4
+  CHECK(left() == std::vector<std::size_t>{0, 1, 3});
+  supersede(3, 4);  // leads into the circle
+  CHECK(left() == std::vector<std::size_t>{0, 1});
+  REQUIRE(set.supersede(f[0].id(), fragment(99).id(), {1, dot++}).ok());  // a successor that nobody has
+  CHECK(left() == std::vector<std::size_t>{0, 1});
+  REQUIRE(set.remove(f[1].id(), {1, dot++}).ok());
+  CHECK(left() == std::vector<std::size_t>{0, 2});
+  CHECK(set.size() == 4);
+}
+
+TEST_CASE("parts that cannot be one set are refused") {
+  using Entry = FragmentSet::Entry;
+  const Fragment a = fragment(1), b = fragment(2);
+  const auto code = [](std::vector<Entry> entries, std::vector<kvmeld::Removal> removals = {}, const kvmeld::CausalContext& compacted = {}) {
+    return FragmentSet::from_parts({}, std::move(entries), std::move(removals), compacted).status().code();
+  };
+  const Entry ea{a.id(), {}, {{{{1, 0}}}, false}}, eb{b.id(), {}, {{{{1, 0}}}, false}};
+  CHECK(code({ea}) == ErrorCode::ok);
+  CHECK(code({ea, eb}) == ErrorCode::dot_reused);
+  CHECK(code({ea, ea}) == ErrorCode::corrupt);
+  CHECK(code({{a.id(), b, ea.metadata}}) == ErrorCode::corrupt);
+  CHECK(code({{a.id(), {}, {}}}) == ErrorCode::corrupt);
+  CHECK(code({ea}, {{{1, 1}, b.id(), {{1, 0}}}}) == ErrorCode::corrupt);
+  CHECK(code({ea}, {{{1, 0}, b.id(), {}}}) == ErrorCode::dot_reused);
+  kvmeld::CausalContext compacted;
+  compacted.add({1, 0});
+  CHECK(code({ea}, {}, compacted) == ErrorCode::corrupt);
+  CHECK(code({{a.id(), {}, {{{{1, 0}, std::numeric_limits<float>::quiet_NaN()}}, false}}}) == ErrorCode::non_finite);
+  CHECK(code({{a.id(), {}, {{{{1, 0}, {}, a.id()}}, false}}}) == ErrorCode::corrupt);
+}
+
+TEST_CASE("a context is a set of dots in ranges") {
+  using kvmeld::CausalContext;
+  test::Random random(3);
+  for (int round = 0; round < 200; ++round) {
+    CausalContext a, b;
+    std::set<Provenance> in_a, in_b;
+    for (int i = 0; i < 30; ++i) {
+      const Provenance dot{random.below(2), random.below(12), random.below(2)};
+      if (random.below(2) == 0) {
+        CHECK(a.add(dot) == in_a.insert(dot).second);
+      } else {
+        CHECK(b.add(dot) == in_b.insert(dot).second);
+      }
+    }
+    const auto same = [](const CausalContext& context, const std::set<Provenance>& dots) {
+      CausalContext fresh;
+      for (const Provenance& dot : dots) fresh.add(dot);
+      return context == fresh && context.dots() == dots.size();
+    };
+    std::set<Provenance> both, common;
+    std::set_union(in_a.begin(), in_a.end(), in_b.begin(), in_b.end(), std::inserter(both, both.end()));
+    std::set_intersection(in_a.begin(), in_a.end(), in_b.begin(), in_b.end(), std::inserter(common, common.end()));
+    CausalContext joined = a;
+    joined.join(b);
+    REQUIRE(same(a, in_a));
+    REQUIRE(same(joined, both));
+    REQUIRE(same(meet(a, b), common));
+    REQUIRE(leq(a, joined));
+    REQUIRE(leq(meet(a, b), b));
+    REQUIRE(leq(a, b) == std::includes(in_b.begin(), in_b.end(), in_a.begin(), in_a.end()));
+    for (std::uint64_t s = 0; s < 12; ++s) REQUIRE(a.contains({1, s, 1}) == (in_a.count({1, s, 1}) == 1));
+  }
 }
 
 TEST_CASE("a payload that one side still has is kept") {
@@ -89,7 +233,7 @@ TEST_CASE("a payload that one side still has is kept") {
   REQUIRE(first.insert(test::evicted(*both, 0)).ok());
   REQUIRE(second.insert(test::evicted(*both, 1)).ok());
   const auto complete = [](const FragmentSet& set) {
-    const auto payloads = set.entries()[0].fragment.payloads();
+    const auto payloads = set.entries().front().fragment.payloads();
     return payloads[0].bytes != nullptr && payloads[1].bytes != nullptr;
   };
   CHECK(complete(*join(first, second)));
@@ -106,7 +250,8 @@ TEST_CASE("fragments of another content hash, or none, are refused and change no
   cache.fill(1);
   const auto other = kvmeld::seal<OtherHash>(cache.ref());
   REQUIRE(other.ok());
-  FragmentSet set, others;
+  FragmentSet set;
+  FragmentSet others(kvmeld::SetHash{OtherHash::tag, nullptr});
   REQUIRE(set.insert(fragment(1)).ok());
   const auto before = set.digest();
   const auto status = set.insert(*other);
@@ -118,7 +263,6 @@ TEST_CASE("fragments of another content hash, or none, are refused and change no
   REQUIRE(others.insert(*other).ok());
   CHECK(join(set, others).error().code() == ErrorCode::hash_mismatch);
   CHECK(join(set, FragmentSet{})->digest() == before);
-  CHECK(join(FragmentSet{}, others)->digest() == others.digest());
   CHECK_FALSE(leq(set, others));
 }
 

@@ -90,7 +90,7 @@ struct ById {
   void digest(Hasher& hasher) const { hasher.text("kvmeld.ById"); }
 };
 
-/// Orders spans by their smallest provenance dot (agent, sequence), then by id: the order in which a conversation was had.
+/// Orders spans by their smallest provenance dot (agent, epoch, sequence), then by id: the order in which a conversation was had.
 struct ByProvenance {
   static constexpr bool reproducible = true;
   static constexpr MetadataFields metadata = MetadataFields::provenance;
@@ -99,8 +99,8 @@ struct ByProvenance {
   [[nodiscard]] Result<std::vector<std::uint32_t>> order(std::span<const Source> sources) const {
     std::vector<std::uint32_t> out = detail::indices(sources.size());
     const auto dot = [&](std::uint32_t i) {
-      const auto& dots = sources[i].metadata->provenance;
-      return dots.empty() ? Provenance{} : dots.front();
+      const auto& marks = sources[i].metadata->marks;
+      return marks.empty() ? Provenance{} : marks.front().dot;
     };
     std::sort(out.begin(), out.end(), [&](std::uint32_t a, std::uint32_t b) {
       if (dot(a) != dot(b)) return reversed ? dot(b) < dot(a) : dot(a) < dot(b);

@@ -3,33 +3,68 @@
 #include <algorithm>
 #include <compare>
 #include <cstdint>
-#include <iterator>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include <kvmeld/cache/hash.hpp>
 #include <kvmeld/config.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Who produced a fragment, and as which of that agent's operations. Ordered by agent, then sequence.
+/// Greatest sequence number that a dot may have: far beyond any use, and far from overflow.
+inline constexpr std::uint64_t max_sequence = std::uint64_t{1} << 48;
+
+/// The dot of one operation: who did it, in which life of its process, and as which of its operations there.
+///
+/// An agent takes a fresh epoch whenever it starts, also from a restored snapshot, so that no dot is used twice.
+/// Ordered by agent, epoch, sequence.
 struct Provenance {
   std::uint64_t agent = 0;
   std::uint64_t sequence = 0;
+  std::uint64_t epoch = 0;
 
-  auto operator<=>(const Provenance&) const = default;
+  bool operator==(const Provenance&) const = default;
+  [[nodiscard]] constexpr std::strong_ordering operator<=>(const Provenance& other) const noexcept {
+    if (const auto by = agent <=> other.agent; by != 0) return by;
+    if (const auto by = epoch <=> other.epoch; by != 0) return by;
+    return sequence <=> other.sequence;
+  }
 };
 
-/// What is known of a fragment outside its id, so that duplicates of one content still merge: a join-semilattice.
+/// What one operation says of a fragment.
+struct Mark {
+  Provenance dot;
+  std::optional<float> confidence{};  ///< the agent's, finite
+  FragmentId superseded_by{};         ///< empty: the operation supersedes nothing
+  std::int64_t time_ms = 0;           ///< for display only: no digest covers it and no policy may read it
+
+  [[nodiscard]] bool operator==(const Mark& other) const noexcept {
+    return dot == other.dot && confidence == other.confidence && superseded_by == other.superseded_by;
+  }
+};
+
+/// What is known of a fragment outside its id, so that duplicates of one content still merge.
 struct Metadata {
-  std::vector<Provenance> provenance;                            ///< ascending, without repetition
-  std::vector<std::pair<std::uint64_t, float>> confidence;       ///< (agent, highest confidence it gave), by agent
+  std::vector<Mark> marks{};   ///< of the operations that are in force, ascending by dot
+  bool unattributed = false;   ///< inserted without provenance too: cannot be removed
 
   bool operator==(const Metadata&) const = default;
 
   /// The highest confidence that any agent gave; 1 where none did.
   [[nodiscard]] float best_confidence() const noexcept {
-    float best = confidence.empty() ? 1.0F : confidence.front().second;
-    for (const auto& [agent, value] : confidence) best = (std::max)(best, value);
+    std::optional<float> best;
+    for (const Mark& mark : marks) {
+      if (mark.confidence && (!best || *mark.confidence > *best)) best = mark.confidence;
+    }
+    return best.value_or(1.0F);
+  }
+  /// The highest confidence that one agent gave, if it gave any.
+  [[nodiscard]] std::optional<float> confidence_of(std::uint64_t agent) const noexcept {
+    std::optional<float> best;
+    for (const Mark& mark : marks) {
+      if (mark.dot.agent == agent && mark.confidence && (!best || *mark.confidence > *best)) best = mark.confidence;
+    }
     return best;
   }
 };
@@ -44,36 +79,12 @@ enum class MetadataFields : std::uint8_t { none = 0, provenance = 1, confidence 
   return (static_cast<std::uint8_t>(all) & static_cast<std::uint8_t>(field)) != 0;
 }
 
-/// The one form of equal metadata: ascending, without repetition, and no −0, which equals +0 and has other bytes.
-[[nodiscard]] inline Metadata normalised(Metadata m) {
-  std::sort(m.provenance.begin(), m.provenance.end());
-  m.provenance.erase(std::unique(m.provenance.begin(), m.provenance.end()), m.provenance.end());
-  for (auto& [agent, value] : m.confidence) value += 0.0F;
-  std::sort(m.confidence.begin(), m.confidence.end(),
-            [](const auto& a, const auto& b) { return a.first != b.first ? a.first < b.first : a.second > b.second; });
-  m.confidence.erase(std::unique(m.confidence.begin(), m.confidence.end(), [](const auto& a, const auto& b) { return a.first == b.first; }),
-                     m.confidence.end());
-  return m;
-}
-
-/// Least upper bound of two in normalised form: union of the dots, per-agent maximum of the confidences.
-[[nodiscard]] inline Metadata join(const Metadata& a, const Metadata& b) {
-  Metadata out;
-  std::set_union(a.provenance.begin(), a.provenance.end(), b.provenance.begin(), b.provenance.end(),
-                 std::back_inserter(out.provenance));
-  auto i = a.confidence.begin();
-  auto j = b.confidence.begin();
-  while (i != a.confidence.end() || j != b.confidence.end()) {
-    if (j == b.confidence.end() || (i != a.confidence.end() && i->first < j->first)) {
-      out.confidence.push_back(*i++);
-    } else if (i == a.confidence.end() || j->first < i->first) {
-      out.confidence.push_back(*j++);
-    } else {
-      out.confidence.emplace_back(i->first, (std::max)(i->second, j->second));
-      ++i;
-      ++j;
-    }
-  }
+/// Least upper bound of what two replicas were told of one operation. They differ only where somebody used a dot twice.
+[[nodiscard]] inline Mark join(const Mark& a, const Mark& b) {
+  Mark out = a;
+  if (b.confidence && (!a.confidence || *b.confidence > *a.confidence)) out.confidence = b.confidence;
+  out.superseded_by = (std::max)(a.superseded_by, b.superseded_by);
+  out.time_ms = (std::max)(a.time_ms, b.time_ms);
   return out;
 }
 

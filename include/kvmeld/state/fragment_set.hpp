@@ -9,122 +9,225 @@
 #include <vector>
 
 #include <kvmeld/cache/fragment.hpp>
-#include <kvmeld/cache/metadata.hpp>
-#include <kvmeld/config.hpp>
+#include <kvmeld/state/causal_context.hpp>
+#include <kvmeld/state/entry_leaves.hpp>
 #include <kvmeld/state/set_digest.hpp>
 #include <kvmeld/status.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
+/// One removal: its own dot, and the operations that it takes out of force.
+struct Removal {
+  Provenance dot;
+  FragmentId id;
+  std::vector<Provenance> removed{};  ///< ascending
+
+  bool operator==(const Removal&) const = default;
+};
+
 /// A set of fragments by id, with metadata that merges: the state that replicas converge on.
 ///
-/// A join-semilattice: `join` is commutative, associative and idempotent, and never computes on K/V. Whoever holds the same
-/// set renders the same cache. A copy shares the payloads.
+/// A join-semilattice (an observed-remove map of dots, Almeida, Shoker and Baquero, "Delta state replicated data types", 2018):
+/// `join` is commutative, associative and idempotent, and never computes on K/V. Whoever holds the same set renders the same cache.
+/// A part of a set is a set, so what is sent between replicas are sets too. A copy shares payloads and entries, O(n / 128).
 class FragmentSet {
  public:
-  struct Entry {
-    Fragment fragment;
-    Metadata metadata;
-  };
+  using Entry = SetEntry;
 
-  /// Adds one operation: "this agent produced these tokens' K/V". A fragment that is there already gains the metadata, and
-  /// payloads that were evicted. O(n).
+  FragmentSet() = default;
+  /// A set of fragments that another hash than XXH3-128 names.
+  explicit FragmentSet(const SetHash& hash) : hash_(hash) {}
+
+  /// The operation "this agent produced these tokens' K/V". A fragment that is there already gains the mark, and bytes that were
+  /// evicted. Without provenance the fragment can never be removed. O(log n).
   ///
-  /// Errors: `hash_mismatch` where the set's ids come from another content hash; `non_finite` for a NaN or infinite confidence;
-  /// `invalid_argument` for a fragment without body. The set is unchanged then.
-  Status insert(const Fragment& fragment, Provenance provenance, std::optional<float> confidence = std::nullopt) {
-    Metadata metadata;
-    metadata.provenance.push_back(provenance);
-    if (confidence) metadata.confidence.emplace_back(provenance.agent, *confidence);
-    return insert(fragment, metadata);
+  /// Errors: `hash_mismatch` where the fragment's id comes from another content hash; `non_finite` for a NaN or infinite confidence;
+  /// `dot_reused` for a dot that this set has seen on another operation; `invalid_argument`. The set is unchanged then.
+  Status insert(const Fragment& fragment, const Provenance& dot, std::optional<float> confidence = std::nullopt, std::int64_t time_ms = 0) {
+    KVMELD_TRY(check(fragment));
+    if (confidence) {
+      if (!std::isfinite(*confidence)) return detail::error(ErrorCode::non_finite, "confidence of agent ", dot.agent, " is not finite");
+      confidence = *confidence + 0.0F;  // −0 equals +0 and has other bytes
+    }
+    return mark(fragment.id(), fragment, {dot, confidence, {}, time_ms});
   }
-  Status insert(const Fragment& fragment, const Metadata& given = {}) {
-    if (!fragment.valid()) return detail::error(ErrorCode::invalid_argument, "an empty Fragment has no id to insert");
-    if (!entries_.empty() && entries_.front().fragment.id().tag() != fragment.id().tag()) {
-      return detail::error(ErrorCode::hash_mismatch, "set of hash tag ", entries_.front().fragment.id().tag(), ", fragment of ",
-                           fragment.id().tag());
-    }
-    for (const auto& [agent, confidence] : given.confidence) {
-      if (!std::isfinite(confidence)) return detail::error(ErrorCode::non_finite, "confidence of agent ", agent, " is not finite");
-    }
-    const Metadata metadata = normalised(given);
-    const auto at = std::lower_bound(entries_.begin(), entries_.end(), fragment.id(),
-                                     [](const Entry& e, const FragmentId& id) { return e.fragment.id() < id; });
-    if (at != entries_.end() && at->fragment.id() == fragment.id()) {
-      digest_.subtract(detail::entry_digest(fragment.id(), at->metadata));
-      at->metadata = kvmeld::join(at->metadata, metadata);
-      at->fragment = with_all_bytes(at->fragment, fragment);
-      digest_.add(detail::entry_digest(fragment.id(), at->metadata));
-    } else {
-      digest_.add(detail::entry_digest(fragment.id(), metadata));
-      entries_.insert(at, Entry{fragment, metadata});
-    }
+  Status insert(const Fragment& fragment) {
+    KVMELD_TRY(check(fragment));
+    Entry entry = entry_of(fragment.id());
+    entry.fragment = merged(entry.fragment, fragment);
+    entry.metadata.unattributed = true;
+    put(std::move(entry));
     return {};
   }
 
-  [[nodiscard]] std::size_t size() const noexcept { return entries_.size(); }
-  [[nodiscard]] bool empty() const noexcept { return entries_.empty(); }
-  /// Entries in ascending order of id.
-  [[nodiscard]] std::span<const Entry> entries() const noexcept { return entries_; }
-  /// Null where the set does not know the id. O(log n).
-  [[nodiscard]] const Entry* find(const FragmentId& id) const noexcept {
-    const auto at = std::lower_bound(entries_.begin(), entries_.end(), id,
-                                     [](const Entry& e, const FragmentId& key) { return e.fragment.id() < key; });
-    return at != entries_.end() && at->fragment.id() == id ? &*at : nullptr;
-  }
-  /// Equal for equal sets, ids and metadata both. O(1).
-  [[nodiscard]] const Digest256& digest() const noexcept { return digest_; }
-
-  /// Least upper bound of two sets: union of ids, join of metadata. O(a + b).
+  /// The operation "render `successor` in the place of `id`", in force once the successor is in the set, and until it is removed.
   ///
-  /// Errors: `hash_mismatch` where the sets' ids come from different content hashes.
-  friend Result<FragmentSet> join(const FragmentSet& a, const FragmentSet& b) {
-    if (!a.empty() && !b.empty() && a.entries_[0].fragment.id().tag() != b.entries_[0].fragment.id().tag()) {
-      return detail::error(ErrorCode::hash_mismatch, "sets of hash tags ", a.entries_[0].fragment.id().tag(), " and ",
-                           b.entries_[0].fragment.id().tag());
-    }
-    FragmentSet out;
-    out.entries_.reserve(a.size() + b.size());
-    out.digest_ = a.digest_;
-    auto i = a.entries_.begin();
-    auto j = b.entries_.begin();
-    while (i != a.entries_.end() || j != b.entries_.end()) {
-      if (j == b.entries_.end() || (i != a.entries_.end() && i->fragment.id() < j->fragment.id())) {
-        out.entries_.push_back(*i++);
-      } else if (i == a.entries_.end() || j->fragment.id() < i->fragment.id()) {
-        out.digest_.add(detail::entry_digest(j->fragment.id(), j->metadata));
-        out.entries_.push_back(*j++);
-      } else {
-        Entry both{with_all_bytes(i->fragment, j->fragment), i->metadata};
-        if (i->metadata != j->metadata) {
-          both.metadata = kvmeld::join(i->metadata, j->metadata);
-          out.digest_.subtract(detail::entry_digest(i->fragment.id(), i->metadata));
-          out.digest_.add(detail::entry_digest(i->fragment.id(), both.metadata));
-        }
-        out.entries_.push_back(std::move(both));
-        ++i;
-        ++j;
-      }
-    }
+  /// Errors: `not_found` for an id that is not in the set, `invalid_argument`, `dot_reused`.
+  Status supersede(const FragmentId& id, const FragmentId& successor, const Provenance& dot) {
+    if (id == successor || successor.empty()) return detail::error(ErrorCode::invalid_argument, "fragment ", id.hex(), " cannot supersede itself, nor none");
+    if (find(id) == nullptr) return detail::error(ErrorCode::not_found, "fragment ", id.hex(), " is not in the set");
+    return mark(id, {}, {dot, {}, successor, 0});
+  }
+
+  /// The operation "what this set knows to be in force on `id` ends". An insertion that this set has not seen yet survives.
+  ///
+  /// The payload is kept for replicas that still need it until `compact` is told that everybody knows of the removal. O(log n).
+  /// Errors: `not_found`; `unsupported` for a fragment inserted without provenance; `dot_reused`.
+  Status remove(const FragmentId& id, const Provenance& dot) {
+    const Entry* const entry = find(id);
+    if (entry == nullptr) return detail::error(ErrorCode::not_found, "fragment ", id.hex(), " is not in the set");
+    if (entry->metadata.unattributed) return detail::error(ErrorCode::unsupported, "fragment ", id.hex(), " was inserted without provenance");
+    KVMELD_TRY(check(dot));
+    Removal removal{dot, id, {}};
+    for (const Mark& mark : entry->metadata.marks) removal.removed.push_back(mark.dot);
+    context_.add(dot);
+    set_marks(*entry, {}, dot);
+    log(std::move(removal));
+    return {};
+  }
+
+  /// Adds everything that another set knows: union of ids, and of each id's marks but for those that either has seen removed.
+  ///
+  /// O(n + m) comparisons of ids; O(m log n) where the other is a small part. Payloads are shared.
+  /// Errors: `hash_mismatch` where the sets' ids come from different content hashes; this set is unchanged then.
+  Status join(const FragmentSet& other);
+
+  /// What `other` lacks of this set, given what it has seen; to be joined there. O(n).
+  ///
+  /// Errors: `context_gap` where removals that it has not seen were compacted away: send the whole set.
+  [[nodiscard]] Result<FragmentSet> delta_since(const CausalContext& seen) const;
+
+  /// Forgets removals that everybody has seen, and drops their payloads. `stable` is the meet of all members' contexts. O(removals).
+  void compact(const CausalContext& stable);
+
+  /// Drops a payload's bytes and keeps the id; `render` says `payload_missing` until `restore`. The digest does not change.
+  Status evict(const FragmentId& id);
+  /// Gives bytes to an entry that lacks them. They must be verified (`verify_fragment`). Errors: `not_found`.
+  Status restore(const Fragment& fragment);
+  /// A fragment's bytes, also of one that was removed and is not stable yet. Not valid() where neither is here.
+  [[nodiscard]] Fragment payload(const FragmentId& id) const;
+
+  [[nodiscard]] std::size_t size() const noexcept { return entries_.size(); }
+  [[nodiscard]] bool empty() const noexcept { return entries_.size() == 0; }
+
+  class Entries {
+   public:
+    explicit Entries(const detail::EntryLeaves& leaves) noexcept : leaves_(&leaves) {}
+    [[nodiscard]] auto begin() const noexcept { return leaves_->begin(); }
+    [[nodiscard]] auto end() const noexcept { return leaves_->end(); }
+    [[nodiscard]] std::size_t size() const noexcept { return leaves_->size(); }
+    [[nodiscard]] bool empty() const noexcept { return leaves_->size() == 0; }
+    [[nodiscard]] const Entry& front() const noexcept { return *begin(); }
+
+   private:
+    const detail::EntryLeaves* leaves_;
+  };
+  /// Entries in ascending order of id, superseded ones included.
+  [[nodiscard]] Entries entries() const noexcept { return Entries(entries_); }
+  /// Null where the set does not know the id. O(log n). Invalid after the next change.
+  [[nodiscard]] const Entry* find(const FragmentId& id) const noexcept { return entries_.find(id); }
+  /// Equal for equal sets, ids and metadata both, whatever is evicted. O(1).
+  [[nodiscard]] const Digest256& digest() const noexcept { return digest_; }
+  /// Every operation that this set has seen.
+  [[nodiscard]] const CausalContext& context() const noexcept { return context_; }
+  /// Removals that are not stable yet, ascending by dot.
+  [[nodiscard]] std::span<const Removal> removals() const noexcept { return removals_; }
+  /// Removals and removed operations that were compacted away.
+  [[nodiscard]] const CausalContext& compacted() const noexcept { return compacted_; }
+  [[nodiscard]] const SetHash& hash() const noexcept { return hash_; }
+
+  /// Puts a set together from what its readers gave (ids and marks; payloads are restored later), and checks that it can be one.
+  ///
+  /// Errors: `corrupt` for a dot of two operations, marks or removals out of order, or a mark that is removed;
+  /// `hash_mismatch`, `non_finite`, `invalid_argument`.
+  [[nodiscard]] static Result<FragmentSet> from_parts(const SetHash& hash, std::vector<Entry> entries, std::vector<Removal> removals,
+                                                      const CausalContext& compacted);
+
+  /// Whether a is below b: b has seen every operation of a. O(n + m).
+  [[nodiscard]] friend bool leq(const FragmentSet& a, const FragmentSet& b) {
+    if (!leq(a.context_, b.context_)) return false;
+    FragmentSet both = b;
+    return both.join(a) && both.digest_ == b.digest_;
+  }
+  /// Least upper bound of two sets, as `FragmentSet::join`.
+  [[nodiscard]] friend Result<FragmentSet> join(const FragmentSet& a, const FragmentSet& b) {
+    FragmentSet out = a;
+    KVMELD_TRY(out.join(b));
     return out;
   }
-
-  /// Whether a is below b: every id of a is in b with at least its metadata. O(a + b).
-  friend bool leq(const FragmentSet& a, const FragmentSet& b) {
-    const auto j = join(a, b);
-    return j && j->digest_ == b.digest_;
-  }
-
   /// Equal ids with equal metadata.
-  friend bool operator==(const FragmentSet& a, const FragmentSet& b) {
-    return std::equal(a.entries_.begin(), a.entries_.end(), b.entries_.begin(), b.entries_.end(), [](const Entry& x, const Entry& y) {
-      return x.fragment.id() == y.fragment.id() && x.metadata == y.metadata;
-    });
+  [[nodiscard]] friend bool operator==(const FragmentSet& a, const FragmentSet& b) {
+    return a.size() == b.size() && std::equal(a.entries_.begin(), a.entries_.end(), b.entries_.begin(), [](const Entry& x, const Entry& y) {
+             return x.id == y.id && x.metadata == y.metadata;
+           });
   }
 
  private:
-  std::vector<Entry> entries_;  // ascending by id
+  /// A removed fragment's payload, and the removal to wait for; without one it goes at the next compaction.
+  struct Retired {
+    Fragment fragment;
+    std::optional<Provenance> removal;
+  };
+
+  [[nodiscard]] Status check(const Fragment& fragment) const {
+    if (!fragment.valid()) return detail::error(ErrorCode::invalid_argument, "an empty Fragment has no id to insert");
+    return check(fragment.id());
+  }
+  [[nodiscard]] Status check(const FragmentId& id) const {
+    if (id.tag() == hash_.tag) return {};
+    return detail::error(ErrorCode::hash_mismatch, "set of hash tag ", hash_.tag, ", fragment of ", id.tag());
+  }
+  [[nodiscard]] Status check(const Provenance& dot) const {
+    if (dot.sequence > max_sequence) return detail::error(ErrorCode::invalid_argument, "sequence ", dot.sequence, " of agent ", dot.agent, " is above 2^48");
+    if (!context_.contains(dot)) return {};
+    return detail::error(ErrorCode::dot_reused, "agent ", dot.agent, " used sequence ", dot.sequence, " of epoch ", dot.epoch, " already");
+  }
+  [[nodiscard]] static Fragment merged(const Fragment& a, const Fragment& b) {
+    return !a.valid() ? b : !b.valid() ? a : with_all_bytes(a, b);
+  }
+  [[nodiscard]] Entry entry_of(const FragmentId& id) const {
+    const Entry* const found = find(id);
+    return found != nullptr ? *found : Entry{id, payload(id), {}};
+  }
+  void put(Entry entry) {
+    if (const Entry* const before = find(entry.id)) digest_.subtract(detail::entry_digest(hash_, before->id, before->metadata));
+    const Digest256 now = detail::entry_digest(hash_, entry.id, entry.metadata);
+    digest_.add(now);
+    entries_.put(std::move(entry), {now.words[0], now.words[1]});
+  }
+  Status mark(const FragmentId& id, const Fragment& fragment, const Mark& mark) {
+    Entry entry = entry_of(id);
+    auto& marks = entry.metadata.marks;
+    const auto at = std::lower_bound(marks.begin(), marks.end(), mark.dot, [](const Mark& m, const Provenance& dot) { return m.dot < dot; });
+    if (at == marks.end() || at->dot != mark.dot) {
+      KVMELD_TRY(check(mark.dot));
+      marks.insert(at, mark);
+    } else if (*at != mark) {
+      return check(mark.dot);
+    }
+    entry.fragment = merged(entry.fragment, fragment);
+    context_.add(mark.dot);
+    put(std::move(entry));
+    return {};
+  }
+  void set_marks(const Entry& entry, std::vector<Mark> marks, const std::optional<Provenance>& removal);
+  void log(Removal removal) {
+    const auto at = std::lower_bound(removals_.begin(), removals_.end(), removal.dot, [](const Removal& r, const Provenance& dot) { return r.dot < dot; });
+    if (at == removals_.end() || at->dot != removal.dot) removals_.insert(at, std::move(removal));
+  }
+  template <class RemovalOf>
+  void join_entry(const Entry& theirs, const CausalContext& their_context, const RemovalOf& removal_of);
+  [[nodiscard]] bool explained() const noexcept { return compacted_.empty(); }
+
+  SetHash hash_;
+  detail::EntryLeaves entries_;
   Digest256 digest_;
+  CausalContext context_;
+  CausalContext compacted_;
+  std::vector<Removal> removals_;  // ascending by dot
+  std::vector<Retired> retired_;
 };
 
 KVMELD_NAMESPACE_END
+
+#include <kvmeld/state/fragment_set_join.hpp>

@@ -133,10 +133,11 @@ template <class M>
   for (const Source& source : ordered) {
     h.bytes(std::as_bytes(std::span(source.fragment->id().bytes)));
     if (reads(M::metadata, MetadataFields::provenance)) {
-      h.value(static_cast<std::uint64_t>(source.metadata->provenance.size()));
-      for (const Provenance& dot : source.metadata->provenance) {
-        h.value(dot.agent);
-        h.value(dot.sequence);
+      h.value(static_cast<std::uint64_t>(source.metadata->marks.size()));
+      for (const Mark& mark : source.metadata->marks) {
+        h.value(mark.dot.agent);
+        h.value(mark.dot.epoch);
+        h.value(mark.dot.sequence);
       }
     }
     if (reads(M::metadata, MetadataFields::confidence)) h.value(source.metadata->best_confidence());

@@ -10,6 +10,7 @@
 
 #include <kvmeld/state/merger.hpp>
 #include <kvmeld/state/plan_core.hpp>
+#include <kvmeld/state/superseded.hpp>
 
 /// What `plan` refuses: sets that do not fit together or the target, and answers of policies that cannot be rendered.
 
@@ -25,17 +26,23 @@ struct SetParts {
 
 KVMELD_LAZY Result<SetParts> split(const FragmentSet& set, const Target& target) {
   SetParts parts;
-  for (const FragmentSet::Entry& entry : set.entries()) {
-    KVMELD_TRY(check_same(entry.fragment.geometry(), target.geometry));
-    if (entry.fragment.role() == Role::prefix) {
+  std::string unknown;
+  for (const FragmentSet::Entry* entry : in_force(set)) {
+    if (!entry->fragment.valid()) {
+      unknown.append(" ").append(entry->id.hex());
+      continue;
+    }
+    KVMELD_TRY(check_same(entry->fragment.geometry(), target.geometry));
+    if (entry->fragment.role() == Role::prefix) {
       if (parts.prefix != nullptr) {
-        return error(ErrorCode::prefix_conflict, "two prefixes in one set: ", parts.prefix->fragment.id().hex(), " and ", entry.fragment.id().hex());
+        return error(ErrorCode::prefix_conflict, "two prefixes in one set: ", parts.prefix->fragment.id().hex(), " and ", entry->fragment.id().hex());
       }
-      parts.prefix = &entry;
+      parts.prefix = entry;
     } else {
-      parts.spans.push_back(&entry);
+      parts.spans.push_back(entry);
     }
   }
+  if (!unknown.empty()) return error(ErrorCode::payload_missing, "fragments known by id alone:", unknown, "; fetch them and plan again");
   const FragmentId* named = nullptr;
   for (const FragmentSet::Entry* span : parts.spans) {
     const FragmentId& prefix = span->fragment.prefix();

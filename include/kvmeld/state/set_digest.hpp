@@ -1,7 +1,12 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <vector>
 
 #include <kvmeld/cache/fragment.hpp>
 #include <kvmeld/cache/hash.hpp>
@@ -41,29 +46,52 @@ struct Digest256 {
   }
 };
 
+/// The hash that names a set's fragments, and the one that its digest sums. A set has one, and joins no set of another.
+struct SetHash {
+  std::uint8_t tag = Xxh3_128::tag;                          ///< byte 0 of its fragments' ids
+  Digest256 (*digest)(std::span<const std::byte>) = nullptr; ///< null: XXH3-128 with seeds 0 and 1, for XXH3 ids
+};
+
 namespace detail {
 
-/// H(id ‖ provenance ‖ confidence) with two seeds of XXH3-128.
-KVMELD_LAZY [[nodiscard]] Digest256 entry_digest(const FragmentId& id, const Metadata& metadata) {
+KVMELD_LAZY [[nodiscard]] Digest256 xxh3_digest256(std::span<const std::byte> bytes) {
   Digest256 out;
   for (std::uint64_t seed = 0; seed < 2; ++seed) {
-    BasicHasher<Xxh3_128> h{Xxh3_128(seed)};
-    h.bytes(std::as_bytes(std::span(id.bytes)));
-    h.value(static_cast<std::uint64_t>(metadata.provenance.size()));
-    for (const Provenance& dot : metadata.provenance) {
-      h.value(dot.agent);
-      h.value(dot.sequence);
-    }
-    h.value(static_cast<std::uint64_t>(metadata.confidence.size()));
-    for (const auto& [agent, confidence] : metadata.confidence) {
-      h.value(agent);
-      h.value(confidence);
-    }
-    const Digest128 half = h.digest();
-    out.words[2 * seed] = half.low;
-    out.words[2 * seed + 1] = half.high;
+    const XXH128_hash_t half = XXH3_128bits_withSeed(bytes.data(), bytes.size(), seed);
+    out.words[2 * seed] = half.low64;
+    out.words[2 * seed + 1] = half.high64;
   }
   return out;
+}
+
+/// H(id ‖ marks ‖ unattributed), every field of a mark but its time.
+KVMELD_LAZY [[nodiscard]] Digest256 entry_digest(const SetHash& hash, const FragmentId& id, const Metadata& metadata) {
+  constexpr std::size_t mark_bytes = 3 * 8 + 1 + 4 + 32;
+  std::array<std::byte, 32 + 1 + 4 * mark_bytes> few;
+  std::vector<std::byte> many;
+  const std::size_t size = 33 + metadata.marks.size() * mark_bytes;
+  if (size > few.size()) many.resize(size);
+  std::byte* const begin = size > few.size() ? many.data() : few.data();
+  std::byte* at = begin;
+  const auto put = [&](const void* from, std::size_t count) {
+    std::memcpy(at, from, count);
+    at += count;
+  };
+  put(id.bytes.data(), 32);
+  for (const Mark& mark : metadata.marks) {
+    put(&mark.dot.agent, 8);
+    put(&mark.dot.epoch, 8);
+    put(&mark.dot.sequence, 8);
+    const std::uint8_t given = mark.confidence ? 1 : 0;
+    const float confidence = mark.confidence.value_or(0.0F);
+    put(&given, 1);
+    put(&confidence, 4);
+    put(mark.superseded_by.bytes.data(), 32);
+  }
+  const std::uint8_t unattributed = metadata.unattributed ? 1 : 0;
+  put(&unattributed, 1);
+  const std::span<const std::byte> bytes(begin, size);
+  return hash.digest != nullptr ? hash.digest(bytes) : xxh3_digest256(bytes);
 }
 
 }  // namespace detail

@@ -1,0 +1,236 @@
+#pragma once
+
+/// How sets meet: the bodies of `FragmentSet`'s joins, deltas and compaction.
+
+#include <cstring>
+
+#include <kvmeld/state/fragment_set.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+namespace detail {
+
+/// Marks in force after two replicas met: those that both have, and those of either that the other has not seen. Linear.
+[[nodiscard]] inline std::vector<Mark> join_marks(const std::vector<Mark>& a, const CausalContext& seen_by_a, const std::vector<Mark>& b,
+                                                  const CausalContext& seen_by_b) {
+  std::vector<Mark> out;
+  auto i = a.begin();
+  auto j = b.begin();
+  while (i != a.end() || j != b.end()) {
+    if (j == b.end() || (i != a.end() && i->dot < j->dot)) {
+      if (!seen_by_b.contains(i->dot)) out.push_back(*i);
+      ++i;
+    } else if (i == a.end() || j->dot < i->dot) {
+      if (!seen_by_a.contains(j->dot)) out.push_back(*j);
+      ++j;
+    } else {
+      out.push_back(kvmeld::join(*i++, *j++));
+    }
+  }
+  return out;
+}
+
+[[nodiscard]] inline int compare(const FragmentId& a, const FragmentId& b) noexcept { return std::memcmp(a.bytes.data(), b.bytes.data(), 32); }
+
+}  // namespace detail
+
+/// Gives an entry other marks; without any it leaves, and its payload waits until the removal is stable.
+inline void FragmentSet::set_marks(const Entry& entry, std::vector<Mark> marks, const std::optional<Provenance>& removal) {
+  if (!marks.empty() || entry.metadata.unattributed) {
+    if (marks == entry.metadata.marks) return;
+    put({entry.id, entry.fragment, {std::move(marks), entry.metadata.unattributed}});
+    return;
+  }
+  if (entry.fragment.valid()) retired_.push_back({entry.fragment, removal});
+  digest_.subtract(detail::entry_digest(hash_, entry.id, entry.metadata));
+  entries_.erase(FragmentId(entry.id));
+}
+
+template <class RemovalOf>
+void FragmentSet::join_entry(const Entry& theirs, const CausalContext& their_context, const RemovalOf& removal_of) {
+  Entry mine = entry_of(theirs.id);
+  std::vector<Mark> marks = detail::join_marks(mine.metadata.marks, context_, theirs.metadata.marks, their_context);
+  const bool unattributed = mine.metadata.unattributed || theirs.metadata.unattributed;
+  mine.fragment = merged(mine.fragment, theirs.fragment);
+  if (marks.empty() && !unattributed) {
+    if (const Entry* const entry = find(theirs.id)) set_marks(*entry, {}, removal_of(theirs.id));
+    return;
+  }
+  mine.metadata = {std::move(marks), unattributed};
+  put(std::move(mine));
+}
+
+inline Status FragmentSet::join(const FragmentSet& other) {
+  if (other.hash_.tag != hash_.tag) {
+    return detail::error(ErrorCode::hash_mismatch, "sets of hash tags ", hash_.tag, " and ", other.hash_.tag);
+  }
+  if (&other == this) return {};
+  std::vector<const Removal*> by_id;
+  for (const Removal& removal : other.removals_) by_id.push_back(&removal);
+  std::sort(by_id.begin(), by_id.end(), [](const Removal* a, const Removal* b) { return a->id < b->id; });
+  const auto removal_of = [&](const FragmentId& id) -> std::optional<Provenance> {
+    const auto at = std::lower_bound(by_id.begin(), by_id.end(), id, [](const Removal* r, const FragmentId& key) { return r->id < key; });
+    return at != by_id.end() && (*at)->id == id ? std::optional((*at)->dot) : std::nullopt;
+  };
+  // Marks of mine that the other has seen removed. Those of its log name their entries; for compacted ones every entry is looked at.
+  std::vector<FragmentId> touched;
+  if (other.explained() && other.size() * 16 < size()) {
+    for (const Entry& theirs : other.entries()) join_entry(theirs, other.context_, removal_of);
+    for (const Removal& removal : other.removals_) {
+      if (find(removal.id) != nullptr && other.find(removal.id) == nullptr) touched.push_back(removal.id);
+    }
+  } else {
+    auto i = entries_.begin();
+    auto j = other.entries_.begin();
+    const auto mine_end = entries_.end();
+    const auto theirs_end = other.entries_.end();
+    std::vector<const Entry*> changed;
+    const bool may_remove = !other.context_.empty();
+    while (i != mine_end && j != theirs_end) {
+      const int order = detail::compare(i.id(), j.id());
+      if (order == 0) {
+        if (i.tag() != j.tag() || (!i->complete() && j->fragment.valid())) changed.push_back(&*j);
+        ++i;
+        ++j;
+      } else if (order < 0) {
+        if (may_remove) touched.push_back(i.id());
+        ++i;
+      } else {
+        changed.push_back(&*j);
+        ++j;
+      }
+    }
+    for (; j != theirs_end; ++j) changed.push_back(&*j);
+    for (; may_remove && i != mine_end; ++i) touched.push_back(i.id());
+    for (const Entry* theirs : changed) join_entry(*theirs, other.context_, removal_of);
+  }
+  for (const FragmentId& id : touched) {
+    const Entry* const entry = find(id);
+    if (entry == nullptr) continue;  // several removals may name one id
+    const auto& marks = entry->metadata.marks;
+    if (std::none_of(marks.begin(), marks.end(), [&](const Mark& mark) { return other.context_.contains(mark.dot); })) continue;
+    set_marks(*entry, detail::join_marks(marks, context_, {}, other.context_), removal_of(id));
+  }
+  context_.join(other.context_);
+  compacted_.join(other.compacted_);
+  for (const Removal& removal : other.removals_) log(removal);
+  std::erase_if(removals_, [&](const Removal& r) { return compacted_.contains(r.dot); });
+  return {};
+}
+
+inline Result<FragmentSet> FragmentSet::delta_since(const CausalContext& seen) const {
+  if (!leq(compacted_, seen)) {
+    return detail::error(ErrorCode::context_gap, "removals among ", compacted_.dots(), " compacted operations are unknown to the requester; send the whole set");
+  }
+  FragmentSet out(hash_);
+  std::vector<Provenance> dots;
+  for (const Entry& entry : entries()) {
+    Metadata part{{}, entry.metadata.unattributed};
+    for (const Mark& mark : entry.metadata.marks) {
+      if (seen.contains(mark.dot)) continue;
+      part.marks.push_back(mark);
+      dots.push_back(mark.dot);
+    }
+    if (!part.marks.empty() || part.unattributed) out.put({entry.id, entry.fragment, std::move(part)});
+  }
+  for (const Removal& removal : removals_) {
+    if (seen.contains(removal.dot)) continue;
+    out.removals_.push_back(removal);
+    dots.push_back(removal.dot);
+    dots.insert(dots.end(), removal.removed.begin(), removal.removed.end());
+  }
+  std::sort(dots.begin(), dots.end());
+  for (const Provenance& dot : dots) out.context_.append({dot.agent, dot.epoch, dot.sequence, dot.sequence});
+  return out;
+}
+
+inline void FragmentSet::compact(const CausalContext& stable) {
+  CausalContext gone;
+  for (const Removal& removal : removals_) {
+    if (!stable.contains(removal.dot)) continue;
+    gone.add(removal.dot);
+    for (const Provenance& dot : removal.removed) gone.add(dot);
+  }
+  std::erase_if(removals_, [&](const Removal& r) { return gone.contains(r.dot); });
+  std::erase_if(retired_, [&](const Retired& r) { return !r.removal || stable.contains(*r.removal); });
+  compacted_.join(gone);
+}
+
+inline Status FragmentSet::evict(const FragmentId& id) {
+  const Entry* const found = find(id);
+  if (found == nullptr) return detail::error(ErrorCode::not_found, "fragment ", id.hex(), " is not in the set");
+  if (!found->fragment.valid()) return {};
+  auto body = std::make_shared<Fragment::Body>(*found->fragment.body());
+  for (Payload& payload : body->payloads) payload.bytes.reset();
+  Entry entry = *found;
+  entry.fragment = Fragment(std::move(body));
+  put(std::move(entry));
+  return {};
+}
+
+inline Status FragmentSet::restore(const Fragment& fragment) {
+  KVMELD_TRY(check(fragment));
+  const Entry* const found = find(fragment.id());
+  if (found == nullptr) return detail::error(ErrorCode::not_found, "fragment ", fragment.id().hex(), " is not in the set");
+  Entry entry = *found;
+  entry.fragment = merged(entry.fragment, fragment);
+  put(std::move(entry));
+  return {};
+}
+
+inline Fragment FragmentSet::payload(const FragmentId& id) const {
+  if (const Entry* const entry = find(id)) return entry->fragment;
+  for (const Retired& retired : retired_) {
+    if (retired.fragment.id() == id) return retired.fragment;
+  }
+  return {};
+}
+
+inline Result<FragmentSet> FragmentSet::from_parts(const SetHash& hash, std::vector<Entry> entries, std::vector<Removal> removals,
+                                                   const CausalContext& compacted) {
+  FragmentSet out(hash);
+  std::vector<Provenance> live;
+  std::vector<Provenance> removed;
+  for (Entry& entry : entries) {
+    KVMELD_TRY(out.check(entry.id));
+    if (entry.fragment.valid() && entry.fragment.id() != entry.id) return detail::error(ErrorCode::corrupt, "entry ", entry.id.hex(), " holds another fragment");
+    if (out.find(entry.id) != nullptr) return detail::error(ErrorCode::corrupt, "fragment ", entry.id.hex(), " twice");
+    if (entry.metadata.marks.empty() && !entry.metadata.unattributed) return detail::error(ErrorCode::corrupt, "fragment ", entry.id.hex(), " without a mark");
+    for (const Mark& mark : entry.metadata.marks) {
+      if (mark.confidence && !std::isfinite(*mark.confidence)) return detail::error(ErrorCode::non_finite, "confidence of agent ", mark.dot.agent, " is not finite");
+      if (mark.superseded_by == entry.id) return detail::error(ErrorCode::corrupt, "fragment ", entry.id.hex(), " supersedes itself");
+      live.push_back(mark.dot);
+    }
+    std::sort(entry.metadata.marks.begin(), entry.metadata.marks.end(), [](const Mark& a, const Mark& b) { return a.dot < b.dot; });
+    out.put(std::move(entry));
+  }
+  for (Removal& removal : removals) {
+    live.push_back(removal.dot);
+    std::sort(removal.removed.begin(), removal.removed.end());
+    removed.insert(removed.end(), removal.removed.begin(), removal.removed.end());
+    out.log(std::move(removal));
+  }
+  std::sort(live.begin(), live.end());
+  std::sort(removed.begin(), removed.end());
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    if (live[i].sequence > max_sequence) return detail::error(ErrorCode::invalid_argument, "sequence ", live[i].sequence, " is above 2^48");
+    if (i > 0 && live[i] == live[i - 1]) {
+      return detail::error(ErrorCode::dot_reused, "agent ", live[i].agent, " used sequence ", live[i].sequence, " of epoch ", live[i].epoch, " twice");
+    }
+    if (std::binary_search(removed.begin(), removed.end(), live[i]) || compacted.contains(live[i])) {
+      return detail::error(ErrorCode::corrupt, "sequence ", live[i].sequence, " of agent ", live[i].agent, " is in force and removed");
+    }
+    out.context_.append({live[i].agent, live[i].epoch, live[i].sequence, live[i].sequence});
+  }
+  CausalContext dead;
+  for (const Provenance& dot : removed) {
+    if (dot.sequence > max_sequence) return detail::error(ErrorCode::invalid_argument, "sequence ", dot.sequence, " is above 2^48");
+    dead.append({dot.agent, dot.epoch, dot.sequence, dot.sequence});
+  }
+  out.context_.join(dead);
+  out.context_.join(compacted);
+  out.compacted_ = compacted;
+  return out;
+}
+
+KVMELD_NAMESPACE_END
