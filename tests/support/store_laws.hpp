@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <kvmeld/session/blob_store.hpp>
+#include <kvmeld/session/payload_store.hpp>
 
 #include "catch.hpp"
 
@@ -56,7 +57,7 @@ inline std::set<std::uint64_t> numbers_in(std::uint64_t seed, const kvmeld::Reco
   return numbers;
 }
 
-template <kvmeld::BlobStore Store>
+template <class Store>
 void blob_laws(Store& store, Store& other, std::uint64_t seed) {
   std::uint64_t number = 0;
   for (const std::size_t size : {0U, 1U, 31U, 4095U, 4096U, 4097U, 1048593U}) {
@@ -249,6 +250,34 @@ void store_laws(Store& store, Store& other, std::uint64_t seed, bool threads = t
   blob_laws(store, other, seed);
   record_laws(store, other, seed);
   if (threads) concurrent_laws(store, other, seed);
+}
+
+/// The payloads of a store under the names that its blobs have.
+template <kvmeld::PayloadStore Store>
+struct Payloads {
+  Store& store;
+  auto put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) { return store.put_payload(key, bytes); }
+  auto get(const kvmeld::BlobKey& key) { return store.map_payload(key); }
+  auto erase(const kvmeld::BlobKey& key) { return store.erase_payload(key); }
+  kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) { return store.map_payload(key).ok(); }
+};
+
+template <kvmeld::PayloadStore Store>
+void payload_laws(Store& store, Store& other, std::uint64_t seed) {
+  Payloads<Store> payloads{store}, other_payloads{other};
+  blob_laws(payloads, other_payloads, seed);
+  // Blobs and payloads do not share their keys.
+  const kvmeld::BlobKey key = blob_key(seed, 99);
+  const Bytes bytes = blob_bytes(1, 50'000);
+  REQUIRE(store.put_payload(key, bytes).ok());
+  CHECK(store.get(key).error().code() == kvmeld::ErrorCode::not_found);
+  REQUIRE(store.put(key, blob_bytes(2, 100)).ok());
+  REQUIRE(store.erase(key).ok());
+  const auto mapped = other.map_payload(key);
+  REQUIRE(mapped.ok());
+  CHECK(equal(*mapped, bytes));
+  CHECK(reinterpret_cast<std::uintptr_t>(mapped->data.get()) % 16 == 0);
+  REQUIRE(store.erase_payload(key).ok());
 }
 
 /// A store that is about to refuse: `store_full`, and nothing that was there has changed. Ends with a full store.
