@@ -81,7 +81,7 @@ kvmeld::Status merge(Engine& engine, const std::shared_ptr<const kvmeld::Geometr
   const auto prefix = seal(base->view(), {.role = Role::prefix, .tokens = common, .positions = base->positions()});
   if (!prefix) return prefix.error();
   FragmentSet set;
-  KVMELD_TRY(set.insert(*prefix, Metadata{}));
+  KVMELD_TRY(set.insert(*prefix));
   for (std::size_t w = 0; w < 2; ++w) {
     const auto state = llama::read(engine.context(), static_cast<llama_seq_id>(w) + 1, geometry);
     if (!state) return state.error();

@@ -95,7 +95,7 @@ class Splicer {
       if (!both) return both.error();
       set = *std::move(both);
     }
-    if (kvmeld::Status status = set.insert(prefix_fragment_[0], kvmeld::Metadata{}); !status) return status;
+    if (kvmeld::Status status = set.insert(prefix_fragment_[0]); !status) return status;
     const auto plan = kvmeld::plan(set, kvmeld::merger(kvmeld::ByKeyNorm{}), {.geometry = *geometries_.declared});
     if (!plan) return plan.error();
     kvmeld::Result<kvmeld::llama::StateBlob> blob = make_blob(*plan, geometries_.declared);
@@ -183,7 +183,7 @@ class Splicer {
       }
     }
     FragmentSet set;
-    if (Status status = set.insert(prefix, Metadata{}); !status) return status;
+    if (Status status = set.insert(prefix); !status) return status;
     for (std::size_t i = 0; i < spans.size(); ++i)
       if (Status status = set.insert(spans[i], Provenance{i, 0}); !status) return status;
     if (cost != nullptr) cost->export_ms = export_ms;

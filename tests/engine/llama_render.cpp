@@ -58,7 +58,7 @@ void merge(llama_context* context, const std::shared_ptr<const Geometry>& geomet
   const auto prefix = seal(prefix_state.view(), {.role = Role::prefix, .tokens = agents.prefix});
   REQUIRE(prefix.ok());
   FragmentSet set;
-  REQUIRE(set.insert(*prefix, Metadata{}).ok());
+  REQUIRE(set.insert(*prefix).ok());
   std::uint64_t agent = 0;
   for (const std::vector<TokenId>* notes : {&agents.first, &agents.second}) {
     const std::vector<TokenId> tokens = agents.prefix + *notes;
