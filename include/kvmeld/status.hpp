@@ -43,7 +43,6 @@ enum class ErrorCode : std::uint8_t {
   engine_failure,          ///< the inference engine returned an error
   probe_failed,            ///< the engine did not give back what was written
   dot_reused,             ///< one operation's dot names two operations: a restarted agent took an old epoch, or a peer lies
-  context_gap,            ///< the requester lacks removals that were compacted away; send the whole state
   quota_exceeded,         ///< an author has more operations, or more bytes, than the replica takes from one
   merger_mismatch,        ///< replicas or members of a round render with different mergers
   not_found,              ///< the store or peer does not have what was asked for
@@ -87,7 +86,6 @@ enum class ErrorCode : std::uint8_t {
     case ErrorCode::engine_failure: return "engine_failure";
     case ErrorCode::probe_failed: return "probe_failed";
     case ErrorCode::dot_reused: return "dot_reused";
-    case ErrorCode::context_gap: return "context_gap";
     case ErrorCode::quota_exceeded: return "quota_exceeded";
     case ErrorCode::merger_mismatch: return "merger_mismatch";
     case ErrorCode::not_found: return "not_found";

@@ -92,10 +92,10 @@ class FragmentSet {
   /// Errors: `hash_mismatch` where the sets' ids come from different content hashes; this set is unchanged then.
   Status join(const FragmentSet& other);
 
-  /// What `other` lacks of this set, given what it has seen; to be joined there. O(n).
+  /// What a replica lacks of this set, given what it has seen; to be joined there. O(n).
   ///
-  /// Errors: `context_gap` where removals that it has not seen were compacted away: send the whole set.
-  [[nodiscard]] Result<FragmentSet> delta_since(const CausalContext& seen) const;
+  /// Removals that were compacted away while it was absent travel as the ranges of what is gone, so that it never has to guess.
+  [[nodiscard]] FragmentSet delta_since(const CausalContext& seen) const;
 
   /// Forgets removals that everybody has seen, and drops their payloads. `stable` is the meet of all members' contexts. O(removals).
   void compact(const CausalContext& stable);

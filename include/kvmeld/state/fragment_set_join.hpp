@@ -118,10 +118,7 @@ inline Status FragmentSet::join(const FragmentSet& other) {
   return {};
 }
 
-inline Result<FragmentSet> FragmentSet::delta_since(const CausalContext& seen) const {
-  if (!leq(compacted_, seen)) {
-    return detail::error(ErrorCode::context_gap, "removals among ", compacted_.dots(), " compacted operations are unknown to the requester; send the whole set");
-  }
+inline FragmentSet FragmentSet::delta_since(const CausalContext& seen) const {
   FragmentSet out(hash_);
   std::vector<Provenance> dots;
   for (const Entry& entry : entries()) {
@@ -141,6 +138,10 @@ inline Result<FragmentSet> FragmentSet::delta_since(const CausalContext& seen) c
   }
   std::sort(dots.begin(), dots.end());
   for (const Provenance& dot : dots) out.context_.append({dot.agent, dot.epoch, dot.sequence, dot.sequence});
+  if (!leq(compacted_, seen)) {
+    out.compacted_ = compacted_;
+    out.context_.join(compacted_);
+  }
   return out;
 }
 
