@@ -3,7 +3,7 @@
 # kvmeld_component(NAME) makes the target kvmeld::NAME and sets kvmeld_NAME_FOUND; where something is missing it sets
 # kvmeld_NAME_REASON to one line that says what to do. It never stops the configuration itself.
 
-set(kvmeld_known_components cuda llama openssl zstd)
+set(kvmeld_known_components cuda llama openssl zstd redis)
 
 function(kvmeld_component name)
   set(found FALSE)
@@ -18,6 +18,8 @@ function(kvmeld_component name)
     _kvmeld_component_openssl()
   elseif(name STREQUAL "zstd")
     _kvmeld_component_zstd()
+  elseif(name STREQUAL "redis")
+    _kvmeld_component_redis()
   else()
     list(JOIN kvmeld_known_components ", " known)
     set(reason "there is no component '${name}' (known: ${known})")
@@ -93,5 +95,19 @@ macro(_kvmeld_component_zstd)
     set(found TRUE)
   else()
     set(reason "no zstd.h with libzstd; install libzstd-dev, or set kvmeld_zstd_include and kvmeld_zstd_library")
+  endif()
+endmacro()
+
+# Redis and Valkey: transport/redis_store.hpp, transport/redis_transport.hpp. Debian's package puts its library nowhere unusual.
+macro(_kvmeld_component_redis)
+  find_path(kvmeld_hiredis_include hiredis/hiredis.h)
+  find_library(kvmeld_hiredis_library hiredis)
+  if(kvmeld_hiredis_include AND kvmeld_hiredis_library)
+    add_library(kvmeld::redis INTERFACE IMPORTED ${kvmeld_component_scope})
+    target_include_directories(kvmeld::redis INTERFACE "${kvmeld_hiredis_include}")
+    target_link_libraries(kvmeld::redis INTERFACE kvmeld::kvmeld "${kvmeld_hiredis_library}")
+    set(found TRUE)
+  else()
+    set(reason "no hiredis/hiredis.h with libhiredis; install libhiredis-dev, or set kvmeld_hiredis_include and kvmeld_hiredis_library")
   endif()
 endmacro()

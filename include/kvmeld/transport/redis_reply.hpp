@@ -1,0 +1,91 @@
+#pragma once
+
+#if !__has_include(<hiredis/hiredis.h>)
+#error "kvmeld's Redis headers need hiredis: install libhiredis-dev (and link kvmeld::redis)"
+#endif
+#include <hiredis/hiredis.h>
+
+#include <charconv>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include <kvmeld/status.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// What a server answered to one command: an owner, whose copies share the bytes.
+///
+/// Elements of an array are given as the same type and keep the whole answer alive.
+class RedisReply {
+ public:
+  RedisReply() = default;
+  /// Takes ownership of what hiredis parsed.
+  explicit RedisReply(redisReply* reply) : reply_(reply, [](redisReply* r) { freeReplyObject(r); }) {}
+
+  [[nodiscard]] bool is_nil() const noexcept { return reply_ == nullptr || reply_->type == REDIS_REPLY_NIL; }
+  [[nodiscard]] bool is_error() const noexcept { return reply_ != nullptr && reply_->type == REDIS_REPLY_ERROR; }
+  [[nodiscard]] bool is_integer() const noexcept { return reply_ != nullptr && reply_->type == REDIS_REPLY_INTEGER; }
+  [[nodiscard]] bool is_array() const noexcept { return reply_ != nullptr && reply_->type == REDIS_REPLY_ARRAY; }
+  [[nodiscard]] bool is_bulk() const noexcept { return reply_ != nullptr && reply_->type == REDIS_REPLY_STRING; }
+
+  /// Of a string, status or error; else empty.
+  [[nodiscard]] std::string_view text() const noexcept {
+    if (!is_bulk() && !is_error() && (reply_ == nullptr || reply_->type != REDIS_REPLY_STATUS)) return {};
+    return {reply_->str, reply_->len};
+  }
+  [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return std::as_bytes(std::span(text().data(), text().size())); }
+  /// The bytes with a share in their ownership.
+  [[nodiscard]] std::shared_ptr<const std::byte[]> shared_bytes() const noexcept {
+    return {reply_, reinterpret_cast<const std::byte*>(text().data())};
+  }
+  /// An integer, or the number that a string spells; else 0.
+  [[nodiscard]] std::uint64_t number() const noexcept {
+    if (is_integer()) return reply_->integer < 0 ? 0 : static_cast<std::uint64_t>(reply_->integer);
+    std::uint64_t value = 0;
+    const std::string_view digits = text();
+    (void)std::from_chars(digits.data(), digits.data() + digits.size(), value);
+    return value;
+  }
+  [[nodiscard]] std::size_t size() const noexcept { return is_array() ? reply_->elements : 0; }
+  /// Element i of an array, nil beyond its end.
+  [[nodiscard]] RedisReply operator[](std::size_t i) const {
+    RedisReply element;
+    if (i < size()) element.reply_ = std::shared_ptr<redisReply>(reply_, reply_->element[i]);
+    return element;
+  }
+
+ private:
+  std::shared_ptr<redisReply> reply_;
+};
+
+namespace detail {
+
+/// Why a server refused, from the first word of its answer.
+[[nodiscard]] inline ErrorCode redis_error_code(std::string_view text) noexcept {
+  const auto starts = [&text](std::string_view word) { return text.substr(0, word.size()) == word; };
+  const auto holds = [&text](std::string_view words) { return text.find(words) != std::string_view::npos; };
+  if (starts("OOM ") || starts("MISCONF") || holds("EXECABORT Transaction discarded because of: OOM")) return ErrorCode::store_full;
+  if (starts("NOAUTH") || starts("WRONGPASS") || starts("NOPERM") || holds("invalid password") || holds("invalid username") ||
+      holds("without any password")) {
+    return ErrorCode::unauthenticated;
+  }
+  if (starts("WRONGTYPE")) return ErrorCode::corrupt;
+  if (starts("ERR DB index") || starts("ERR invalid DB")) return ErrorCode::invalid_argument;
+  if (starts("MOVED") || starts("CROSSSLOT") || starts("ERR unknown command")) return ErrorCode::unsupported;
+  return ErrorCode::unavailable;  // LOADING, READONLY, MASTERDOWN, CLUSTERDOWN, NOREPLICAS, BUSY, too many clients, …
+}
+
+/// Good, or what the server said, cut at 200 bytes.
+[[nodiscard]] inline Status redis_status(const RedisReply& reply, std::string_view where) {
+  if (!reply.is_error()) return {};
+  const ErrorCode code = redis_error_code(reply.text());
+  const std::string_view what = code == ErrorCode::store_full ? " takes no more: " : " says: ";
+  return error(code, where, what, reply.text().substr(0, 200));
+}
+
+}  // namespace detail
+
+KVMELD_NAMESPACE_END

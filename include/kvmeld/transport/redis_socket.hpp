@@ -1,0 +1,156 @@
+#pragma once
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <kvmeld/transport/redis_options.hpp>
+#include <kvmeld/transport/redis_reply.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// What a connection has moved since it was made, over all its reconnects; bytes as the socket counted them.
+struct RedisTraffic {
+  std::uint64_t bytes_sent = 0;
+  std::uint64_t bytes_received = 0;
+  std::uint64_t round_trips = 0;
+  std::uint64_t connects = 0;
+};
+
+namespace detail {
+
+[[nodiscard]] inline std::int64_t monotonic_ms() noexcept {
+  timespec now{};
+  (void)clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<std::int64_t>(now.tv_sec) * 1000 + now.tv_nsec / 1'000'000;
+}
+
+/// Which of `events` a socket is ready for, 0 after the time. Signals do not shorten it; an error counts as all of them, so that
+/// the next call shows it.
+[[nodiscard]] inline int wait_ready(int socket, int events, std::int64_t timeout_ms) noexcept {
+  const std::int64_t deadline = monotonic_ms() + timeout_ms;
+  for (;;) {
+    const std::int64_t left = (std::max)(deadline - monotonic_ms(), std::int64_t{0});
+    pollfd one{socket, static_cast<short>(events), 0};
+    const int ready = poll(&one, 1, static_cast<int>((std::min)(left, std::int64_t{1'000'000'000})));
+    if (ready > 0) return (one.revents & ~events) != 0 ? events : one.revents;
+    if (ready < 0 && errno != EINTR) return events;
+    if (ready == 0 && left == 0) return 0;
+  }
+}
+
+/// The bytes' way to a server and back, which never blocks but in `open`. hiredis finds the server and parses its answers; the
+/// bytes do not pass through its buffer, so that large values are copied once less and a lost peer raises no SIGPIPE.
+///
+/// Closed by every error.
+class RedisSocket {
+ public:
+  RedisTraffic traffic{};
+
+  [[nodiscard]] bool is_open() const noexcept { return context_ != nullptr; }
+  void close() noexcept { context_.reset(); }
+
+  [[nodiscard]] Status open(const RedisOptions& options) {
+    address_ = redis_address(options);
+    context_.reset(options.unix_socket.empty() ? redisConnectNonBlock(options.host.c_str(), options.port)
+                                               : redisConnectUnixNonBlock(options.unix_socket.c_str()));
+    if (context_ == nullptr) return lose(ErrorCode::unavailable, "no memory for a connection");
+    if (context_->err == REDIS_ERR_IO) return lose_by_errno("connect", errno);
+    if (context_->err != 0) return lose(ErrorCode::unavailable, "connect: ", std::string(context_->errstr));
+    if (wait(POLLOUT, options.connect_timeout_ms) == 0) {
+      return lose(ErrorCode::unavailable, "no connection within ", options.connect_timeout_ms, " ms (errno ", ETIMEDOUT, ")");
+    }
+    int failed = 0;
+    socklen_t size = sizeof failed;
+    (void)getsockopt(context_->fd, SOL_SOCKET, SO_ERROR, &failed, &size);
+    if (failed != 0) return lose_by_errno("connect", failed);
+    const int on = 1;
+    (void)setsockopt(context_->fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    context_->reader->maxbuf = std::size_t{4} << 20U;  // what stays allocated between answers
+    return {};
+  }
+
+  [[nodiscard]] int wait(int events, std::int64_t timeout_ms) const noexcept { return wait_ready(context_->fd, events, timeout_ms); }
+
+  /// Sends what goes at once, from piece `first` on, and moves `first` and that piece's begin. `moved` where something went.
+  [[nodiscard]] Status send(std::vector<iovec>& pieces, std::size_t& first, bool& moved) {
+    msghdr message{};
+    message.msg_iov = pieces.data() + first;
+    message.msg_iovlen = (std::min)(pieces.size() - first, std::size_t{64});
+    const ssize_t n = sendmsg(context_->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return {};
+    if (n < 0) return lose_by_errno("send", errno);
+    moved = true;
+    traffic.bytes_sent += static_cast<std::uint64_t>(n);
+    for (auto left = static_cast<std::size_t>(n); left > 0;) {
+      iovec& piece = pieces[first];
+      const std::size_t step = (std::min)(left, piece.iov_len);
+      piece.iov_base = static_cast<char*>(piece.iov_base) + step;
+      piece.iov_len -= step;
+      left -= step;
+      if (piece.iov_len == 0) ++first;
+    }
+    return {};
+  }
+
+  /// Takes what is there, if anything.
+  [[nodiscard]] Status receive(bool& moved) {
+    if (buffer_ == nullptr) buffer_ = std::make_unique<char[]>(receive_bytes);
+    const ssize_t n = recv(context_->fd, buffer_.get(), receive_bytes, MSG_DONTWAIT);
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return {};
+    if (n < 0) return lose_by_errno("receive", errno);
+    if (n == 0) return lose(ErrorCode::unavailable, "the server closed the connection (errno ", ECONNRESET, ")");
+    moved = true;
+    traffic.bytes_received += static_cast<std::uint64_t>(n);
+    return redisReaderFeed(context_->reader, buffer_.get(), static_cast<std::size_t>(n)) == REDIS_OK ? Status() : unreadable();
+  }
+
+  /// The next answer, where it is here whole.
+  [[nodiscard]] Status parse(std::optional<RedisReply>& out) {
+    out.reset();
+    void* reply = nullptr;
+    if (redisReaderGetReply(context_->reader, &reply) != REDIS_OK) return unreadable();
+    if (reply != nullptr) out.emplace(static_cast<redisReply*>(reply));
+    return {};
+  }
+
+  template <class... Parts>
+  [[nodiscard]] Status lose(ErrorCode code, const Parts&... parts) {
+    close();
+    return error(code, address_, ": ", parts...);
+  }
+
+ private:
+  static constexpr std::size_t receive_bytes = std::size_t{256} << 10U;
+
+  struct Free {
+    void operator()(redisContext* context) const noexcept { redisFree(context); }
+  };
+
+  [[nodiscard]] Status lose_by_errno(std::string_view what, int number) {
+    return lose(ErrorCode::unavailable, what, ": ", std::strerror(number), " (errno ", number, ")");
+  }
+  [[nodiscard]] Status unreadable() {
+    return lose(ErrorCode::unavailable, "not what a redis server says: ", std::string(context_->reader->errstr));
+  }
+
+  std::string address_;
+  std::unique_ptr<redisContext, Free> context_;
+  std::unique_ptr<char[]> buffer_;
+};
+
+}  // namespace detail
+
+KVMELD_NAMESPACE_END
