@@ -182,7 +182,10 @@ class RedisConnection {
     queue({"PING"});
     auto replies = transfer();
     if (!replies) return replies.error();
-    for (const RedisReply& reply : *replies) KVMELD_TRY(status_of(reply));
+    for (const RedisReply& reply : *replies) {
+      Status status = status_of(reply);  // a server that cannot write to its disk says so even to PING, and still serves readers
+      if (!status && status.code() != ErrorCode::store_full) return status;
+    }
     text_ = std::move(text);
     outside_ = std::move(outside);
     queued_ = queued;
