@@ -1,0 +1,235 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/session/round_cut.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// What the members of synchronous rounds agree on beforehand. Times are milliseconds after `begin`.
+struct RoundOptions {
+  std::uint64_t session = 0;           ///< chosen afresh for each run, equal on all members: rounds of another run are another's
+  std::vector<MemberId> members{};     ///< the same on all; round r is published by members[r mod n]
+  std::size_t quorum = 0;              ///< members, the publisher included, that must be ready at the soft deadline; 0: a majority
+  std::int64_t soft_ms = 1'000;        ///< until then the publisher waits for all members
+  std::int64_t cut_ms = 2'000;         ///< a member that has seen no cut by then keeps its cache
+  std::int64_t timeout_ms = 5'000;     ///< a member that could not fetch and render the cut by then keeps its cache
+  std::int64_t retry_ms = 100;         ///< how often a member repeats that it is ready
+};
+
+enum class RoundState : std::uint8_t {
+  idle,     ///< no round was begun
+  waiting,  ///< at the barrier
+  cut,      ///< the cut is known: fetch what is missing, render, then `finish`
+  swapped,  ///< ended with the cut's cache
+  kept,     ///< ended with the old cache; `Round::status` says why
+};
+
+enum class RoundMessage : std::uint8_t { ready, cut };
+
+/// The barrier of synchronous rounds, for one member: no clock, no I/O, one message in, messages out.
+///
+/// One member publishes a round's cut, and which one is fixed, so that a round has one cut or none. Whoever holds the cut gives it to
+/// members that still say they are ready: a publisher that dies after any of its sends splits nobody into different caches.
+/// Before it sends, a publisher writes the cut down where it finds it after a restart (`AgentSession` does, in its store).
+class Round {
+ public:
+  struct Outgoing {
+    MemberId to = everyone;
+    RoundMessage kind = RoundMessage::ready;
+    std::vector<std::byte> body{};
+  };
+
+  Round(MemberId self, RoundOptions options) : self_(self), options_(std::move(options)) {}
+
+  /// Comes to the barrier of the next round: behind the last one here, or the newest one that anybody spoke of.
+  ///
+  /// Errors: `invalid_argument` while a round is in progress, or where the options do not fit.
+  Status begin(std::int64_t now_ms, const Digest128& merger, CausalContext seen) {
+    const auto& members = options_.members;
+    if (state_ == RoundState::waiting || state_ == RoundState::cut) {
+      return detail::error(ErrorCode::invalid_argument, "round ", round_, " has not ended");
+    }
+    if (std::find(members.begin(), members.end(), self_) == members.end()) {
+      return detail::error(ErrorCode::invalid_argument, "member ", self_, " is not among the ", members.size(), " of the session's rounds");
+    }
+    if (quorum() > members.size() || options_.soft_ms > options_.cut_ms || options_.cut_ms > options_.timeout_ms || options_.retry_ms <= 0) {
+      return detail::error(ErrorCode::invalid_argument, "rounds of ", members.size(), " members, quorum ", quorum(), ", deadlines ", options_.soft_ms, ", ",
+                           options_.cut_ms, " and ", options_.timeout_ms, " ms, repeated after ", options_.retry_ms, " ms");
+    }
+    round_ = (std::max)(round_ + 1, newest_);
+    newest_ = round_;
+    state_ = RoundState::waiting;
+    status_ = {};
+    begun_ms_ = now_ms;
+    next_ready_ms_ = now_ms;
+    merger_ = merger;
+    seen_ = std::move(seen);
+    ready_.clear();
+    if (newest_cut_ && newest_cut_->round == round_) adopt(*newest_cut_);
+    tick(now_ms);
+    return {};
+  }
+
+  /// A message of another member. Messages of other sessions, or from outside the members, change nothing.
+  ///
+  /// Errors: those of the decoders; `corrupt` for a second, different cut of one round, or one by a member that does not publish it.
+  Status receive(MemberId from, RoundMessage kind, std::span<const std::byte> body, std::int64_t now_ms) {
+    if (std::find(options_.members.begin(), options_.members.end(), from) == options_.members.end() || from == self_) return {};
+    if (kind == RoundMessage::ready) {
+      auto ready = decode_ready(body);
+      if (!ready) return ready.error();
+      if (ready->session == options_.session) on_ready(from, *std::move(ready));
+    } else {
+      auto cut = decode_cut(body);
+      if (!cut) return cut.error();
+      if (cut->session == options_.session) KVMELD_TRY(on_cut(*std::move(cut)));
+    }
+    tick(now_ms);
+    return {};
+  }
+
+  /// Lets time pass: repeats that this member is ready, and ends the round at its deadlines.
+  void tick(std::int64_t now_ms) {
+    const std::int64_t age = now_ms - begun_ms_;
+    if (state_ == RoundState::waiting && age >= options_.cut_ms) {
+      keep(ErrorCode::timed_out, "no cut after " + std::to_string(age) + " ms; ready: " + std::to_string(ready_.size() + 1) + " of " +
+                                     std::to_string(options_.members.size()) + " members, quorum " + std::to_string(quorum()));
+    }
+    if (state_ == RoundState::cut && age >= options_.timeout_ms) keep(ErrorCode::timed_out, "the cut was not rendered after " + std::to_string(age) + " ms");
+    if (state_ != RoundState::waiting || now_ms < next_ready_ms_) return;
+    next_ready_ms_ = now_ms + options_.retry_ms;
+    out_.push_back({everyone, RoundMessage::ready, encode(RoundReady{options_.session, round_, merger_, seen_})});
+  }
+
+  /// Whether this member is to publish now: all members are ready, its replica has `seen` what they have and is `complete` (no payload
+  /// is missing), or the soft deadline has passed and a quorum is ready.
+  [[nodiscard]] bool wants_cut(std::int64_t now_ms, const CausalContext& seen, bool complete) const {
+    if (state_ != RoundState::waiting || publisher(round_) != self_) return false;
+    if (now_ms - begun_ms_ >= options_.soft_ms) return ready_.size() + 1 >= quorum();
+    if (!complete || ready_.size() + 1 < options_.members.size()) return false;
+    return std::all_of(ready_.begin(), ready_.end(), [&](const auto& ready) { return leq(ready.second, seen); });
+  }
+  /// Publishes the cut that was written down. Errors: `invalid_argument` where it is not this round's, or not this member's to publish.
+  Status publish(const RoundCut& cut) {
+    if (state_ != RoundState::waiting || cut.round != round_ || cut.session != options_.session || cut.publisher != self_ || publisher(round_) != self_) {
+      return detail::error(ErrorCode::invalid_argument, "member ", self_, " cannot publish a cut of round ", cut.round, " by ", cut.publisher, " now");
+    }
+    adopt(cut);
+    out_.push_back({everyone, RoundMessage::cut, encode(cut)});
+    return {};
+  }
+  /// The cut was rendered and swapped in, or could not be: ends the round. Does nothing where it has ended.
+  void finish(const Status& status) {
+    if (state_ != RoundState::cut) return;
+    if (status) {
+      state_ = RoundState::swapped;
+    } else {
+      keep(status.code(), status.message());
+    }
+  }
+
+  /// Messages to send, in order; each once.
+  [[nodiscard]] std::vector<Outgoing> take_messages() { return std::exchange(out_, {}); }
+
+  [[nodiscard]] RoundState state() const noexcept { return state_; }
+  /// Why a round ended with the old cache: `timed_out`, `merger_mismatch`, or what `finish` was told.
+  [[nodiscard]] const Status& status() const noexcept { return status_; }
+  [[nodiscard]] std::uint64_t number() const noexcept { return round_; }
+  /// What to render; null unless the state is `cut` or `swapped`.
+  [[nodiscard]] const RoundCut* cut() const noexcept { return state_ == RoundState::cut || state_ == RoundState::swapped ? &*newest_cut_ : nullptr; }
+  /// Who publishes a round.
+  [[nodiscard]] MemberId publisher(std::uint64_t round) const noexcept { return options_.members[round % options_.members.size()]; }
+  [[nodiscard]] const RoundOptions& options() const noexcept { return options_; }
+  [[nodiscard]] std::int64_t begun_ms() const noexcept { return begun_ms_; }
+  /// Members that render with another merger, as far as they have said; they are not waited for.
+  [[nodiscard]] std::span<const MemberId> mismatched() const noexcept { return mismatched_; }
+  /// Second, different cuts that were refused.
+  [[nodiscard]] std::uint64_t conflicts() const noexcept { return conflicts_; }
+
+ private:
+  [[nodiscard]] std::size_t quorum() const noexcept { return options_.quorum == 0 ? options_.members.size() / 2 + 1 : options_.quorum; }
+
+  void on_ready(MemberId from, RoundReady ready) {
+    newest_ = (std::max)(newest_, ready.round);
+    if (newest_cut_ && ready.round == newest_cut_->round) {  // it missed the cut
+      out_.push_back({from, RoundMessage::cut, encode(*newest_cut_)});
+      return;
+    }
+    if (state_ != RoundState::waiting || ready.round < round_) {
+      // A straggler learns which round comes next from whoever is ahead.
+      if (state_ == RoundState::waiting) out_.push_back({from, RoundMessage::ready, encode(RoundReady{options_.session, round_, merger_, seen_})});
+      return;
+    }
+    if (ready.round != round_) return;
+    if (ready.merger != merger_) {
+      if (std::find(mismatched_.begin(), mismatched_.end(), from) == mismatched_.end()) mismatched_.push_back(from);
+      if (publisher(round_) == from) keep(ErrorCode::merger_mismatch, mergers(ready.merger));
+      return;
+    }
+    std::erase(mismatched_, from);
+    const auto at = std::find_if(ready_.begin(), ready_.end(), [&](const auto& r) { return r.first == from; });
+    if (at == ready_.end()) {
+      ready_.emplace_back(from, std::move(ready.context));
+    } else {
+      at->second.join(ready.context);
+    }
+  }
+  Status on_cut(RoundCut cut) {
+    if (cut.publisher != publisher(cut.round)) {
+      return detail::error(ErrorCode::corrupt, "a cut of round ", cut.round, " by member ", cut.publisher, "; ", publisher(cut.round), " publishes it");
+    }
+    newest_ = (std::max)(newest_, cut.round);
+    if (newest_cut_ && newest_cut_->round == cut.round) {
+      if (*newest_cut_ == cut) return {};
+      ++conflicts_;
+      return detail::error(ErrorCode::corrupt, "round ", cut.round, " has a second cut, of set ", cut.set.hex(), "; the first one, of ", newest_cut_->set.hex(),
+                           ", stands");
+    }
+    if (newest_cut_ && cut.round < newest_cut_->round) return {};
+    if (state_ == RoundState::cut) return {};  // of a later round, while this one's is being rendered
+    if (state_ == RoundState::waiting && cut.round == round_) {
+      adopt(cut);  // this member's own, too: published before it was restarted
+    } else {
+      newest_cut_ = std::move(cut);  // for a round that begins later here, and for others that ask
+    }
+    return {};
+  }
+  void adopt(const RoundCut& cut) {
+    if (&cut != (newest_cut_ ? &*newest_cut_ : nullptr)) newest_cut_ = cut;
+    if (cut.merger != merger_) return keep(ErrorCode::merger_mismatch, mergers(cut.merger));
+    state_ = RoundState::cut;
+  }
+  void keep(ErrorCode code, const std::string& why) {
+    state_ = RoundState::kept;
+    status_ = detail::error(code, "round ", round_, " ends with the old cache: ", why);
+  }
+  [[nodiscard]] std::string mergers(const Digest128& other) const {
+    return "member " + std::to_string(publisher(round_)) + " merges by " + other.hex() + ", this one by " + merger_.hex();
+  }
+
+  MemberId self_;
+  RoundOptions options_;
+  RoundState state_ = RoundState::idle;
+  Status status_;
+  std::uint64_t round_ = 0;
+  std::uint64_t newest_ = 0;
+  std::int64_t begun_ms_ = 0;
+  std::int64_t next_ready_ms_ = 0;
+  Digest128 merger_;
+  CausalContext seen_;
+  std::vector<std::pair<MemberId, CausalContext>> ready_;  // other members, this round
+  std::optional<RoundCut> newest_cut_;
+  std::vector<MemberId> mismatched_;
+  std::uint64_t conflicts_ = 0;
+  std::vector<Outgoing> out_;
+};
+
+KVMELD_NAMESPACE_END
