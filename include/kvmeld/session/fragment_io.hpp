@@ -1,0 +1,166 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/codec/assembler.hpp>
+#include <kvmeld/codec/chunk.hpp>
+#include <kvmeld/codec/manifest.hpp>
+#include <kvmeld/session/payload_store.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// How fragments lie in stores and travel in messages.
+/// @tparam Hash what names fragments and chunks; @tparam C how chunks are compressed.
+template <ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
+struct FragmentFormat {
+  using hash_type = Hash;
+  std::size_t chunk_bytes = default_chunk_bytes;
+  std::uint64_t max_payload_bytes = std::uint64_t{1} << 34;  ///< of one payload that a stranger announces
+  C compressor{};
+  /// Hashes payloads that a store maps in one piece before they are believed, O(bytes). Off: whoever may write there is trusted.
+  bool verify_mapped = true;
+};
+
+/// What storing a fragment took.
+struct StoredBytes {
+  std::uint64_t bytes = 0;        ///< handed to the store
+  std::uint64_t dedup_bytes = 0;  ///< of blobs that were there already
+  std::uint64_t dedup_hits = 0;   ///< such blobs
+};
+
+namespace detail {
+
+/// The key of a payload that a store keeps in one piece: the hash's tag with bit 6 set, then the payload's digest.
+template <ContentHash Hash>
+[[nodiscard]] BlobKey payload_key(const Payload& payload) {
+  BlobKey key;
+  key.bytes[0] = static_cast<std::uint8_t>(Hash::tag | 0x40U);
+  std::copy(payload.digest.begin(), payload.digest.end(), key.bytes.begin() + 1);
+  return key;
+}
+
+inline void count(StoredBytes& counted, bool fresh, std::size_t bytes) {
+  (fresh ? counted.bytes : counted.dedup_bytes) += bytes;
+  counted.dedup_hits += fresh ? 0U : 1U;
+}
+
+}  // namespace detail
+
+/// Puts a whole fragment into a store: payloads in one piece where the store can, else in chunks; the manifest last, so that whoever
+/// finds it finds the rest. O(bytes).
+///
+/// Errors: the store's, and those of `make_manifest` (`payload_missing`). What was put stays and harms nobody: a retry finds it there.
+template <BlobStore S, ContentHash Hash, Compressor C>
+[[nodiscard]] Result<StoredBytes> store_fragment(S& store, const Fragment& fragment, const FragmentFormat<Hash, C>& format) {
+  auto manifest = make_manifest<Hash>(fragment, format.chunk_bytes);
+  if (!manifest) return manifest.error();
+  StoredBytes counted;
+  for (std::size_t p = 0; p < fragment.payloads().size(); ++p) {
+    const Payload& payload = fragment.payloads()[p];
+    if constexpr (PayloadStore<S>) {
+      const auto fresh = store.put_payload(detail::payload_key<Hash>(payload), {payload.bytes.get(), payload.byte_count});
+      if (!fresh) return fresh.error();
+      detail::count(counted, *fresh, payload.byte_count);
+    } else {
+      for (std::size_t c = 0; c < manifest->chunks[p].size(); ++c) {
+        const auto there = store.contains(manifest->chunks[p][c]);
+        if (!there) return there.error();
+        const auto raw = raw_chunk(payload, c, format.chunk_bytes);
+        if (*there) {
+          detail::count(counted, false, raw.size());
+          continue;
+        }
+        const auto stored = encode_chunk(raw, format.compressor, chunk_form(fragment.geometry(), payload, c, format.chunk_bytes));
+        const auto fresh = store.put(manifest->chunks[p][c], stored);
+        if (!fresh) return fresh.error();
+        detail::count(counted, *fresh, stored.size());
+      }
+    }
+  }
+  const auto bytes = encode_manifest(*manifest);
+  const auto fresh = store.put(manifest_key(fragment.id()), bytes);
+  if (!fresh) return fresh.error();
+  detail::count(counted, *fresh, bytes.size());
+  return counted;
+}
+
+/// A manifest from a store, verified; one that is wrong is erased, so that a right one can take its place.
+///
+/// Errors: `not_found`, the store's, those of `decode_manifest`, `id_mismatch` for another fragment's.
+template <BlobStore S, ContentHash Hash, Compressor C>
+[[nodiscard]] Result<Manifest> load_manifest(S& store, const FragmentId& id, const FragmentFormat<Hash, C>& format) {
+  const auto blob = store.get(manifest_key(id));
+  if (!blob) return blob.error();
+  auto manifest = decode_manifest<Hash>(blob->bytes(), {format.max_payload_bytes});
+  Status status = manifest.status();
+  if (status.ok() && manifest->fragment.id() != id) {
+    status = detail::error(ErrorCode::id_mismatch, "manifest of fragment ", manifest->fragment.id().hex(), " under the key of ", id.hex());
+  }
+  if (status.ok()) return manifest;
+  (void)store.erase(manifest_key(id));
+  return status;
+}
+
+namespace detail {
+
+/// Maps every payload of a fragment; none where one is not there, or is not what the manifest says.
+template <PayloadStore S, ContentHash Hash, Compressor C>
+[[nodiscard]] Result<Fragment> map_fragment(S& store, const Manifest& manifest, const FragmentFormat<Hash, C>& format) {
+  auto body = std::make_shared<Fragment::Body>(*manifest.fragment.body());
+  for (Payload& payload : body->payloads) {
+    const BlobKey key = payload_key<Hash>(payload);
+    const auto blob = store.map_payload(key);
+    if (!blob) return blob.error();
+    payload.bytes = blob->data;
+    if (blob->size != payload.byte_count || (format.verify_mapped && payload_digest<Hash>(payload) != payload.digest)) {
+      (void)store.erase_payload(key);
+      return error(ErrorCode::id_mismatch, "a mapped payload of ", blob->size, " bytes is not the one of ", payload.byte_count, " bytes that ",
+                   manifest.fragment.id().hex(), " names");
+    }
+  }
+  return Fragment(std::move(body));
+}
+
+}  // namespace detail
+
+/// Adds the chunks that a store has to an assembler; a chunk that is wrong is erased and stays wanted.
+///
+/// Errors: the store's, but for `not_found`.
+template <BlobStore S, ContentHash Hash, Compressor C>
+Status load_chunks(S& store, Assembler<Hash>& assembler, const FragmentFormat<Hash, C>& format) {
+  for (const BlobKey& key : assembler.missing()) {
+    const auto stored = store.get(key);
+    if (!stored) {
+      if (stored.error().code() == ErrorCode::not_found) continue;
+      return stored.error();
+    }
+    if (const auto added = assembler.add(key, stored->bytes(), format.compressor); !added) (void)store.erase(key);
+  }
+  return {};
+}
+
+/// A whole, verified fragment from a store. O(bytes); where the store maps payloads and is trusted, O(manifest).
+///
+/// Errors: `not_found` where the manifest or a part is not there (what is wrong counts as not there), the store's.
+template <BlobStore S, ContentHash Hash, Compressor C>
+[[nodiscard]] Result<Fragment> load_fragment(S& store, const FragmentId& id, const FragmentFormat<Hash, C>& format) {
+  auto manifest = load_manifest(store, id, format);
+  if (!manifest) return manifest.error();
+  if constexpr (PayloadStore<S>) {
+    if (auto mapped = detail::map_fragment(store, *manifest, format)) return mapped;
+  }
+  Assembler<Hash> assembler(*std::move(manifest));
+  KVMELD_TRY(load_chunks(store, assembler, format));
+  if (!assembler.complete()) return detail::error(ErrorCode::not_found, assembler.left(), " chunks of fragment ", id.hex(), " are not in the store");
+  auto fragment = assembler.finish();
+  if (!fragment) (void)store.erase(manifest_key(id));  // its list of chunks lied
+  return fragment;
+}
+
+KVMELD_NAMESPACE_END

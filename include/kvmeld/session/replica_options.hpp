@@ -1,0 +1,56 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include <kvmeld/codec/frame.hpp>
+#include <kvmeld/session/fragment_io.hpp>
+#include <kvmeld/session/transport.hpp>
+#include <kvmeld/state/set_digest.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// An epoch that no earlier life of this agent had: seconds of the caller's clock, then 32 random bits, so that a clock that jumps back
+/// does no harm.
+[[nodiscard]] inline std::uint64_t fresh_epoch(std::uint64_t unix_seconds) {
+  std::random_device random;
+  return (unix_seconds << 32U) | static_cast<std::uint32_t>(random());
+}
+
+/// Who a replica is, what it trusts, and how patient it is.
+template <Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
+struct ReplicaOptions {
+  MemberId self = 0;                         ///< the agent
+  std::uint64_t epoch = 0;                   ///< of this life of it: `fresh_epoch()` at every start, also from a restored snapshot
+  std::vector<MemberId> members{};           ///< everybody, this one included: removals are compacted once all know them; empty: never
+  FrameOptions<Auth> frame{};
+  FragmentFormat<Hash, C> format{};
+  SetHash set_hash{Hash::tag, nullptr};
+  Digest128 merger{};                        ///< `Merger::digest()` of what this replica renders with
+  bool shared_store = false;                 ///< other replicas write to the same store: its records are read at every tick
+  std::size_t max_message_bytes = std::size_t{1} << 24;
+  std::uint64_t max_operations = 1U << 17U;  ///< of one author in one of its lives; must be the same for all replicas
+  std::int64_t news_interval_ms = 500;
+  std::int64_t retry_ms = 100;               ///< of an unanswered request, doubled each time
+  std::int64_t max_retry_ms = 10'000;
+  std::uint32_t max_strikes = 3;             ///< wrong pieces after which a peer is not asked for `max_retry_ms`
+  std::size_t max_records = 4096;            ///< in the store before they are replaced by one
+  std::uint64_t seed = 1;                    ///< of jitter
+};
+
+/// What a replica did so far. Bytes are of whole frames.
+struct ReplicaCounters {
+  std::array<std::uint64_t, 256> sent_bytes{};      ///< by message type
+  std::array<std::uint64_t, 256> received_bytes{};  ///< by message type
+  std::uint64_t refused_frames = 0;    ///< damaged, unauthenticated or hostile
+  std::uint64_t refused_operations = 0;///< above an author's quota, or with dots that are this replica's
+  std::uint64_t strikes = 0;           ///< wrong manifests and chunks
+  std::uint64_t corrupt_records = 0;   ///< in the store
+  std::uint64_t fragments_fetched = 0; ///< from peers
+  std::uint64_t fragments_loaded = 0;  ///< from the store
+  StoredBytes stored;
+};
+
+KVMELD_NAMESPACE_END

@@ -1,0 +1,253 @@
+// Replicas that exchange messages end with one set and all payloads; what is wrong is refused and changes nothing.
+#include <deque>
+#include <functional>
+#include <map>
+
+#include <kvmeld/session/replica.hpp>
+#include <kvmeld/state/superseded.hpp>
+#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/cache/verify_fragment.hpp>
+
+#include "support/catch.hpp"
+#include "support/random_cache.hpp"
+
+namespace {
+
+using kvmeld::ErrorCode;
+using kvmeld::Fragment;
+using kvmeld::MemberId;
+using kvmeld::MemoryStore;
+using Replica = kvmeld::Replica<MemoryStore>;
+
+Fragment fragment(std::uint64_t seed, std::int64_t tokens = 3) {
+  return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed, {.tokens = test::token_ids(tokens)}).fragment;
+}
+
+// Members on a network that delivers everything at once, unless a test says otherwise.
+struct Net {
+  explicit Net(std::size_t n, std::size_t chunk_bytes = 100, bool shared = false) : stores(shared ? 1 : n) {
+    for (MemberId m = 0; m < n; ++m) {
+      Replica::Options options;
+      options.self = m;
+      options.epoch = 1;
+      for (MemberId other = 0; other < n; ++other) options.members.push_back(other);
+      options.format.chunk_bytes = chunk_bytes;
+      options.shared_store = shared;
+      replicas.emplace_back(stores[shared ? 0 : m], options);
+      REQUIRE(replicas.back().open().ok());
+    }
+  }
+  void run(int ticks = 40) {
+    for (int i = 0; i < ticks; ++i) {
+      now += 100;
+      for (MemberId m = 0; m < replicas.size(); ++m) {
+        REQUIRE(replicas[m].tick(now).ok());
+        deliver();
+      }
+    }
+  }
+  void deliver() {
+    bool more = true;
+    while (more) {
+      more = false;
+      for (MemberId m = 0; m < replicas.size(); ++m) {
+        for (const kvmeld::Outgoing& out : replicas[m].take_outbox()) {
+          more = true;
+          for (MemberId to = 0; to < replicas.size(); ++to) {
+            if (to == m || (out.to != to && out.to != kvmeld::everyone)) continue;
+            if (lose && lose(m, to, out)) continue;
+            REQUIRE(replicas[to].receive(m, out.bytes).ok());
+          }
+        }
+      }
+    }
+  }
+  bool converged() const {
+    return std::all_of(replicas.begin(), replicas.end(), [&](const Replica& r) {
+      return r.set() == replicas[0].set() && r.set().digest() == replicas[0].set().digest() && r.wanted() == 0 &&
+             std::all_of(r.set().entries().begin(), r.set().entries().end(), [](const auto& e) { return e.complete() && kvmeld::verify_fragment(e.fragment).ok(); });
+    });
+  }
+
+  std::deque<MemoryStore> stores;
+  std::deque<Replica> replicas;
+  std::function<bool(MemberId, MemberId, const kvmeld::Outgoing&)> lose;
+  std::int64_t now = 0;
+};
+
+}  // namespace
+
+TEST_CASE("what one agent inserts, removes or supersedes, all have, payloads included") {
+  Net net(4);
+  std::vector<Fragment> f;
+  for (std::uint64_t i = 0; i < 8; ++i) {
+    f.push_back(fragment(i, static_cast<std::int64_t>(i)));  // one of no tokens, one of a single one
+    REQUIRE(net.replicas[i % 4].insert(f.back(), 0.5F).ok());
+  }
+  net.run();
+  REQUIRE(net.replicas[0].set().size() == 8);
+  REQUIRE(net.converged());
+  REQUIRE(net.replicas[2].remove(f[1].id()).ok());
+  REQUIRE(net.replicas[3].supersede(f[2].id(), f[3].id()).ok());
+  net.run();
+  REQUIRE(net.converged());
+  CHECK(net.replicas[0].set().size() == 7);
+  CHECK(net.replicas[0].set().removals().empty());  // everybody knows: compacted
+  CHECK(in_force(net.replicas[0].set()).size() == 6);
+  CHECK(net.replicas[1].remove(f[1].id()).status().code() == ErrorCode::not_found);
+  CHECK(net.replicas[1].counters().fragments_fetched == 6);
+}
+
+TEST_CASE("a payload comes chunk by chunk, stays wanted while chunks lack, and is taken from whoever has it") {
+  Net net(3);
+  const Fragment f = fragment(5, 40);
+  REQUIRE(make_manifest(f, 100)->chunks[0].size() > 16);
+  int lost = 0;
+  net.lose = [&](MemberId from, MemberId, const kvmeld::Outgoing& out) {
+    return from == 0 && out.type == static_cast<std::uint8_t>(kvmeld::ReplicaMessage::chunk) && ++lost % 3 != 0;
+  };
+  REQUIRE(net.replicas[0].insert(f).ok());
+  net.run(3);
+  CHECK(net.replicas[1].set().size() == 1);  // the id is there at once
+  net.run(400);
+  CHECK(net.converged());
+  // The author leaves; a late member gets everything from the others.
+  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) { return from == 0 || to == 0; };
+  MemoryStore empty;
+  Replica::Options options = net.replicas[1].options();
+  options.self = 7;
+  net.replicas[2].~Replica();
+  new (&net.replicas[2]) Replica(empty, options);
+  net.run(200);
+  CHECK(net.replicas[2].set() == net.replicas[1].set());
+  CHECK(net.replicas[2].set().find(f.id())->complete());
+}
+
+TEST_CASE("a restarted replica has what was acknowledged, and uses no dot again") {
+  MemoryStore store;
+  Replica::Options options;
+  options.self = 3;
+  options.epoch = 10;
+  options.max_records = 4;
+  kvmeld::Digest256 digest;
+  {
+    Replica before(store, options);
+    REQUIRE(before.open().ok());
+    for (std::uint64_t i = 0; i < 9; ++i) REQUIRE(before.insert(fragment(i)).ok());
+    REQUIRE(before.remove(fragment(2).id()).ok());
+    digest = before.set().digest();
+  }
+  options.epoch = 11;
+  for (int times = 0; times < 2; ++times) {  // the second reads the one record into which the first put them
+    Replica after(store, options);
+    REQUIRE(after.open().ok());
+    CHECK(after.set().digest() == digest);
+    REQUIRE(after.tick(1000).ok());
+    CHECK(after.wanted() == 0);
+    CHECK(after.set().entries().front().complete());
+  }
+  Replica after(store, options);
+  REQUIRE(after.open().ok());
+  const auto dot = after.insert(fragment(100));
+  REQUIRE(dot.ok());
+  CHECK((dot->epoch == 11 && dot->sequence == 0));
+}
+
+TEST_CASE("over a shared store replicas meet without fetching from each other") {
+  Net net(3, 100, true);
+  for (std::uint64_t i = 0; i < 6; ++i) REQUIRE(net.replicas[i % 3].insert(fragment(i)).ok());
+  net.run();
+  CHECK(net.converged());
+  for (const Replica& r : net.replicas) {
+    CHECK(r.counters().sent_bytes[static_cast<std::size_t>(kvmeld::ReplicaMessage::fetch)] == 0);
+    CHECK(r.counters().fragments_loaded == 4);
+  }
+}
+
+TEST_CASE("liars and floods cost themselves") {
+  Net net(3);
+  // A member with another quota floods; one forges operations of another.
+  kvmeld::FragmentSet flood, forged, mixed;
+  const Fragment good = fragment(1), bad = fragment(2);
+  REQUIRE(flood.insert(bad, {9, net.replicas[0].options().max_operations, 1}).ok());
+  REQUIRE(forged.insert(bad, {0, 5, 1}).ok());
+  REQUIRE(mixed.insert(good, {9, 0, 1}).ok());
+  REQUIRE(mixed.join(flood).ok());
+  const auto frame = [](const kvmeld::FragmentSet& set) {
+    return *kvmeld::encode_frame(static_cast<std::uint8_t>(kvmeld::ReplicaMessage::delta), encode_set(set));
+  };
+  CHECK(net.replicas[0].receive(9, frame(flood)).status().code() == ErrorCode::quota_exceeded);
+  CHECK(net.replicas[0].receive(9, frame(forged)).status().code() == ErrorCode::quota_exceeded);
+  CHECK(net.replicas[0].set().empty());
+  CHECK(net.replicas[0].receive(9, frame(mixed)).status().code() == ErrorCode::quota_exceeded);
+  CHECK(net.replicas[0].set().size() == 1);  // what is within the quota is taken
+  CHECK(net.replicas[0].counters().refused_operations == 3);
+
+  // One that answers with wrong bytes is asked no more; the honest one serves.
+  REQUIRE(net.replicas[1].insert(bad).ok());
+  net.lose = [&](MemberId, MemberId to, const kvmeld::Outgoing&) { return to == 2; };
+  net.run(3);
+  auto& victim = net.replicas[2];
+  const auto liar = [&](std::uint8_t type, std::span<const std::byte> body) { return victim.receive(8, *kvmeld::encode_frame(type, body)); };
+  kvmeld::FragmentSet claim;
+  REQUIRE(claim.insert(bad, {8, 0, 1}).ok());
+  REQUIRE(liar(3, encode_set(claim)).ok());
+  CHECK(victim.wanted() == 1);
+  const auto other = encode_manifest(*make_manifest(good, 100));
+  for (int i = 0; i < 3; ++i) {
+    CHECK(liar(5, kvmeld::detail::encode(kvmeld::detail::Piece{bad.id(), manifest_key(bad.id()), other})).status().code() == ErrorCode::id_mismatch);
+  }
+  CHECK(victim.counters().strikes == 3);
+  CHECK(liar(5, kvmeld::detail::encode(kvmeld::detail::Piece{bad.id(), manifest_key(bad.id()), other})).ok());  // not listened to any more
+  net.lose = nullptr;
+  net.run(60);
+  CHECK(victim.set().find(bad.id())->complete());
+}
+
+TEST_CASE("members with other mergers are told apart, those of other namespaces or versions refused") {
+  Net net(2);
+  MemoryStore store;
+  Replica::Options options = net.replicas[0].options();
+  options.self = 5;
+  options.merger = {1, 2};
+  Replica other(store, options);
+  REQUIRE(other.tick(1).ok());
+  for (const auto& out : other.take_outbox()) REQUIRE(net.replicas[0].receive(5, out.bytes).ok());
+  CHECK(net.replicas[0].other_mergers() == std::vector<MemberId>{5});
+  options.frame.name_space = {7, 7};
+  Replica foreign(store, options);
+  REQUIRE(foreign.tick(1).ok());
+  for (const auto& out : foreign.take_outbox()) CHECK(net.replicas[0].receive(5, out.bytes).status().code() == ErrorCode::unauthenticated);
+  auto newer = *kvmeld::encode_frame(1, {});
+  newer[4] = std::byte{9};
+  CHECK(net.replicas[0].receive(5, newer).status().code() == ErrorCode::version_mismatch);
+}
+
+TEST_CASE("sets survive their bytes, and no damage to those makes another set") {
+  test::Random random(4);
+  kvmeld::FragmentSet set;
+  for (std::uint64_t i = 0; i < 12; ++i) REQUIRE(set.insert(fragment(i), {i % 3, i, 1'000'000 + i % 2}, 0.25F * static_cast<float>(i), static_cast<std::int64_t>(i)).ok());
+  REQUIRE(set.supersede(fragment(1).id(), fragment(2).id(), {4, 0}).ok());
+  REQUIRE(set.remove(fragment(3).id(), {4, 1}).ok());
+  set.compact(set.context());
+  REQUIRE(set.remove(fragment(4).id(), {4, 2}).ok());
+  REQUIRE(set.insert(fragment(20)).ok());
+  const auto bytes = encode_set(set);
+  const auto back = kvmeld::decode_set(bytes);
+  REQUIRE(back.ok());
+  CHECK(*back == set);
+  CHECK(back->digest() == set.digest());
+  CHECK(back->context() == set.context());
+  CHECK(back->removals().size() == 1);
+  CHECK(encode_set(*back) == bytes);
+  for (std::size_t n = 0; n < bytes.size(); ++n) CHECK_FALSE(kvmeld::decode_set(std::span(bytes).first(n)).ok());
+  auto longer = bytes;
+  longer.push_back(std::byte{0});
+  CHECK(kvmeld::decode_set(longer).status().code() == ErrorCode::oversized);
+  for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {  // frames catch accidents; here nothing may crash
+    auto flipped = bytes;
+    flipped[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
+    const auto read = kvmeld::decode_set(flipped);
+    if (read) CHECK(encode_set(*read).size() <= bytes.size() + 64);
+  }
+}
