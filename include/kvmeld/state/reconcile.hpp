@@ -117,7 +117,7 @@ class Reconciliation {
   KVMELD_LAZY [[nodiscard]] Status begin(std::uint64_t salt) {
     if (items_.size() > limits_.items) return detail::error(ErrorCode::quota_exceeded, items_.size(), " items, the limit is ", limits_.items);
     for (std::size_t i = 1; i < items_.size(); ++i) {
-      if (!(items_[i - 1].id < items_[i].id)) return detail::error(ErrorCode::invalid_argument, "item ", i, " does not follow item ", i - 1, " by its id");
+      if (!detail::id_before(items_[i - 1].id, items_[i].id)) return detail::error(ErrorCode::invalid_argument, "item ", i, " does not follow item ", i - 1, " by its id");
     }
     stage_.salt = salt;
     stage_.elements.resize(items_.size());
@@ -185,7 +185,7 @@ class Reconciliation {
       head(out, Kind::close);
       return close(out);
     }
-    stage_.plan = detail::plan_cells((std::min)(ours, stage_.their_count), (std::max)(ours, stage_.their_count), estimate);
+    stage_.plan = detail::plan_cells((std::min)(ours, stage_.their_count), (std::max)(ours, stage_.their_count), estimate, stage_.tags);
     detail::cut(stage_);
     head(out, Kind::plan);
     out.varint(ours);
@@ -297,13 +297,19 @@ class Reconciliation {
     return {};
   }
 
+  /// Ids of items, ascending as the items do.
+  KVMELD_LAZY [[nodiscard]] std::vector<FragmentId> ids_of(std::vector<std::uint32_t>& numbers) const {
+    std::sort(numbers.begin(), numbers.end());
+    std::vector<FragmentId> ids;
+    ids.reserve(numbers.size());
+    for (const std::uint32_t i : numbers) ids.push_back(items_[i].id);
+    return ids;
+  }
   /// After the ids: what was found becomes the result, the elements of both sides stay.
   KVMELD_LAZY void keep_common() {
     std::vector<bool> alone(items_.size());
-    for (const std::uint32_t i : stage_.mine) {
-      alone[i] = true;
-      mine_only_.push_back(items_[i].id);
-    }
+    for (const std::uint32_t i : stage_.mine) alone[i] = true;
+    mine_only_ = ids_of(stage_.mine);
     for (const detail::TheirElement& their : stage_.theirs) theirs_only_.push_back(their.id);
     std::erase_if(stage_.elements, [&](const detail::ReconcileElement& e) { return alone[e.item]; });
     for (detail::ReconcileElement& e : stage_.elements) {
@@ -322,12 +328,10 @@ class Reconciliation {
     count_elements();
   }
   KVMELD_LAZY void finish() {
-    if (stage_.tags) {
-      for (const std::uint32_t i : stage_.mine) result_.different.push_back(items_[i].id);
-    }
+    if (stage_.tags) result_.different = ids_of(stage_.mine);
     result_.mine_only = std::move(mine_only_);
     result_.theirs_only = std::move(theirs_only_);
-    for (auto* ids : {&result_.mine_only, &result_.theirs_only, &result_.different}) std::sort(ids->begin(), ids->end());
+    std::sort(result_.theirs_only.begin(), result_.theirs_only.end(), detail::id_before);
     stage_ = {};
   }
 

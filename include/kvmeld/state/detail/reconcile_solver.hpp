@@ -31,9 +31,11 @@ KVMELD_LAZY [[nodiscard]] CellSolution solve_sketch(const ReconcileStage& stage,
   if (least < cell.capacity) locator = sketch_solve(cell.described);
   if (!locator) {
     const std::uint64_t missing = least < cell.capacity ? 0 : (std::min)(least - cell.capacity, std::uint64_t{max_capacity});
-    const std::uint64_t count = (std::max)(std::uint64_t{2 + cell.capacity / 4}, missing + 2);
-    const bool dear = cell.capacity + count > max_capacity || 5 * count > 3 * theirs;
-    cell.expected = static_cast<std::uint32_t>(count);
+    const double wanted = (std::min)(stage.spread.capacity(stage.plan, stage.tags), static_cast<double>(max_capacity)) - cell.capacity;
+    const auto expected = static_cast<std::uint64_t>((std::max)(wanted, 0.0));
+    const std::uint32_t count = static_cast<std::uint32_t>((std::max)({least_extension(stage.tags, cell), missing + 2, expected}));
+    const bool dear = cell.capacity + count > max_capacity || 5 * std::uint64_t{count} > 3 * theirs;
+    cell.expected = count;
     out.answer = dear ? CellAnswer::list : CellAnswer::more;
     return out;
   }
@@ -124,7 +126,7 @@ KVMELD_LAZY [[nodiscard]] bool solve_cell(ByteReader& in, ByteWriter& out, Recon
   if (solution.answer == CellAnswer::more) {
     out.value(CellAnswer::more);
     out.varint(cell.expected);
-    cell.capacity += cell.expected;
+    extend(cell, cell.expected);
     cell.waits = Waits::sums;
     return true;
   }
@@ -177,27 +179,23 @@ KVMELD_LAZY [[nodiscard]] bool hear_cell(ByteReader& in, ByteWriter& out, Reconc
 
 /// Reads what the other side says of all open cells and of those that it opens, and writes the answers.
 KVMELD_LAZY void solve(ByteReader& in, ByteWriter& out, ReconcileStage& stage, std::span<const ReconcileItem> items) {
-  std::size_t kept = 0;
   const bool idle = stage.open.empty();
-  for (std::size_t i = 0; i < stage.open.size() && in.ok(); ++i) {
-    if (!hear_cell(in, out, stage, items, stage.open[i])) continue;
-    if (kept != i) stage.open[kept] = std::move(stage.open[i]);
-    ++kept;
-  }
-  stage.open.resize(kept);
+  keep_open(stage, 0, [&](ReconcileCell& cell) { return hear_cell(in, out, stage, items, cell); });
   const std::uint64_t fresh = in.varint();
   if (fresh > stage.plan.cells - stage.opened || (idle && fresh == 0)) in.fail(ErrorCode::corrupt);
+  const std::size_t first = stage.open.size();
   for (std::uint64_t i = 0; i < fresh && in.ok(); ++i) {
-    ReconcileCell cell{.index = stage.opened++, .form = stage.plan.form, .capacity = stage.plan.capacity};
+    ReconcileCell& cell = stage.open.emplace_back(ReconcileCell{.index = stage.opened++, .form = stage.plan.form, .capacity = stage.plan.capacity});
     cell.their_count = in.varint();
     cell.their_fingerprint = in.value<std::uint64_t>();
     if (cell.their_count > stage.their_count - stage.seen_count) in.fail(ErrorCode::corrupt);
     if (!in.ok()) return;
     stage.seen_count += cell.their_count;
     stage.seen_fingerprint += cell.their_fingerprint;
+    stage.spread.add(stage.cell(cell.index).size(), cell.their_count);
     read_elements(in, stage, cell);
-    if (solve_cell(in, out, stage, items, cell)) stage.open.push_back(std::move(cell));
   }
+  keep_open(stage, first, [&](ReconcileCell& cell) { return solve_cell(in, out, stage, items, cell); });
 }
 
 }  // namespace detail

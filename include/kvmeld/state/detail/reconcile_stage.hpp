@@ -39,8 +39,33 @@ struct CellPlan {
   std::uint32_t capacity = 1;  ///< power sums in a cell's first sketch
 };
 
+/// Share of the expected power sums that first sketches have. Of many cells too few, for `CellSpread` says how many are missing,
+/// and sums that were not needed are lost; but tags have bytes to spare, and save messages.
+[[nodiscard]] constexpr double first_share(bool tags, std::uint32_t cells) noexcept { return tags ? 1.15 : cells < 8 ? 1.0 : 0.75; }
+
+/// Estimates how much differs from the counts of cells: how many more elements one side has than the other in a cell varies as
+/// much as elements differ, since each differing one adds or subtracts one (a difference of Poisson variables).
+struct CellSpread {
+  double cells = 0, sum = 0, squares = 0;
+
+  void add(std::uint64_t ours, std::uint64_t theirs) noexcept {
+    const double more = static_cast<double>(ours) - static_cast<double>(theirs);
+    cells += 1;
+    sum += more;
+    squares += more * more;
+  }
+  /// Power sums with which about two of three cells are solved, from the counts and from what the plan went by.
+  [[nodiscard]] double capacity(const CellPlan& plan, bool tags) const noexcept {
+    constexpr double counters = 32;  // what the plan's estimate weighs, in cells
+    const double planned = (plan.capacity - 2.0) / first_share(tags, plan.cells);
+    const double variance = cells < 2 ? 0 : (squares - sum * sum / cells) * cells / (cells - 1);
+    const double mean = (counters * planned + variance) / (counters + cells);
+    return mean + 0.4 * std::sqrt(mean) + 1.5;
+  }
+};
+
 /// The cheaper form, for sets of `fewer` and `more` elements of which about `estimate` are on one side only.
-KVMELD_LAZY [[nodiscard]] CellPlan plan_cells(std::uint64_t fewer, std::uint64_t more, double estimate) {
+KVMELD_LAZY [[nodiscard]] CellPlan plan_cells(std::uint64_t fewer, std::uint64_t more, double estimate, bool tags) {
   const auto least = static_cast<double>(more - fewer);
   const double differing = (std::max)({estimate, least, 1.0});
   // Bytes beside the names: a list costs the same whatever differs, a sketch as much as does. The estimate is uncertain, and
@@ -57,8 +82,8 @@ KVMELD_LAZY [[nodiscard]] CellPlan plan_cells(std::uint64_t fewer, std::uint64_t
   }
   plan.cells = static_cast<std::uint32_t>((std::min)((std::max)(cells, 1.0), static_cast<double>(max_cells)));
   if (plan.form == CellForm::sketch) {
-    const double mean = differing / plan.cells;
-    plan.capacity = static_cast<std::uint32_t>((std::min)(mean + 0.5 * std::sqrt(mean) + 2.0, static_cast<double>(max_capacity)));
+    const double sums = differing / plan.cells * first_share(tags, plan.cells) + 2.0;
+    plan.capacity = static_cast<std::uint32_t>((std::min)(sums, static_cast<double>(max_capacity)));
   }
   return plan;
 }
@@ -83,6 +108,7 @@ struct ReconcileCell {
   Waits waits = Waits::elements;
   std::uint32_t attempt = 0;
   std::uint32_t capacity = 0;
+  std::uint32_t extensions = 0;           ///< of the sketch
   std::uint32_t expected = 0;             ///< further power sums, or names
   std::uint64_t their_count = 0;
   std::uint64_t their_fingerprint = 0;
@@ -111,6 +137,7 @@ struct ReconcileStage {
   std::vector<std::uint32_t> starts{};       ///< first element of each cell, and the end
   std::vector<ReconcileCell> open{};
   std::uint32_t opened = 0;
+  CellSpread spread{};
   std::uint64_t seen_count = 0, seen_fingerprint = 0;  ///< of their cells
   std::vector<std::uint32_t> mine{};         ///< items that only this side holds
   std::vector<TheirElement> theirs{};
@@ -195,6 +222,11 @@ KVMELD_LAZY void write_names(ByteWriter& out, const ReconcileStage& stage, std::
   return XXH3_64bits_withSeed(id.bytes.data(), id.bytes.size(), salt);
 }
 
+/// The order of ids, without a loop over bytes.
+[[nodiscard]] inline bool id_before(const FragmentId& a, const FragmentId& b) noexcept {
+  return std::memcmp(a.bytes.data(), b.bytes.data(), sizeof(FragmentId)) < 0;
+}
+
 /// Reads them; false where this side holds one of them, so that somebody's short hashes have met.
 KVMELD_LAZY [[nodiscard]] bool read_names(ByteReader& in, const ReconcileStage& stage, std::span<const ReconcileItem> items, ReconcileCell& cell, std::size_t count) {
   const auto elements = stage.cell(cell.index);
@@ -224,6 +256,18 @@ KVMELD_LAZY [[nodiscard]] bool read_names(ByteReader& in, const ReconcileStage& 
   for (const std::uint32_t i : cell.mine) sum -= element_fingerprint(elements[i].hash);
   for (const TheirElement& their : cell.theirs) sum += element_fingerprint(their.hash);
   return sum == cell.their_fingerprint && elements.size() - cell.mine.size() + cell.theirs.size() == cell.their_count;
+}
+
+/// Calls `step` with the open cells from `first` on, in order; those for which it is false leave.
+template <class Step>
+void keep_open(ReconcileStage& stage, std::size_t first, const Step& step) {
+  std::size_t kept = first;
+  for (std::size_t i = first; i < stage.open.size(); ++i) {
+    if (!step(stage.open[i])) continue;
+    if (kept != i) stage.open[kept] = std::move(stage.open[i]);
+    ++kept;
+  }
+  stage.open.resize(kept);
 }
 
 /// Takes a cell's findings over into the stage.

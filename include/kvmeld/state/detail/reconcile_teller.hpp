@@ -22,6 +22,15 @@ enum class CellAnswer : std::uint8_t {
   list = 4,     ///< a list would be cheaper than more sums
 };
 
+/// Fewest further power sums that may be asked for: ever more, so that messages stay few.
+[[nodiscard]] constexpr std::uint64_t least_extension(bool tags, const ReconcileCell& cell) noexcept {
+  return 2 + std::uint64_t{cell.capacity} * (cell.extensions + (tags ? 3U : 1U)) / 12;
+}
+constexpr void extend(ReconcileCell& cell, std::uint32_t sums) noexcept {
+  cell.capacity += sums;
+  ++cell.extensions;
+}
+
 /// Power sums `[first, first + count)` of a cell.
 KVMELD_LAZY void write_sums(ByteWriter& out, const ReconcileStage& stage, const ReconcileCell& cell, std::uint32_t first, std::uint32_t count) {
   std::vector<std::uint32_t> sums(count);
@@ -90,10 +99,10 @@ KVMELD_LAZY [[nodiscard]] bool tell_cell(ByteReader& in, ByteWriter& out, Reconc
     repeat = true;
   } else if (!told && answer == CellAnswer::more && cell.form == CellForm::sketch) {
     const std::uint64_t count = in.varint();
-    if (count > max_capacity - cell.capacity || count < 1 + cell.capacity / 5) in.fail(ErrorCode::corrupt);
+    if (count > max_capacity - cell.capacity || count < least_extension(stage.tags, cell)) in.fail(ErrorCode::corrupt);
     if (!in.ok()) return false;
     write_sums(out, stage, cell, cell.capacity, static_cast<std::uint32_t>(count));
-    cell.capacity += static_cast<std::uint32_t>(count);
+    extend(cell, static_cast<std::uint32_t>(count));
     return true;
   } else if (!told && answer == CellAnswer::list && cell.form == CellForm::sketch) {
     cell.form = CellForm::list;
@@ -125,13 +134,7 @@ KVMELD_LAZY void tell_next(ByteWriter& out, ReconcileStage& stage, std::size_t w
 
 /// Reads the answers to all open cells, and writes what follows from them; settled cells leave.
 KVMELD_LAZY void tell(ByteReader& in, ByteWriter& out, ReconcileStage& stage, std::span<const ReconcileItem> items) {
-  std::size_t kept = 0;
-  for (std::size_t i = 0; i < stage.open.size() && in.ok(); ++i) {
-    if (!tell_cell(in, out, stage, items, stage.open[i])) continue;
-    if (kept != i) stage.open[kept] = std::move(stage.open[i]);
-    ++kept;
-  }
-  stage.open.resize(kept);
+  keep_open(stage, 0, [&](ReconcileCell& cell) { return in.ok() && tell_cell(in, out, stage, items, cell); });
 }
 
 }  // namespace detail
