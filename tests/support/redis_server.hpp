@@ -128,7 +128,8 @@ class RedisServer {
   }
 
   bool start() {
-    if (loopback_ && port_ == 0) port_ = free_port();
+    // A cluster's node listens 10000 higher, too.
+    for (int tries = 0; loopback_ && (port_ == 0 || port_ > 55'000) && tries < 1000; ++tries) port_ = free_port();
     std::vector<std::string> words{"redis-server", "--port",      std::to_string(port_),       "--bind",      "127.0.0.1",
                                    "--unixsocket", socket(),      "--dir",                     data_folder().string(),
                                    "--logfile",    log(),         "--daemonize",               "no",          "--save", ""};

@@ -186,6 +186,8 @@ class RedisConnection {
       Status status = status_of(reply);  // a server that cannot write to its disk says so even to PING, and still serves readers
       if (!status && status.code() != ErrorCode::store_full) return status;
     }
+    const RedisReply& pong = replies->back();
+    if (!pong.is_error() && pong.text() != "PONG") return socket_.lose(ErrorCode::unavailable, "not what a redis server says to PING");
     text_ = std::move(text);
     outside_ = std::move(outside);
     queued_ = queued;

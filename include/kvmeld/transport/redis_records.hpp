@@ -48,7 +48,7 @@ class RedisRecords {
   Result<RecordBatch> read(RedisConnection& connection, std::uint64_t cursor) {
     RecordBatch batch;
     std::uint64_t number = number_of(cursor);
-    for (;;) {
+    for (int others = 0; others < 1000;) {
       number = (std::max)(number, base_);
       const std::uint64_t first = number - base_;
       // No MULTI: a full server refuses it even for reading. `base` only grows, so what lies between two equal ones is of one state;
@@ -70,6 +70,7 @@ class RedisRecords {
       const std::uint64_t end = base + (*replies)[1].number();
       if (base != base_ || base != (*replies)[0].number()) {  // replaced since: looked at the wrong place
         base_ = base;
+        ++others;
         continue;
       }
       if (number > end) {  // a cursor that nobody gave
@@ -81,10 +82,15 @@ class RedisRecords {
         batch.records.emplace_back(record.bytes().begin(), record.bytes().end());
       }
       number += list.size();
-      if (number >= end) break;
+      if (number >= end) {
+        batch.cursor = cursor_of(number);
+        return batch;
+      }
+      if (list.size() == 0) {
+        return error(ErrorCode::corrupt, connection.address(), ": record ", number, " of ", end, " is not in the list ", list_key_);
+      }
     }
-    batch.cursor = cursor_of(number);
-    return batch;
+    return error(ErrorCode::unavailable, connection.address(), ": records were replaced faster than they could be read");
   }
 
   Status replace(RedisConnection& connection, std::uint64_t cursor, std::span<const std::byte> bytes) {

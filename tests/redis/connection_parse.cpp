@@ -1,0 +1,190 @@
+// The connection itself: any bytes both ways, many commands at once, backoff, and servers that talk nonsense; also built under the
+// address and undefined-behaviour sanitizers.
+#include <kvmeld/transport/redis_store.hpp>
+
+#include <random>
+#include <thread>
+
+#include "support/catch.hpp"
+#include "support/redis_server.hpp"
+
+using kvmeld::ErrorCode;
+using kvmeld::RedisArgument;
+using kvmeld::RedisConnection;
+
+namespace {
+
+std::string random_text(std::mt19937_64& random, std::size_t size) {
+  std::string text(size, '\0');
+  for (char& c : text) c = static_cast<char>(random() % 5 == 0 ? 0 : random());
+  return text;
+}
+
+/// Accepts connections on a loopback port of its own, answers what it is asked with the next bytes of a list, and hangs up.
+class Stranger {
+ public:
+  explicit Stranger(std::vector<std::string> answers) : answers_(std::move(answers)), listener_(::socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    if (bind(listener_, reinterpret_cast<sockaddr*>(&address), size) != 0 || listen(listener_, 8) != 0 ||
+        getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+      std::abort();
+    }
+    options.host = "127.0.0.1";
+    options.port = ntohs(address.sin_port);
+    options.command_timeout_ms = 100;
+    thread_ = std::thread([this] {
+      for (int client; (client = accept(listener_, nullptr, nullptr)) >= 0; close(client)) {
+        std::vector<char> asked(4096);
+        for (const std::string& answer : answers_) {
+          (void)recv(client, asked.data(), asked.size(), 0);
+          (void)::send(client, answer.data(), answer.size(), MSG_NOSIGNAL);
+        }
+        (void)::shutdown(client, SHUT_WR);
+        while (recv(client, asked.data(), asked.size(), 0) > 0) {
+        }
+      }
+    });
+  }
+  ~Stranger() {
+    ::shutdown(listener_, SHUT_RDWR);
+    thread_.join();
+    close(listener_);
+  }
+  kvmeld::RedisOptions options;
+
+ private:
+  std::vector<std::string> answers_;
+  int listener_;
+  std::thread thread_;
+};
+
+}  // namespace
+
+TEST_CASE("keys and values are any bytes, of any length") {
+  const test::RedisServer server({}, true);
+  REQUIRE(server.running());
+  std::mt19937_64 random(1);
+  for (const kvmeld::RedisOptions& options : {server.client(), server.client_by_port()}) {
+    RedisConnection connection(options);
+    for (const std::size_t size : {0U, 1U, 4095U, 4096U, 4097U, 300'000U, 8U << 20U}) {
+      const std::string key = random_text(random, 1 + random() % 40);
+      const std::string value = random_text(random, size);
+      const auto set = connection.command({"SET", key, value});
+      REQUIRE(set.ok());
+      CHECK(set->text() == "OK");
+      const auto got = connection.command({"GET", key});
+      REQUIRE(got.ok());
+      CHECK((got->text() == value));
+      CHECK(connection.command({"STRLEN", key})->number() == size);
+      CHECK(connection.command({"EXISTS", key.substr(1)})->number() == 0);
+    }
+    CHECK(connection.command({"GET", "none"})->is_nil());
+    const auto wrong = connection.command({"GET"});
+    REQUIRE_FALSE(wrong.ok());
+    CHECK(wrong.error().message().find("wrong number of arguments") != std::string::npos);
+    CHECK(connection.connected());
+  }
+}
+
+TEST_CASE("many commands travel at once, large ones both ways, and bytes are counted as the server counts them") {
+  const test::RedisServer server;
+  REQUIRE(server.running());
+  RedisConnection connection(server.client());
+  REQUIRE(connection.command({"CONFIG", "RESETSTAT"}).ok());
+  const kvmeld::RedisTraffic start = connection.traffic();
+  std::mt19937_64 random(2);
+  std::vector<std::string> values;
+  for (int i = 0; i < 24; ++i) values.push_back(random_text(random, i % 2 == 0 ? 1U << 20U : static_cast<std::size_t>(i) * 300));
+  // Answers of 12 MiB come while 12 MiB are being sent: neither side may wait for the other.
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    connection.queue({"SET", std::to_string(i), values[i]});
+    connection.queue({"GET", std::to_string(i)});
+    if (i == 7) connection.queue({"NONSENSE"});
+  }
+  const auto replies = connection.exchange();
+  REQUIRE(replies.ok());
+  REQUIRE(replies->size() == 49);
+  CHECK_FALSE(connection.status_of((*replies)[16]).ok());  // one command's error is its own
+  for (std::size_t i = 0, at = 1; i < values.size(); ++i, at += 2) {
+    if (at == 17) ++at;
+    CHECK(((*replies)[at].text() == values[i]));
+  }
+  const kvmeld::RedisTraffic before = connection.traffic();
+  const auto info = connection.command({"INFO", "stats"});
+  REQUIRE(info.ok());
+  const auto stat = [&](const char* name) { return std::stoull(kvmeld::detail::redis_info(info->text(), name)); };
+  CHECK(stat("total_net_input_bytes") == connection.traffic().bytes_sent - start.bytes_sent);
+  CHECK(stat("total_net_output_bytes") == before.bytes_received - start.bytes_received + 5);  // the answer to RESETSTAT
+  CHECK(before.connects == 1);
+  CHECK(before.round_trips == start.round_trips + 1);
+}
+
+TEST_CASE("attempts to connect wait longer and longer, by a factor that the seed fixes, and no longer than the limit") {
+  kvmeld::RedisOptions nowhere;
+  nowhere.unix_socket = "/nonexistent/kvmeld/socket";
+  nowhere.backoff_ms = 8;
+  nowhere.backoff_limit_ms = 40;
+  nowhere.backoff_seed = 5;
+  const auto waits = [&] {
+    RedisConnection connection(nowhere);
+    std::vector<std::int64_t> out;
+    for (int i = 0; i < 6; ++i) {
+      const kvmeld::Status status = connection.connect();
+      CHECK(status.code() == ErrorCode::unavailable);
+      CHECK(status.message().find("/nonexistent/kvmeld/socket: connect: No such file or directory (errno 2)") != std::string::npos);
+      out.push_back(connection.retry_in_ms());
+      const kvmeld::Status soon = connection.command({"PING"}).error();  // not before its time
+      if (connection.retry_in_ms() > 0) CHECK(soon.message().find("next attempt in ") != std::string::npos);
+      while (connection.retry_in_ms() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return out;
+  };
+  const auto first = waits();
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    const std::int64_t longest = (std::min)(std::int64_t{8} << i, std::int64_t{40});
+    CHECK(first[i] <= longest);
+    CHECK(first[i] >= longest / 2 - 3);  // read a moment later
+  }
+  CHECK(first.back() > first.front());
+}
+
+TEST_CASE("a server that talks nonsense is an error, and harms nobody") {
+  std::vector<std::string> answers{"",           "+",         "+PONG",     "$5\r\nab", "$5\r\nabcdefg", "$-2\r\n",      ":x\r\n",
+                                   "*3\r\n+a\r\n", "*-5\r\n",   "@@@@\r\n", "$x\r\n",   "$99999999999\r\n", "\r\n\r\n", "-ERR\r\n"};
+  std::string deep;
+  for (int i = 0; i < 20; ++i) deep += "*1\r\n";
+  answers.push_back(deep + "+a\r\n");
+  std::mt19937_64 random(3);
+  for (int i = 0; i < 40; ++i) answers.push_back(random_text(random, 1 + random() % 200));
+  for (const std::string& answer : answers) {
+    INFO("answer: " << answer);
+    const Stranger stranger({answer});
+    RedisConnection connection(stranger.options);
+    const kvmeld::Status status = connection.connect();
+    CHECK(status.code() == ErrorCode::unavailable);
+    CHECK_FALSE(connection.connected());
+  }
+  // Good at first, then each beginning of a good answer and no more.
+  const std::string list = "*2\r\n$3\r\na\r\n\r\n:12\r\n";
+  for (std::size_t length = 0; length <= list.size(); ++length) {
+    const Stranger stranger({"+PONG\r\n", list.substr(0, length)});
+    RedisConnection connection(stranger.options);
+    REQUIRE(connection.connect().ok());
+    const auto reply = connection.command({"LRANGE", "a", "0", "1"});
+    CHECK(reply.ok() == (length == list.size()));
+    if (!reply) CHECK(reply.error().code() == ErrorCode::unavailable);
+    if (reply) CHECK((*reply)[0].text() == "a\r\n");
+    if (reply) CHECK((*reply)[1].number() == 12);
+    if (reply) CHECK((*reply)[2].is_nil());
+  }
+  // Good answers of other kinds than a store expects.
+  const std::vector<std::string> kinds{":1\r\n:1\r\n:1\r\n", "*0\r\n*-1\r\n*1\r\n*0\r\n", "$-1\r\n$-1\r\n+x\r\n"};
+  for (const std::string& answer : kinds) {
+    const Stranger stranger({"+PONG\r\n", answer, ":1\r\n*-1\r\n$1\r\na\r\n*1\r\n:1\r\n+x\r\n"});
+    auto store = kvmeld::RedisStore::open({.server = stranger.options});
+    if (store) CHECK_FALSE(store->records(7).ok());
+  }
+}
