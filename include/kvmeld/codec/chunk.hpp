@@ -44,9 +44,7 @@ KVMELD_LAZY [[nodiscard]] ChunkForm chunk_form(const Geometry& geometry, const P
   for (const LayerShape& layer : geometry.layers) {
     for (const PlaneShape& shape : layer.planes) {
       if (payload.plane_offsets[plane++] > index * chunk_bytes) return form;
-      const bool block = shape.type == ElementType::q8_0;
-      form.row_bytes = static_cast<std::uint32_t>(detail::row_bytes(shape) * shape.heads);
-      form.element_bytes = block ? std::uint8_t{34} : static_cast<std::uint8_t>(block_bytes(shape.type));
+      form = {.type = shape.type, .row_elements = static_cast<std::uint32_t>(shape.heads) * static_cast<std::uint32_t>(shape.channels)};
     }
   }
   return form;

@@ -8,13 +8,14 @@
 
 #include <kvmeld/config.hpp>
 #include <kvmeld/status.hpp>
+#include <kvmeld/tensor/element.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
-/// What a compressor may know of a chunk's bytes: a matrix of rows, one a token, whose columns resemble themselves.
+/// What a compressor may know of a chunk's bytes: rows of numbers, one row a token, whose columns resemble themselves.
 struct ChunkForm {
-  std::uint32_t row_bytes = 0;     ///< bytes of one token in one plane, all heads; 0: not known
-  std::uint8_t element_bytes = 1;  ///< bytes of one number
+  ElementType type = ElementType::i8;
+  std::uint32_t row_elements = 0;  ///< numbers of one token in one plane, all heads; 0: not known
 };
 
 /// Makes the bytes of a chunk fewer without changing them; a chunk that it cannot shorten is stored as it is.
