@@ -1,0 +1,205 @@
+// Hostile messages of a reconciliation: an error or a right result, in bounded steps.
+
+#include <kvmeld/state/reconcile.hpp>
+
+#include "support/catch.hpp"
+#include "support/reconcile_sets.hpp"
+
+namespace {
+
+using namespace kvmeld;
+using Bytes = std::vector<std::byte>;
+using test::Differ;
+
+struct Case {
+  test::SetPair pair;
+  std::uint64_t salt;
+};
+
+// Small sessions of every form: sketches and lists, ids and tags, one side empty, nothing differing.
+std::vector<Case> cases() {
+  return {{test::set_pair(60, 4, Differ::mixed, false, 1), 11}, {test::set_pair(40, 6, Differ::either_side, false, 2), 12},
+          {test::set_pair(12, 9, Differ::mixed, false, 3), 13}, {test::set_pair(50, 5, Differ::tags, false, 4), 14},
+          {test::set_pair(6, 6, Differ::one_side, false, 5), 15}, {test::set_pair(5, 0, Differ::tags, false, 6), 16}};
+}
+
+void must_be_right(const Reconciliation& side, const ReconcileDifference& truth) {
+  if (side.done() && !test::same(side.result(), truth)) FAIL("a wrong result is called done");
+  if (!side.done() && !test::same(side.result(), {})) FAIL("a result before the end");
+}
+
+/// A session whose message `at` arrives as `instead`; goes on as long as anybody answers.
+void disturbed(const Case& c, const std::vector<Bytes>& genuine, std::size_t at, const Bytes& instead) {
+  Reconciliation a(c.pair.a), b(c.pair.b);
+  (void)a.start(c.salt);
+  for (std::size_t i = 0; i < at; ++i) (void)(i % 2 == 0 ? b : a).receive(genuine[i]);
+  Bytes message = instead;
+  for (std::size_t i = at; i < at + 200; ++i) {
+    auto& receiver = i % 2 == 0 ? b : a;
+    const auto reply = receiver.receive(message);
+    must_be_right(a, c.pair.from_a);
+    must_be_right(b, c.pair.from_b());
+    if (!reply) {
+      if (reply.error().message().empty()) FAIL("an error without a sentence");
+      const auto after = receiver.receive(genuine[at]);
+      if (after) FAIL("a session goes on after an error");
+      return;
+    }
+    if (!reply->message) return;
+    message = *reply->message;
+  }
+  FAIL("the session does not end");
+}
+
+ErrorCode code_of(const Result<ReconcileReply>& reply) { return reply ? ErrorCode::ok : reply.error().code(); }
+
+Bytes hello(std::uint64_t items, std::uint8_t first = 0x11) {
+  ByteWriter out;
+  out.value(first);
+  out.varint(0);
+  out.value(std::uint64_t{5});
+  out.varint(items);
+  out.value(std::uint64_t{6});
+  for (int i = 0; i < 48; ++i) out.varint(0);
+  return out.take();
+}
+
+}  // namespace
+
+TEST_CASE("every prefix of every message is an error") {
+  for (const Case& c : cases()) {
+    const auto trace = test::reconcile(c.pair, c.salt);
+    REQUIRE(trace.right);
+    for (std::size_t m = 0; m < trace.messages.size(); ++m) {
+      for (std::size_t n = 0; n < trace.messages[m].size(); ++n) {
+        Reconciliation a(c.pair.a), b(c.pair.b);
+        (void)a.start(c.salt);
+        for (std::size_t i = 0; i < m; ++i) (void)(i % 2 == 0 ? b : a).receive(trace.messages[i]);
+        if ((m % 2 == 0 ? b : a).receive(std::span(trace.messages[m]).first(n))) FAIL("message " << m << " is taken with " << n << " bytes");
+      }
+      Bytes longer = trace.messages[m];
+      longer.push_back(std::byte{0});
+      disturbed(c, trace.messages, m, longer);
+    }
+  }
+  SUCCEED();
+}
+
+TEST_CASE("every flipped bit is an error, unheard, or harmless") {
+  std::size_t bits = 0;
+  for (const Case& c : cases()) {
+    const auto trace = test::reconcile(c.pair, c.salt);
+    for (std::size_t m = 0; m < trace.messages.size(); ++m) {
+      for (std::size_t bit = 0; bit < 8 * trace.messages[m].size(); ++bit, ++bits) {
+        Bytes flipped = trace.messages[m];
+        flipped[bit / 8] ^= std::byte{1} << (bit % 8);
+        disturbed(c, trace.messages, m, flipped);
+      }
+    }
+  }
+  CHECK(bits > 8 * 1500);
+}
+
+TEST_CASE("messages edited at random end in an error or a right result") {
+  std::mt19937_64 random(20);
+  const auto all = cases();
+  std::vector<test::SessionTrace> traces;
+  for (const Case& c : all) traces.push_back(test::reconcile(c.pair, c.salt));
+  for (int round = 0; round < 6000; ++round) {
+    const std::size_t which = random() % all.size();
+    const auto& messages = traces[which].messages;
+    const std::size_t at = random() % messages.size();
+    Bytes edited = messages[at];
+    for (std::size_t edits = 1 + random() % 3; edits > 0 && !edited.empty(); --edits) {
+      const std::size_t where = random() % (random() % 2 == 0 ? edited.size() : (std::min)(edited.size(), std::size_t{24}));
+      const auto here = edited.begin() + static_cast<std::ptrdiff_t>(where);
+      switch (random() % 4) {
+        case 0: edited[where] = static_cast<std::byte>(random()); break;
+        case 1: edited.insert(here, random() % 9, std::byte{0xFF}); break;
+        case 2: edited.erase(here, edited.begin() + static_cast<std::ptrdiff_t>((std::min)(edited.size(), where + random() % 9))); break;
+        default: {  // a piece of another message
+          const auto& other = messages[random() % messages.size()];
+          const std::size_t from = random() % other.size();
+          edited.insert(here, other.begin() + static_cast<std::ptrdiff_t>(from), other.begin() + static_cast<std::ptrdiff_t>((std::min)(other.size(), from + 40)));
+        }
+      }
+    }
+    disturbed(all[which], messages, at, edited);
+  }
+  SUCCEED();
+}
+
+TEST_CASE("what a peer announces is bounded") {
+  const auto pair = test::set_pair(20, 3, Differ::mixed, false, 8);
+  const auto receive = [&](const Bytes& message, const ReconcileLimits& limits = {}) {
+    Reconciliation b(pair.b, limits);
+    return code_of(b.receive(message));
+  };
+  CHECK(receive(hello(20)) == ErrorCode::ok);
+  CHECK(receive(hello(1000000)) == ErrorCode::ok);  // a plan for a large peer, in few bytes
+  CHECK(receive(hello(~std::uint64_t{0})) == ErrorCode::quota_exceeded);
+  CHECK(receive(hello(30), {.items = 29}) == ErrorCode::quota_exceeded);
+  CHECK(receive(hello(20, 0x21)) == ErrorCode::version_mismatch);
+  CHECK(receive(hello(20, 0x1F)) == ErrorCode::corrupt);
+  CHECK(receive({}) == ErrorCode::truncated);
+
+  // A plan that asks the side with fewer elements for more than it holds.
+  for (const auto& [form, cells, capacity] : {std::tuple(0, 65536, 256), std::tuple(0, 0, 1), std::tuple(2, 1, 1), std::tuple(1, 65537, 1), std::tuple(0, 1, 257)}) {
+    Reconciliation a(pair.a);
+    (void)a.start(5);
+    ByteWriter out;
+    out.value(std::uint8_t{0x12});
+    out.varint(1);
+    out.varint(1000);
+    out.value(static_cast<std::uint8_t>(form));
+    out.varint(static_cast<std::uint64_t>(cells));
+    out.varint(static_cast<std::uint64_t>(capacity));
+    CHECK(code_of(a.receive(out.written())) == ErrorCode::corrupt);
+  }
+
+  // A peer that always wants more, or another attempt, comes to an end.
+  for (const std::uint8_t answer : {std::uint8_t{2}, std::uint8_t{3}}) {
+    Reconciliation a(pair.a);
+    (void)a.start(5);
+    ByteWriter plan;
+    plan.value(std::uint8_t{0x12});
+    plan.varint(1);
+    plan.varint(1000);
+    plan.value(std::uint8_t{0});
+    plan.varint(1);
+    plan.varint(1);
+    REQUIRE(a.receive(plan.written()));
+    std::uint64_t step = 3, capacity = 1, extensions = 0;
+    ErrorCode code = ErrorCode::ok;
+    for (; code == ErrorCode::ok && step < 200; step += 2) {
+      ByteWriter out;
+      out.value(std::uint8_t{0x14});
+      out.varint(step);
+      out.value(answer);
+      if (answer == 2) {
+        const std::uint64_t least = 2 + capacity * (extensions++ + 1) / 12;
+        out.varint(least);
+        capacity += least;
+      }
+      code = code_of(a.receive(out.written()));
+    }
+    CHECK(code == ErrorCode::corrupt);
+    CHECK(step < 40);
+  }
+}
+
+TEST_CASE("a session is begun once, by ascending items within the limit") {
+  auto pair = test::set_pair(20, 3, Differ::mixed, false, 8);
+  Reconciliation twice(pair.a);
+  CHECK(twice.start(1));
+  CHECK(twice.start(1).error().code() == ErrorCode::invalid_argument);
+  CHECK(code_of(twice.receive(hello(20))) == ErrorCode::invalid_argument);  // over, after the error
+
+  Reconciliation both(pair.a);
+  CHECK(both.start(1));
+  CHECK(code_of(both.receive(hello(20))) == ErrorCode::corrupt);  // the peer started too
+  CHECK(Reconciliation(pair.a, {.items = 3}).start(1).error().code() == ErrorCode::quota_exceeded);
+  std::swap(pair.a[4], pair.a[5]);
+  CHECK(Reconciliation(pair.a).start(1).error().code() == ErrorCode::invalid_argument);
+  CHECK(code_of(Reconciliation(pair.a).receive(hello(20))) == ErrorCode::invalid_argument);
+}
