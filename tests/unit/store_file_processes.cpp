@@ -179,7 +179,7 @@ TEST_CASE("processes map the same payload, without a copy and read-only") {
     const std::string line = mapping_of(here->data.get());
     INFO(line);
     CHECK(line.find(" r--s ") != std::string::npos);
-    CHECK(line.find("/payloads/" + key.hex().substr(0, 2) + "/" + key.hex()) != std::string::npos);
+    CHECK(line.find("/payloads/" + key.hex().substr(2, 2) + "/" + key.hex()) != std::string::npos);
     CHECK(mapping_of(here->data.get() + here->size - 1) == line);
     // Another process has the same pages: the same inode of the same device, as the line says.
     const auto identity = [](const std::string& of) {
@@ -345,7 +345,7 @@ TEST_CASE("what cannot be a store is refused with the reason, and what may not b
   REQUIRE((store.ok() && closed.ok()));
   const kvmeld::BlobKey key = test::blob_key(1, 1);
   REQUIRE((store->put(key, Bytes(5)).ok() && closed->put(key, Bytes(5)).ok()));
-  const std::string blob = "/blobs/" + key.hex().substr(0, 2) + "/" + key.hex();
+  const std::string blob = "/blobs/" + key.hex().substr(2, 2) + "/" + key.hex();
   CHECK(mode("shared") == 0770);
   CHECK(mode("shared/records") == 0660);
   CHECK(mode("shared/lock") == 0660);

@@ -4,16 +4,14 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <span>
-#include <string>
-#include <string_view>
 #include <utility>
-#include <vector>
 
 #include <kvmeld/session/blob_store.hpp>
 #include <kvmeld/status.hpp>
 #include <kvmeld/transport/file_io.hpp>
+#include <kvmeld/transport/file_lock.hpp>
+#include <kvmeld/transport/file_records.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -21,9 +19,9 @@ namespace detail {
 
 /// A log of records in one file, appended to by any number of processes, each of which may die at any instruction.
 ///
-/// File: magic, generation, checksum of both (u64 each); then records: magic, length, checksum (u64 each), bytes. A checksum covers
-/// offset, length and bytes. A record that was torn is at the end, since appending is exclusive: the next writer cuts it off. One
-/// that the disk has damaged later is skipped, and what stands behind it stays.
+/// File: magic, generation, checksum of both (u64 each); then records (file_records.hpp). A record that was torn is at the end, since
+/// appending is exclusive: the next writer cuts it off. One that the disk has damaged later is skipped, and what stands behind it
+/// stays.
 /// Replacing writes another file of the next generation and renames it. A cursor is generation (24 bits) and offset (40 bits).
 /// Calls of one object must not overlap.
 class RecordLog {
@@ -65,7 +63,7 @@ class RecordLog {
     auto size = file_size();
     if (!size) return size.error();
     const auto from = offset_of(cursor);
-    auto end = walk(from, *size, [&batch](std::uint64_t, std::span<const std::byte> record) -> Status {
+    auto end = walk(from, *size, [&batch](std::span<const std::byte> record) -> Status {
       batch.records.emplace_back(record.begin(), record.end());
       return {};
     });
@@ -92,18 +90,11 @@ class RecordLog {
   static constexpr const char* log_name = "records";
   static constexpr const char* lock_name = "lock";
   static constexpr std::uint64_t log_magic = 0x31'676F'6C'64'6C'76'6BULL;   // "kvldlog1": the last byte is the version
-  static constexpr std::uint64_t record_magic = 0xC4'72'65'63'6F'72'64'F5ULL;
   static constexpr std::uint64_t head_bytes = 24;
-  static constexpr std::uint64_t record_head_bytes = 24;
   static constexpr std::uint64_t offset_bits = 40;
   static constexpr std::uint64_t offset_mask = (std::uint64_t{1} << offset_bits) - 1;
   using Head = std::array<std::uint64_t, 3>;
 
-  [[nodiscard]] static std::uint64_t checksum(std::uint64_t offset, std::span<const std::byte> bytes) {
-    const std::array<std::uint64_t, 2> where{offset, bytes.size()};
-    return XXH3_64bits_withSeed(bytes.data(), bytes.size(), XXH3_64bits(where.data(), sizeof where));
-  }
-  [[nodiscard]] static std::span<const std::byte> raw(const Head& head) { return std::as_bytes(std::span(head)); }
   [[nodiscard]] static std::uint64_t head_checksum(const Head& head) { return XXH3_64bits(head.data(), 16); }
   [[nodiscard]] std::uint64_t cursor_at(std::uint64_t offset) const { return generation_ << offset_bits | offset; }
   /// Where a cursor points; behind the head where it is none of this log's.
@@ -155,17 +146,10 @@ class RecordLog {
   /// Under the exclusive lock: knows the end of the last whole record.
   [[nodiscard]] Status refresh() {
     KVMELD_TRY(reopen());
-    auto end = walk(valid_end_, size_, [](std::uint64_t, std::span<const std::byte>) { return Status(); });
+    auto end = walk(valid_end_, size_, [](std::span<const std::byte>) { return Status(); });
     if (!end) return end.error();
     valid_end_ = *end;
     return {};
-  }
-
-  /// 0, or the errno. The bytes stand behind their head.
-  [[nodiscard]] static int write_record(int fd, std::uint64_t at, std::span<const std::byte> bytes) {
-    const Head head{record_magic, bytes.size(), checksum(at, bytes)};
-    if (const int number = write_at(fd, raw(head), at); number != 0) return number;
-    return write_at(fd, bytes, at + record_head_bytes);
   }
 
   /// Under the exclusive lock and refreshed.
@@ -198,11 +182,11 @@ class RecordLog {
     constexpr std::uint64_t generations = std::uint64_t{1} << (64 - offset_bits);
     Head head{log_magic, (from == 0 ? fresh_number() : generation_) % (generations - 1) + 1, 0};
     head[2] = head_checksum(head);
-    int number = write_at(temp->get(), raw(head), 0);
+    int number = write_at(temp->get(), std::as_bytes(std::span(head)), 0);
     if (from != 0 && number == 0) {
       number = write_record(temp->get(), head_bytes, first);
       std::uint64_t at = head_bytes + record_head_bytes + first.size();
-      auto end = walk(from, valid_end_, [&](std::uint64_t, std::span<const std::byte> record) -> Status {
+      auto end = walk(from, valid_end_, [&](std::span<const std::byte> record) -> Status {
         if (number == 0) number = write_record(temp->get(), at, record);
         at += record_head_bytes + record.size();
         return {};
@@ -217,61 +201,9 @@ class RecordLog {
     return number == 0 ? Status() : file_error(number, "sync the folder of", log_name);
   }
 
-  /// A stretch of the file, at least as long as asked for.
-  struct Window {
-    int fd;
-    std::uint64_t size;  // of the file
-    std::uint64_t begin = 0;
-    std::vector<std::byte> bytes{};
-
-    /// Bytes from `offset`, `count` of which lie in the file; empty on an error, which is in errno.
-    [[nodiscard]] std::span<const std::byte> at(std::uint64_t offset, std::uint64_t count) {
-      if (offset < begin || offset + count > begin + bytes.size()) {
-        bytes.resize(static_cast<std::size_t>((std::min)((std::max)(count, std::uint64_t{262144}), size - offset)));
-        begin = offset;
-        if (const int number = read_at(fd, bytes, offset); number != 0) {
-          bytes.clear();
-          errno = number;
-          return {};
-        }
-      }
-      return std::span<const std::byte>(bytes).subspan(static_cast<std::size_t>(offset - begin));
-    }
-  };
-
-  /// Gives every whole record from an offset on; returns the end of the last one.
   template <class Take>
   [[nodiscard]] Result<std::uint64_t> walk(std::uint64_t from, std::uint64_t size, const Take& take) {
-    Window window{file_.get(), size};
-    std::uint64_t end = from;
-    std::uint64_t at = from;
-    while (size - at >= record_head_bytes) {
-      auto head_at = window.at(at, record_head_bytes);
-      if (head_at.empty()) return file_error(errno, "read", log_name);
-      Head head;
-      std::memcpy(head.data(), head_at.data(), sizeof head);
-      const std::uint64_t room = size - at - record_head_bytes;
-      if (head[0] == record_magic && head[1] <= room) {
-        const auto whole = window.at(at, record_head_bytes + head[1]);
-        if (whole.empty()) return file_error(errno, "read", log_name);
-        const auto record = whole.subspan(record_head_bytes, static_cast<std::size_t>(head[1]));
-        if (checksum(at, record) == head[2]) {
-          KVMELD_TRY(take(at, record));
-          skipped_bytes_ += at - end;
-          at += record_head_bytes + head[1];
-          end = at;
-          continue;
-        }
-      }
-      // Torn or damaged: on to whatever may be a record.
-      head_at = window.at(at, record_head_bytes);
-      if (head_at.empty()) return file_error(errno, "read", log_name);
-      const auto magic = std::as_bytes(std::span(&record_magic, 1));
-      const auto found = std::search(head_at.begin() + 1, head_at.end(), magic.begin(), magic.end());
-      const auto passed = static_cast<std::uint64_t>(found - head_at.begin());
-      at += found == head_at.end() ? passed - (magic.size() - 1) : passed;
-    }
-    return end;
+    return walk_records(file_.get(), from, size, skipped_bytes_, take);
   }
 
   int folder_;

@@ -16,6 +16,7 @@
 #include <kvmeld/session/payload_store.hpp>
 #include <kvmeld/status.hpp>
 #include <kvmeld/transport/file_io.hpp>
+#include <kvmeld/transport/file_lock.hpp>
 #include <kvmeld/transport/file_log.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -143,9 +144,10 @@ class FileStore {
 
   explicit FileStore(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
 
+  /// In one of 256 folders, by the second byte: the first names the hash, and is the same for most.
   [[nodiscard]] static std::string path(const char* kind, const BlobKey& key) {
     const std::string hex = key.hex();
-    return std::string(kind) + hex.substr(0, 2) + "/" + hex;
+    return std::string(kind) + hex.substr(2, 2) + "/" + hex;
   }
 
   /// Whether the folder itself was removed, in which case an absent file says nothing. Keeps errno.
@@ -163,7 +165,7 @@ class FileStore {
     const std::string name = path(kind, key);
     const std::string inner = name.substr(0, name.rfind('/'));
     int number = 0;
-    if (std::atomic<bool>& known = shared_->known[first_known + key.bytes[0]]; !known) {
+    if (std::atomic<bool>& known = shared_->known[first_known + key.bytes[1]]; !known) {
       number = detail::make_folder(folder, inner, shared_->options.folder_mode);
       if (number == 0 && durability == Durability::file_and_folder) number = detail::sync_folder(folder, kind);
       if (number != 0) return detail::file_error(number, "create", inner);
