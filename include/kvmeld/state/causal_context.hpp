@@ -49,7 +49,7 @@ class CausalContext {
   }
 
   /// False where the dot was there. O(log ranges) where it extends a range, O(ranges) else.
-  bool add(const Provenance& dot) {
+  KVMELD_LAZY bool add(const Provenance& dot) {
     const auto after = ranges_.begin() + (upper(dot) - ranges_.cbegin());
     const bool has_before = after != ranges_.begin() && (after - 1)->agent == dot.agent && (after - 1)->epoch == dot.epoch;
     if (has_before && (after - 1)->last >= dot.sequence) return false;
@@ -69,7 +69,7 @@ class CausalContext {
   }
 
   /// Adds every dot of another.
-  void join(const CausalContext& other) {
+  KVMELD_LAZY void join(const CausalContext& other) {
     if (other.ranges_.empty()) return;
     std::vector<DotRange> all;
     all.reserve(ranges_.size() + other.ranges_.size());
@@ -79,7 +79,7 @@ class CausalContext {
     for (const DotRange& r : all) append(r);
   }
   /// Adds a range that does not begin before any that is there: for readers of sorted input.
-  void append(const DotRange& r) {
+  KVMELD_LAZY void append(const DotRange& r) {
     if (!ranges_.empty() && ranges_.back().same_line(r) && r.first <= ranges_.back().last + 1) {
       ranges_.back().last = (std::max)(ranges_.back().last, r.last);
     } else {
@@ -88,7 +88,7 @@ class CausalContext {
   }
 
   /// Dots that both have: over all members' contexts, what is causally stable.
-  [[nodiscard]] friend CausalContext meet(const CausalContext& a, const CausalContext& b) {
+  KVMELD_LAZY [[nodiscard]] friend CausalContext meet(const CausalContext& a, const CausalContext& b) {
     CausalContext out;
     auto i = a.ranges_.begin();
     auto j = b.ranges_.begin();
@@ -108,7 +108,7 @@ class CausalContext {
   }
 
   /// Whether b has every dot of a.
-  [[nodiscard]] friend bool leq(const CausalContext& a, const CausalContext& b) noexcept {
+  KVMELD_LAZY [[nodiscard]] friend bool leq(const CausalContext& a, const CausalContext& b) noexcept {
     for (const DotRange& r : a.ranges_) {
       const auto after = b.upper({r.agent, r.first, r.epoch});
       if (after == b.ranges_.begin() || !(after - 1)->same_line(r) || (after - 1)->last < r.last) return false;

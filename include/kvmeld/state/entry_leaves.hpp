@@ -4,7 +4,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
+#include <iterator>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -69,11 +70,48 @@ class CowPtr {
   Node* node_;
 };
 
-/// Entries of neighbouring ids. Ids and digests lie apart, since a join walks them and mostly finds them equal.
+/// What a walk reads of an entry: half of its id, most significant byte first, and 64 bits of its digest, the lowest of which says
+/// whether all bytes are there.
+struct Probe {
+  std::uint64_t high = 0;
+  std::uint64_t low = 0;
+  std::uint64_t tag = 0;
+
+  [[nodiscard]] bool same_prefix(const Probe& other) const noexcept { return high == other.high && low == other.low; }
+  [[nodiscard]] bool before(const Probe& other) const noexcept { return high != other.high ? high < other.high : low < other.low; }
+  [[nodiscard]] bool complete() const noexcept { return (tag & 1U) != 0; }
+};
+
+[[nodiscard]] inline Probe probe_of(const FragmentId& id, std::uint64_t tag = 0) noexcept {
+  Probe out{0, 0, tag};
+  for (std::size_t i = 0; i < 8; ++i) {
+    out.high = out.high << 8U | id.bytes[i];
+    out.low = out.low << 8U | id.bytes[8 + i];
+  }
+  return out;
+}
+
+/// Entries of neighbouring ids. Probes lie apart, since a join walks them and mostly finds them equal.
 struct Leaf {
-  std::vector<FragmentId> ids;
-  std::vector<Digest128> tags;  ///< of the entries' digests
-  std::vector<SetEntry> entries;
+  std::vector<Probe> probes;
+  std::vector<std::shared_ptr<const SetEntry>> entries;  // never null, never changed: copies of a leaf share them
+
+  /// The first entry at or behind an id. O(log leaf_size).
+  [[nodiscard]] std::size_t lower_bound(const FragmentId& id) const noexcept {
+    const Probe key = probe_of(id);
+    std::size_t first = 0;
+    for (std::size_t count = probes.size(); count > 0;) {
+      const std::size_t half = count / 2;
+      if (probes[first + half].before(key)) {
+        first += half + 1;
+        count -= half + 1;
+      } else {
+        count = half;
+      }
+    }
+    while (first < probes.size() && probes[first].same_prefix(key) && entries[first]->id < id) ++first;
+    return first;
+  }
 };
 
 /// Entries in ascending order of id, in leaves of bounded size: a copy costs a pointer a leaf, a change one leaf.
@@ -90,12 +128,10 @@ class EntryLeaves {
     using iterator_category = std::forward_iterator_tag;
     Iterator() = default;
     Iterator(const CowPtr<Leaf>* leaf, std::size_t at) noexcept : leaf_(leaf), at_(at) {}
-    [[nodiscard]] const SetEntry& operator*() const noexcept { return (*leaf_)->entries[at_]; }
+    [[nodiscard]] const SetEntry& operator*() const noexcept { return *(*leaf_)->entries[at_]; }
     [[nodiscard]] const SetEntry* operator->() const noexcept { return &**this; }
-    [[nodiscard]] const FragmentId& id() const noexcept { return (*leaf_)->ids[at_]; }
-    [[nodiscard]] const Digest128& tag() const noexcept { return (*leaf_)->tags[at_]; }
     Iterator& operator++() noexcept {
-      if (++at_ == (*leaf_)->ids.size()) {
+      if (++at_ == (*leaf_)->entries.size()) {
         ++leaf_;
         at_ = 0;
       }
@@ -113,72 +149,115 @@ class EntryLeaves {
     std::size_t at_ = 0;
   };
 
+  /// A walk over probes that looks at entries only when asked to.
+  class Walk {
+   public:
+    explicit Walk(const EntryLeaves& all) noexcept : leaf_(all.leaves_.data()), end_(leaf_ + all.leaves_.size()) { enter(); }
+    [[nodiscard]] bool done() const noexcept { return leaf_ == end_; }
+    [[nodiscard]] const Probe& probe() const noexcept { return *at_; }
+    [[nodiscard]] const SetEntry& entry() const noexcept { return *(*leaf_)->entries[static_cast<std::size_t>(at_ - (*leaf_)->probes.data())]; }
+    void next() noexcept {
+      if (++at_ != stop_) return;
+      ++leaf_;
+      enter();
+    }
+
+   private:
+    void enter() noexcept {
+      if (leaf_ == end_) return;
+      at_ = (*leaf_)->probes.data();
+      stop_ = at_ + (*leaf_)->probes.size();
+#if defined(__GNUC__)
+      if (leaf_ + 1 != end_) {  // leaves lie anywhere, and what fetches ahead stops at their ends
+        const auto* const next = reinterpret_cast<const char*>(leaf_[1]->probes.data());
+        for (std::size_t line = 0; line < 8; ++line) __builtin_prefetch(next + 64 * line);
+      }
+#endif
+    }
+    const CowPtr<Leaf>* leaf_;
+    const CowPtr<Leaf>* end_;
+    const Probe* at_ = nullptr;
+    const Probe* stop_ = nullptr;
+  };
+
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
   [[nodiscard]] Iterator begin() const noexcept { return {leaves_.data(), 0}; }
   [[nodiscard]] Iterator end() const noexcept { return {leaves_.data() + leaves_.size(), 0}; }
 
   /// Null where the id is not there. O(log n).
-  [[nodiscard]] const SetEntry* find(const FragmentId& id) const noexcept {
+  KVMELD_LAZY [[nodiscard]] const SetEntry* find(const FragmentId& id) const noexcept {
     if (leaves_.empty()) return nullptr;
     const Leaf& leaf = *leaves_[leaf_of(id)];
-    const auto at = std::lower_bound(leaf.ids.begin(), leaf.ids.end(), id);
-    return at != leaf.ids.end() && *at == id ? &leaf.entries[static_cast<std::size_t>(at - leaf.ids.begin())] : nullptr;
+    const std::size_t i = leaf.lower_bound(id);
+    return i < leaf.entries.size() && leaf.entries[i]->id == id ? leaf.entries[i].get() : nullptr;
   }
   /// Inserts an entry, or replaces the one of its id. O(log n + leaf_size).
-  void put(SetEntry entry, const Digest128& tag) {
-    if (leaves_.empty()) leaves_.emplace_back();  // not empty for long
-    const std::size_t l = size_ == 0 ? 0 : leaf_of(entry.id);
+  KVMELD_LAZY void put(SetEntry entry, std::uint64_t tag) {
+    const Probe probe = probe_of(entry.id, (tag & ~std::uint64_t{1}) | (entry.complete() ? 1U : 0U));
+    auto shared = std::make_shared<const SetEntry>(std::move(entry));
+    if (leaves_.empty()) {
+      leaves_.emplace_back();  // not empty for long
+      firsts_.push_back(probe);
+    }
+    const std::size_t l = size_ == 0 ? 0 : leaf_of(shared->id);
     Leaf& leaf = leaves_[l].own();
-    const auto at = std::lower_bound(leaf.ids.begin(), leaf.ids.end(), entry.id) - leaf.ids.begin();
-    const auto i = static_cast<std::size_t>(at);
-    if (i < leaf.ids.size() && leaf.ids[i] == entry.id) {
-      leaf.tags[i] = tag;
-      leaf.entries[i] = std::move(entry);
+    const std::size_t i = leaf.lower_bound(shared->id);
+    if (i < leaf.entries.size() && leaf.entries[i]->id == shared->id) {
+      leaf.probes[i] = probe;
+      leaf.entries[i] = std::move(shared);
       return;
     }
-    leaf.ids.insert(leaf.ids.begin() + at, entry.id);
-    leaf.tags.insert(leaf.tags.begin() + at, tag);
-    leaf.entries.insert(leaf.entries.begin() + at, std::move(entry));
+    const auto at = static_cast<std::ptrdiff_t>(i);
+    leaf.probes.insert(leaf.probes.begin() + at, probe);
+    leaf.entries.insert(leaf.entries.begin() + at, std::move(shared));
     ++size_;
-    if (leaf.ids.size() > leaf_size) split(l, i + 1 == leaf.ids.size() && l + 1 == leaves_.size());
+    firsts_[l] = leaf.probes.front();
+    if (leaf.entries.size() > leaf_size) split(l, i + 1 == leaf.entries.size() && l + 1 == leaves_.size());
   }
   /// Takes an entry out that must be there. O(log n + leaf_size).
-  void erase(const FragmentId& id) {
+  KVMELD_LAZY void erase(const FragmentId& id) {
     const std::size_t l = leaf_of(id);
     Leaf& leaf = leaves_[l].own();
-    const auto at = std::lower_bound(leaf.ids.begin(), leaf.ids.end(), id) - leaf.ids.begin();
-    leaf.ids.erase(leaf.ids.begin() + at);
-    leaf.tags.erase(leaf.tags.begin() + at);
+    const auto at = static_cast<std::ptrdiff_t>(leaf.lower_bound(id));
+    leaf.probes.erase(leaf.probes.begin() + at);
     leaf.entries.erase(leaf.entries.begin() + at);
     --size_;
-    if (leaf.ids.empty()) leaves_.erase(leaves_.begin() + static_cast<std::ptrdiff_t>(l));
+    if (!leaf.entries.empty()) {
+      firsts_[l] = leaf.probes.front();
+      return;
+    }
+    leaves_.erase(leaves_.begin() + static_cast<std::ptrdiff_t>(l));
+    firsts_.erase(firsts_.begin() + static_cast<std::ptrdiff_t>(l));
   }
 
  private:
   /// The last leaf that begins at or before an id, or the first.
-  [[nodiscard]] std::size_t leaf_of(const FragmentId& id) const noexcept {
-    const auto after = std::upper_bound(leaves_.begin(), leaves_.end(), id,
-                                        [](const FragmentId& key, const CowPtr<Leaf>& leaf) { return key < leaf->ids.front(); });
-    return after == leaves_.begin() ? 0 : static_cast<std::size_t>(after - leaves_.begin()) - 1;
+  KVMELD_LAZY [[nodiscard]] std::size_t leaf_of(const FragmentId& id) const noexcept {
+    const Probe key = probe_of(id);
+    auto after = static_cast<std::size_t>(
+        std::upper_bound(firsts_.begin(), firsts_.end(), key, [](const Probe& k, const Probe& first) { return k.before(first); }) - firsts_.begin());
+    while (after > 0 && firsts_[after - 1].same_prefix(key) && id < leaves_[after - 1]->entries.front()->id) --after;
+    return after == 0 ? 0 : after - 1;
   }
   /// Cuts a leaf in two; one that grew at the very end keeps nearly all, so that ascending insertion fills leaves.
-  void split(std::size_t l, bool ascending) {
+  KVMELD_LAZY void split(std::size_t l, bool ascending) {
     CowPtr<Leaf> right;
     Leaf& left = leaves_[l].own();
     Leaf& to = right.own();
-    const auto cut = static_cast<std::ptrdiff_t>(ascending ? left.ids.size() - 1 : left.ids.size() / 2);
+    const auto cut = static_cast<std::ptrdiff_t>(ascending ? left.entries.size() - 1 : left.entries.size() / 2);
     const auto move_tail = [&](auto& from, auto& into) {
       into.reserve(leaf_size + 1);
       into.assign(std::make_move_iterator(from.begin() + cut), std::make_move_iterator(from.end()));
       from.resize(static_cast<std::size_t>(cut));
     };
-    move_tail(left.ids, to.ids);
-    move_tail(left.tags, to.tags);
+    move_tail(left.probes, to.probes);
     move_tail(left.entries, to.entries);
+    firsts_.insert(firsts_.begin() + static_cast<std::ptrdiff_t>(l) + 1, to.probes.front());
     leaves_.insert(leaves_.begin() + static_cast<std::ptrdiff_t>(l) + 1, std::move(right));
   }
 
   std::vector<CowPtr<Leaf>> leaves_;  // none empty
+  std::vector<Probe> firsts_;         // of each leaf: the way to a leaf reads nothing else
   std::size_t size_ = 0;
 };
 

@@ -43,7 +43,7 @@ class FragmentSet {
   ///
   /// Errors: `hash_mismatch` where the fragment's id comes from another content hash; `non_finite` for a NaN or infinite confidence;
   /// `dot_reused` for a dot that this set has seen on another operation; `invalid_argument`. The set is unchanged then.
-  Status insert(const Fragment& fragment, const Provenance& dot, std::optional<float> confidence = std::nullopt, std::int64_t time_ms = 0) {
+  KVMELD_LAZY Status insert(const Fragment& fragment, const Provenance& dot, std::optional<float> confidence = std::nullopt, std::int64_t time_ms = 0) {
     KVMELD_TRY(check(fragment));
     if (confidence) {
       if (!std::isfinite(*confidence)) return detail::error(ErrorCode::non_finite, "confidence of agent ", dot.agent, " is not finite");
@@ -51,7 +51,7 @@ class FragmentSet {
     }
     return mark(fragment.id(), fragment, {dot, confidence, {}, time_ms});
   }
-  Status insert(const Fragment& fragment) {
+  KVMELD_LAZY Status insert(const Fragment& fragment) {
     KVMELD_TRY(check(fragment));
     Entry entry = entry_of(fragment.id());
     entry.fragment = merged(entry.fragment, fragment);
@@ -63,7 +63,7 @@ class FragmentSet {
   /// The operation "render `successor` in the place of `id`", in force once the successor is in the set, and until it is removed.
   ///
   /// Errors: `not_found` for an id that is not in the set, `invalid_argument`, `dot_reused`.
-  Status supersede(const FragmentId& id, const FragmentId& successor, const Provenance& dot) {
+  KVMELD_LAZY Status supersede(const FragmentId& id, const FragmentId& successor, const Provenance& dot) {
     if (id == successor || successor.empty()) return detail::error(ErrorCode::invalid_argument, "fragment ", id.hex(), " cannot supersede itself, nor none");
     if (find(id) == nullptr) return detail::error(ErrorCode::not_found, "fragment ", id.hex(), " is not in the set");
     return mark(id, {}, {dot, {}, successor, 0});
@@ -73,7 +73,7 @@ class FragmentSet {
   ///
   /// The payload is kept for replicas that still need it until `compact` is told that everybody knows of the removal. O(log n).
   /// Errors: `not_found`; `unsupported` for a fragment inserted without provenance; `dot_reused`.
-  Status remove(const FragmentId& id, const Provenance& dot) {
+  KVMELD_LAZY Status remove(const FragmentId& id, const Provenance& dot) {
     const Entry* const entry = find(id);
     if (entry == nullptr) return detail::error(ErrorCode::not_found, "fragment ", id.hex(), " is not in the set");
     if (entry->metadata.unattributed) return detail::error(ErrorCode::unsupported, "fragment ", id.hex(), " was inserted without provenance");
@@ -90,22 +90,22 @@ class FragmentSet {
   ///
   /// O(n + m) comparisons of ids; O(m log n) where the other is a small part. Payloads are shared.
   /// Errors: `hash_mismatch` where the sets' ids come from different content hashes; this set is unchanged then.
-  Status join(const FragmentSet& other);
+  KVMELD_LAZY Status join(const FragmentSet& other);
 
   /// What a replica lacks of this set, given what it has seen; to be joined there. O(n).
   ///
   /// Removals that were compacted away while it was absent travel as the ranges of what is gone, so that it never has to guess.
-  [[nodiscard]] FragmentSet delta_since(const CausalContext& seen) const;
+  KVMELD_LAZY [[nodiscard]] FragmentSet delta_since(const CausalContext& seen) const;
 
   /// Forgets removals that everybody has seen, and drops their payloads. `stable` is the meet of all members' contexts. O(removals).
-  void compact(const CausalContext& stable);
+  KVMELD_LAZY void compact(const CausalContext& stable);
 
   /// Drops a payload's bytes and keeps the id; `render` says `payload_missing` until `restore`. The digest does not change.
-  Status evict(const FragmentId& id);
+  KVMELD_LAZY Status evict(const FragmentId& id);
   /// Gives bytes to an entry that lacks them. They must be verified (`verify_fragment`). Errors: `not_found`.
-  Status restore(const Fragment& fragment);
+  KVMELD_LAZY Status restore(const Fragment& fragment);
   /// A fragment's bytes, also of one that was removed and is not stable yet. Not valid() where neither is here.
-  [[nodiscard]] Fragment payload(const FragmentId& id) const;
+  KVMELD_LAZY [[nodiscard]] Fragment payload(const FragmentId& id) const;
 
   [[nodiscard]] std::size_t size() const noexcept { return entries_.size(); }
   [[nodiscard]] bool empty() const noexcept { return entries_.size() == 0; }
@@ -140,17 +140,17 @@ class FragmentSet {
   ///
   /// Errors: `corrupt` for a dot of two operations, marks or removals out of order, or a mark that is removed;
   /// `hash_mismatch`, `non_finite`, `invalid_argument`.
-  [[nodiscard]] static Result<FragmentSet> from_parts(const SetHash& hash, std::vector<Entry> entries, std::vector<Removal> removals,
+  KVMELD_LAZY [[nodiscard]] static Result<FragmentSet> from_parts(const SetHash& hash, std::vector<Entry> entries, std::vector<Removal> removals,
                                                       const CausalContext& compacted);
 
   /// Whether a is below b: b has seen every operation of a. O(n + m).
-  [[nodiscard]] friend bool leq(const FragmentSet& a, const FragmentSet& b) {
+  KVMELD_LAZY [[nodiscard]] friend bool leq(const FragmentSet& a, const FragmentSet& b) {
     if (!leq(a.context_, b.context_)) return false;
     FragmentSet both = b;
     return both.join(a) && both.digest_ == b.digest_;
   }
   /// Least upper bound of two sets, as `FragmentSet::join`.
-  [[nodiscard]] friend Result<FragmentSet> join(const FragmentSet& a, const FragmentSet& b) {
+  KVMELD_LAZY [[nodiscard]] friend Result<FragmentSet> join(const FragmentSet& a, const FragmentSet& b) {
     FragmentSet out = a;
     KVMELD_TRY(out.join(b));
     return out;
@@ -169,15 +169,15 @@ class FragmentSet {
     std::optional<Provenance> removal;
   };
 
-  [[nodiscard]] Status check(const Fragment& fragment) const {
+  KVMELD_LAZY [[nodiscard]] Status check(const Fragment& fragment) const {
     if (!fragment.valid()) return detail::error(ErrorCode::invalid_argument, "an empty Fragment has no id to insert");
     return check(fragment.id());
   }
-  [[nodiscard]] Status check(const FragmentId& id) const {
+  KVMELD_LAZY [[nodiscard]] Status check(const FragmentId& id) const {
     if (id.tag() == hash_.tag) return {};
     return detail::error(ErrorCode::hash_mismatch, "set of hash tag ", hash_.tag, ", fragment of ", id.tag());
   }
-  [[nodiscard]] Status check(const Provenance& dot) const {
+  KVMELD_LAZY [[nodiscard]] Status check(const Provenance& dot) const {
     if (dot.sequence > max_sequence) return detail::error(ErrorCode::invalid_argument, "sequence ", dot.sequence, " of agent ", dot.agent, " is above 2^48");
     if (!context_.contains(dot)) return {};
     return detail::error(ErrorCode::dot_reused, "agent ", dot.agent, " used sequence ", dot.sequence, " of epoch ", dot.epoch, " already");
@@ -185,17 +185,17 @@ class FragmentSet {
   [[nodiscard]] static Fragment merged(const Fragment& a, const Fragment& b) {
     return !a.valid() ? b : !b.valid() ? a : with_all_bytes(a, b);
   }
-  [[nodiscard]] Entry entry_of(const FragmentId& id) const {
+  KVMELD_LAZY [[nodiscard]] Entry entry_of(const FragmentId& id) const {
     const Entry* const found = find(id);
     return found != nullptr ? *found : Entry{id, payload(id), {}};
   }
-  void put(Entry entry) {
+  KVMELD_LAZY void put(Entry entry) {
     if (const Entry* const before = find(entry.id)) digest_.subtract(detail::entry_digest(hash_, before->id, before->metadata));
     const Digest256 now = detail::entry_digest(hash_, entry.id, entry.metadata);
     digest_.add(now);
-    entries_.put(std::move(entry), {now.words[0], now.words[1]});
+    entries_.put(std::move(entry), now.words[0]);
   }
-  Status mark(const FragmentId& id, const Fragment& fragment, const Mark& mark) {
+  KVMELD_LAZY Status mark(const FragmentId& id, const Fragment& fragment, const Mark& mark) {
     Entry entry = entry_of(id);
     auto& marks = entry.metadata.marks;
     const auto at = std::lower_bound(marks.begin(), marks.end(), mark.dot, [](const Mark& m, const Provenance& dot) { return m.dot < dot; });
@@ -210,8 +210,8 @@ class FragmentSet {
     put(std::move(entry));
     return {};
   }
-  void set_marks(const Entry& entry, std::vector<Mark> marks, const std::optional<Provenance>& removal);
-  void log(Removal removal) {
+  KVMELD_LAZY void set_marks(const Entry& entry, std::vector<Mark> marks, const std::optional<Provenance>& removal);
+  KVMELD_LAZY void log(Removal removal) {
     const auto at = std::lower_bound(removals_.begin(), removals_.end(), removal.dot, [](const Removal& r, const Provenance& dot) { return r.dot < dot; });
     if (at == removals_.end() || at->dot != removal.dot) removals_.insert(at, std::move(removal));
   }

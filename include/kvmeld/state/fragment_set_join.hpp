@@ -2,8 +2,6 @@
 
 /// How sets meet: the bodies of `FragmentSet`'s joins, deltas and compaction.
 
-#include <cstring>
-
 #include <kvmeld/state/fragment_set.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -11,7 +9,7 @@ KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
 /// Marks in force after two replicas met: those that both have, and those of either that the other has not seen. Linear.
-[[nodiscard]] inline std::vector<Mark> join_marks(const std::vector<Mark>& a, const CausalContext& seen_by_a, const std::vector<Mark>& b,
+KVMELD_LAZY [[nodiscard]] std::vector<Mark> join_marks(const std::vector<Mark>& a, const CausalContext& seen_by_a, const std::vector<Mark>& b,
                                                   const CausalContext& seen_by_b) {
   std::vector<Mark> out;
   auto i = a.begin();
@@ -30,12 +28,11 @@ namespace detail {
   return out;
 }
 
-[[nodiscard]] inline int compare(const FragmentId& a, const FragmentId& b) noexcept { return std::memcmp(a.bytes.data(), b.bytes.data(), 32); }
-
 }  // namespace detail
 
 /// Gives an entry other marks; without any it leaves, and its payload waits until the removal is stable.
-inline void FragmentSet::set_marks(const Entry& entry, std::vector<Mark> marks, const std::optional<Provenance>& removal) {
+template <class>
+void FragmentSet::set_marks(const Entry& entry, std::vector<Mark> marks, const std::optional<Provenance>& removal) {
   if (!marks.empty() || entry.metadata.unattributed) {
     if (marks == entry.metadata.marks) return;
     put({entry.id, entry.fragment, {std::move(marks), entry.metadata.unattributed}});
@@ -60,7 +57,8 @@ void FragmentSet::join_entry(const Entry& theirs, const CausalContext& their_con
   put(std::move(mine));
 }
 
-inline Status FragmentSet::join(const FragmentSet& other) {
+template <class>
+Status FragmentSet::join(const FragmentSet& other) {
   if (other.hash_.tag != hash_.tag) {
     return detail::error(ErrorCode::hash_mismatch, "sets of hash tags ", hash_.tag, " and ", other.hash_.tag);
   }
@@ -72,44 +70,54 @@ inline Status FragmentSet::join(const FragmentSet& other) {
     const auto at = std::lower_bound(by_id.begin(), by_id.end(), id, [](const Removal* r, const FragmentId& key) { return r->id < key; });
     return at != by_id.end() && (*at)->id == id ? std::optional((*at)->dot) : std::nullopt;
   };
+  const auto forgotten = [&](const Entry& mine) {
+    const auto& marks = mine.metadata.marks;
+    return std::any_of(marks.begin(), marks.end(), [&](const Mark& mark) { return other.context_.contains(mark.dot); });
+  };
   // Marks of mine that the other has seen removed. Those of its log name their entries; for compacted ones every entry is looked at.
   std::vector<FragmentId> touched;
   if (other.explained() && other.size() * 16 < size()) {
     for (const Entry& theirs : other.entries()) join_entry(theirs, other.context_, removal_of);
-    for (const Removal& removal : other.removals_) {
-      if (find(removal.id) != nullptr && other.find(removal.id) == nullptr) touched.push_back(removal.id);
-    }
   } else {
-    auto i = entries_.begin();
-    auto j = other.entries_.begin();
-    const auto mine_end = entries_.end();
-    const auto theirs_end = other.entries_.end();
     std::vector<const Entry*> changed;
-    const bool may_remove = !other.context_.empty();
-    while (i != mine_end && j != theirs_end) {
-      const int order = detail::compare(i.id(), j.id());
-      if (order == 0) {
-        if (i.tag() != j.tag() || (!i->complete() && j->fragment.valid())) changed.push_back(&*j);
-        ++i;
-        ++j;
-      } else if (order < 0) {
-        if (may_remove) touched.push_back(i.id());
-        ++i;
+    const bool may_remove = !other.explained();
+    detail::EntryLeaves::Walk i(entries_);
+    detail::EntryLeaves::Walk j(other.entries_);
+    while (!i.done() && !j.done()) {
+      const detail::Probe mine = i.probe();
+      const detail::Probe theirs = j.probe();
+      bool equal = mine.same_prefix(theirs);
+      bool first = mine.before(theirs);
+      if (equal && mine.tag != theirs.tag) {  // of one id most likely, and it may be two
+        equal = i.entry().id == j.entry().id;
+        first = i.entry().id < j.entry().id;
+      }
+      if (equal) {
+        if (mine.tag != theirs.tag || (!mine.complete() && j.entry().fragment.valid())) changed.push_back(&j.entry());
+        i.next();
+        j.next();
+      } else if (first) {
+        if (may_remove && forgotten(i.entry())) touched.push_back(i.entry().id);
+        i.next();
       } else {
-        changed.push_back(&*j);
-        ++j;
+        changed.push_back(&j.entry());
+        j.next();
       }
     }
-    for (; j != theirs_end; ++j) changed.push_back(&*j);
-    for (; may_remove && i != mine_end; ++i) touched.push_back(i.id());
+    for (; !j.done(); j.next()) changed.push_back(&j.entry());
+    for (; may_remove && !i.done(); i.next()) {
+      if (forgotten(i.entry())) touched.push_back(i.entry().id);
+    }
     for (const Entry* theirs : changed) join_entry(*theirs, other.context_, removal_of);
+  }
+  for (const Removal& removal : other.removals_) {
+    const Entry* const mine = find(removal.id);
+    if (mine != nullptr && other.find(removal.id) == nullptr && forgotten(*mine)) touched.push_back(removal.id);
   }
   for (const FragmentId& id : touched) {
     const Entry* const entry = find(id);
     if (entry == nullptr) continue;  // several removals may name one id
-    const auto& marks = entry->metadata.marks;
-    if (std::none_of(marks.begin(), marks.end(), [&](const Mark& mark) { return other.context_.contains(mark.dot); })) continue;
-    set_marks(*entry, detail::join_marks(marks, context_, {}, other.context_), removal_of(id));
+    set_marks(*entry, detail::join_marks(entry->metadata.marks, context_, {}, other.context_), removal_of(id));
   }
   context_.join(other.context_);
   compacted_.join(other.compacted_);
@@ -118,7 +126,8 @@ inline Status FragmentSet::join(const FragmentSet& other) {
   return {};
 }
 
-inline FragmentSet FragmentSet::delta_since(const CausalContext& seen) const {
+template <class>
+FragmentSet FragmentSet::delta_since(const CausalContext& seen) const {
   FragmentSet out(hash_);
   std::vector<Provenance> dots;
   for (const Entry& entry : entries()) {
@@ -145,7 +154,8 @@ inline FragmentSet FragmentSet::delta_since(const CausalContext& seen) const {
   return out;
 }
 
-inline void FragmentSet::compact(const CausalContext& stable) {
+template <class>
+void FragmentSet::compact(const CausalContext& stable) {
   CausalContext gone;
   for (const Removal& removal : removals_) {
     if (!stable.contains(removal.dot)) continue;
@@ -157,7 +167,8 @@ inline void FragmentSet::compact(const CausalContext& stable) {
   compacted_.join(gone);
 }
 
-inline Status FragmentSet::evict(const FragmentId& id) {
+template <class>
+Status FragmentSet::evict(const FragmentId& id) {
   const Entry* const found = find(id);
   if (found == nullptr) return detail::error(ErrorCode::not_found, "fragment ", id.hex(), " is not in the set");
   if (!found->fragment.valid()) return {};
@@ -169,7 +180,8 @@ inline Status FragmentSet::evict(const FragmentId& id) {
   return {};
 }
 
-inline Status FragmentSet::restore(const Fragment& fragment) {
+template <class>
+Status FragmentSet::restore(const Fragment& fragment) {
   KVMELD_TRY(check(fragment));
   const Entry* const found = find(fragment.id());
   if (found == nullptr) return detail::error(ErrorCode::not_found, "fragment ", fragment.id().hex(), " is not in the set");
@@ -179,7 +191,8 @@ inline Status FragmentSet::restore(const Fragment& fragment) {
   return {};
 }
 
-inline Fragment FragmentSet::payload(const FragmentId& id) const {
+template <class>
+Fragment FragmentSet::payload(const FragmentId& id) const {
   if (const Entry* const entry = find(id)) return entry->fragment;
   for (const Retired& retired : retired_) {
     if (retired.fragment.id() == id) return retired.fragment;
@@ -187,7 +200,8 @@ inline Fragment FragmentSet::payload(const FragmentId& id) const {
   return {};
 }
 
-inline Result<FragmentSet> FragmentSet::from_parts(const SetHash& hash, std::vector<Entry> entries, std::vector<Removal> removals,
+template <class>
+Result<FragmentSet> FragmentSet::from_parts(const SetHash& hash, std::vector<Entry> entries, std::vector<Removal> removals,
                                                    const CausalContext& compacted) {
   FragmentSet out(hash);
   std::vector<Provenance> live;
