@@ -26,7 +26,13 @@ while [ $# -gt 0 ]; do
   esac
 done
 
-need_packages "${example_packages[@]}"
+# An example that needs servers or several processes says so in NN_name.sh: packages in `more_packages`, and a function `start`
+# that may add to `flags` or put words before the program in `launcher`.
+more_packages=() launcher=()
+start() { :; }
+if [ -f "$root/examples/$name.sh" ]; then . "$root/examples/$name.sh"; fi
+
+need_packages "${example_packages[@]}" "${more_packages[@]}"
 engine=$(bash "$root/examples/support/get_engine.sh")
 model=$(bash "$root/examples/support/get_model.sh" "${model_flags[@]}")
 
@@ -36,4 +42,7 @@ build "$root/build/examples" "$name"
 
 say "running $name with $(basename "$model")"
 cd "$root"
-exec "$root/build/examples/examples/$name" --model "$model" "${flags[@]}"
+start
+status=0
+"${launcher[@]}" "$root/build/examples/examples/$name" --model "$model" "${flags[@]}" || status=$?
+exit $status
