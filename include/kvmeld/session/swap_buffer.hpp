@@ -89,9 +89,15 @@ class SwapBuffer {
     if (live_ == nullptr) return detail::error(ErrorCode::invalid_argument, rows.tokens(), " tokens, and no cache is live");
     return append_to(*live_, rows, tokens);
   }
+  /// Whether a cache is live. Of the generating thread.
+  [[nodiscard]] bool live() const noexcept { return live_ != nullptr; }
+  /// Whether so many tokens more fit behind the live cache; true where none is live.
+  [[nodiscard]] Status check_room(std::int64_t tokens) const { return live_ == nullptr ? Status() : room(*live_, tokens); }
   /// Appends a sealed span, turned to the positions that follow, to a cache that is not live yet or to the live one.
-  Status carry(Rendered<Buffer>& cache, const Fragment& fragment) {
-    const auto made = detail::plan_behind(fragment, cache.next_position());
+  ///
+  /// `first_position` is where a cache without rows begins. Errors: as `append`, and those of `plan`.
+  Status carry(Rendered<Buffer>& cache, const Fragment& fragment, std::int64_t first_position = 0) {
+    const auto made = detail::plan_behind(fragment, cache.next_position(first_position));
     if (!made) return made.error();
     KVMELD_TRY(room(cache, made->tokens()));
     std::vector<std::byte> workspace(made->workspace_bytes());

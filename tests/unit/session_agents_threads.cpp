@@ -1,0 +1,310 @@
+// Whole sessions over memory: agents in threads end with one cache, every byte is accounted for, a death costs one timeout.
+
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <thread>
+
+#include <kvmeld/kvmeld.hpp>
+#include <kvmeld/session/agent_session.hpp>
+#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/transport/memory_transport.hpp>
+
+#include "support/catch.hpp"
+#include "support/random_cache.hpp"
+
+using namespace kvmeld;
+
+namespace {
+
+const auto g = test::geometry({.type = ElementType::f16, .layers = 2, .heads = 2, .channels = 32});
+const auto merging = merger(ByProvenance{});
+
+/// Counts what really crosses, and stops for good at a given send: a process that was killed there.
+struct CountingTransport {
+  MemoryTransport inner;
+  std::shared_ptr<std::atomic<std::int64_t>> sends_left = std::make_shared<std::atomic<std::int64_t>>(INT64_MAX);
+  Traffic sent{}, received{};
+
+  [[nodiscard]] MemberId self() const noexcept { return inner.self(); }
+  [[nodiscard]] std::size_t max_message_bytes() const noexcept { return inner.max_message_bytes(); }
+  Status send(MemberId to, std::span<const std::byte> bytes) {
+    if (sends_left->fetch_sub(1) <= 0) return Status(ErrorCode::unavailable, "killed");
+    KVMELD_TRY(inner.send(to, bytes));
+    sent.add(bytes.size());
+    return {};
+  }
+  Result<std::optional<Envelope>> receive(std::int64_t timeout_ms) {
+    auto got = inner.receive(timeout_ms);
+    if (got && *got) received.add((*got)->bytes.size());
+    return got;
+  }
+};
+
+using Session = AgentSession<std::remove_const_t<decltype(merging)>, MemoryStore, CountingTransport>;
+
+struct Agent {
+  MemoryStore store;
+  CountingTransport transport;
+  Session session;
+  std::uint64_t said = 0;
+
+  Agent(MemberId self, MemoryHub& hub, const Session::Options& options)
+      : transport{*hub.join(self)}, session(merging, store, transport, g, options, HostMemory({.spare_tokens = 256})) {}
+
+  // From any thread: Catch's macros are the main thread's.
+  [[nodiscard]] bool say(std::int64_t tokens) {
+    test::TestCache words(g, tokens);
+    words.fill(1000 * transport.self() + said);
+    const auto ids = test::token_ids(tokens, static_cast<TokenId>(10 * said));
+    ++said;
+    return session.append(words.ref(), ids).ok();
+  }
+};
+
+Session::Options options_for(MemberId self, std::size_t members) {
+  Session::Options options;
+  options.replica.self = self;
+  options.replica.epoch = 1;
+  options.replica.seed = self;
+  options.replica.news_interval_ms = 10;
+  options.replica.retry_ms = 5;
+  for (MemberId m = 1; m <= members; ++m) options.replica.members.push_back(m);
+  options.rounds = {.session = 9, .members = options.replica.members, .soft_ms = 4'000, .cut_ms = 5'000, .timeout_ms = 9'000, .retry_ms = 20};
+  options.content_digest = true;
+  return options;
+}
+
+std::int64_t now_ms() { return static_cast<std::int64_t>(steady_ms()); }
+
+void check_accounts(Agent& agent) {
+  const Accounting accounts = agent.session.accounting();
+  CHECK(accounts.total_sent() == agent.transport.sent);
+  CHECK(accounts.total_received() == agent.transport.received);
+  Traffic by_layer;
+  for (const TrafficLayer layer : {TrafficLayer::state, TrafficLayer::payload, TrafficLayer::rounds, TrafficLayer::application}) by_layer += accounts.sent_of(layer);
+  CHECK(by_layer == accounts.total_sent());
+}
+
+}  // namespace
+
+TEST_CASE("rounds of three agents in threads: equal content digests, and every byte is accounted for") {
+  for (const std::size_t count : {std::size_t{2}, std::size_t{3}}) {
+    MemoryHub hub;
+    std::vector<std::unique_ptr<Agent>> agents;
+    for (MemberId m = 1; m <= count; ++m) {
+      auto options = options_for(m, count);
+      options.background = false;
+      agents.push_back(std::make_unique<Agent>(m, hub, options));
+    }
+    std::vector<std::vector<RoundReport>> reports(count);
+    std::vector<std::thread> threads;
+    for (std::size_t a = 0; a < count; ++a) {
+      threads.emplace_back([&, a] {
+        for (int round = 0; round < 4; ++round) {
+          if (!agents[a]->say(static_cast<std::int64_t>(3 + a))) return;
+          if (round % 2 == 0) (void)agents[a]->session.end_span();  // else the swap ends the span, and carries it
+          auto report = agents[a]->session.synchronize(now_ms);
+          if (report) reports[a].push_back(*std::move(report));
+        }
+        for (int i = 0; i < 30; ++i) (void)agents[a]->session.poll(now_ms(), 1);  // answers whoever is behind
+      });
+    }
+    for (std::thread& t : threads) t.join();
+    for (std::size_t round = 0; round < 4; ++round) {
+      for (std::size_t a = 0; a < count; ++a) {
+        REQUIRE(reports[a].size() == 4);
+        const RoundReport& report = reports[a][round];
+        INFO("agent " << a << " round " << round << ": " << report.status.message());
+        REQUIRE(report.swapped);
+        CHECK(report.round == round + 1);
+        REQUIRE(report.swap.has_value());
+        CHECK(report.swap->render.content_digest == reports[0][round].swap->render.content_digest);
+        // What was not sealed before the barrier is still in the agent's own view.
+        CHECK(report.swap->install.carried_tokens == (round % 2 == 0 ? 0 : static_cast<std::int64_t>(3 + a)));
+      }
+    }
+    // Sealed before the last barrier: rounds 1 to 3 of all.
+    std::int64_t tokens = 0;
+    for (std::size_t a = 0; a < count; ++a) tokens += 3 * static_cast<std::int64_t>(3 + a);
+    CHECK(reports[0][3].swap->render.tokens == tokens);
+    for (auto& agent : agents) {
+      check_accounts(*agent);
+      const Accounting accounts = agent->session.accounting();
+      CHECK(accounts.rounds_swapped == 4);
+      CHECK(accounts.swaps == 4);
+      CHECK(accounts.received_of(TrafficLayer::payload).bytes > 0);
+      CHECK(accounts.sealed_bytes.size() == 2);
+      CHECK(agent->session.next_position() == agent->session.current().tokens);
+    }
+  }
+}
+
+TEST_CASE("asynchronous agents: a network thread beside each generating one, nobody waits, all end with one cache") {
+  constexpr std::size_t count = 3;
+  MemoryHub hub;
+  std::vector<std::unique_ptr<Agent>> agents;
+  for (MemberId m = 1; m <= count; ++m) {
+    auto options = options_for(m, count);
+    options.spans.seal_every = 4;
+    agents.push_back(std::make_unique<Agent>(m, hub, options));
+  }
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  std::atomic<std::size_t> finished{0};
+  std::vector<Digest128> last(count);
+  std::atomic<int> failures{0};
+  for (std::size_t a = 0; a < count; ++a) {
+    threads.emplace_back([&, a] {
+      while (!stop.load()) (void)agents[a]->session.poll(now_ms(), 1);
+    });
+    threads.emplace_back([&, a] {
+      Session& session = agents[a]->session;
+      const auto swap = [&] {
+        auto swapped = session.try_swap();
+        if (!swapped) ++failures;
+        if (swapped && *swapped) last[a] = (*swapped)->render.content_digest.value_or(Digest128{});
+      };
+      for (int i = 0; i < 30; ++i) {
+        failures += agents[a]->say(1) ? 0 : 1;
+        swap();
+        const auto view = session.current();
+        if (view && view.positions.back() + 1 != session.next_position()) ++failures;  // its view is whole, always
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      (void)session.end_span();
+      ++finished;
+      for (int i = 0; i < 4000 && !(finished.load() == count && session.current() && session.current().owner->report.tokens == 30 * count); ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        swap();
+      }
+    });
+  }
+  for (std::size_t a = 0; a < count; ++a) threads[2 * a + 1].join();
+  stop = true;
+  for (std::size_t a = 0; a < count; ++a) threads[2 * a].join();
+  CHECK(failures.load() == 0);
+  for (std::size_t a = 0; a < count; ++a) {
+    INFO("agent " << a);
+    CHECK(agents[a]->session.set().digest() == agents[0]->session.set().digest());
+    CHECK(agents[a]->session.current().owner->report.tokens == 30 * count);
+    CHECK(agents[a]->session.current().tokens == 30 * count);  // nothing of its own twice
+    CHECK(last[a] == last[0]);
+    check_accounts(*agents[a]);
+  }
+}
+
+TEST_CASE("an agent is killed at any one of its sends: the others swap to one cache or keep theirs, and the next round works") {
+  const auto run = [](std::size_t victim, std::int64_t sends, std::int64_t& used) {
+    MemoryHub hub;
+    std::vector<std::unique_ptr<Agent>> agents;
+    for (MemberId m = 1; m <= 3; ++m) {
+      auto options = options_for(m, 3);
+      options.background = false;
+      options.rounds.soft_ms = 60;
+      options.rounds.cut_ms = 120;
+      options.rounds.timeout_ms = 400;
+      agents.push_back(std::make_unique<Agent>(m, hub, options));
+    }
+    *agents[victim]->transport.sends_left = sends;
+    const auto dead = [&](std::size_t a) { return a == victim && agents[a]->transport.sends_left->load() < 0; };
+    std::int64_t now = 0;  // a clock of the test's own: one thread, no waiting
+    std::size_t swapped = 0;
+    for (int round = 1; round <= 2; ++round) {
+      std::map<std::size_t, Digest128> digests;
+      for (std::size_t a = 0; a < 3; ++a) {
+        if (dead(a)) continue;
+        REQUIRE(agents[a]->say(3));
+        (void)agents[a]->session.end_span();
+        REQUIRE(agents[a]->session.begin_round(now).ok());
+      }
+      const std::int64_t end = now + 420;
+      const auto going_on = [&] {
+        for (std::size_t a = 0; a < 3; ++a) {
+          if (!dead(a) && agents[a]->session.in_round()) return true;
+        }
+        return false;
+      };
+      // The worker is real: the clock stands still while one renders.
+      const auto renders = [&] {
+        for (std::size_t a = 0; a < 3; ++a) {
+          const Round& r = *agents[a]->session.round();
+          if (dead(a) || r.state() != RoundState::cut || !missing_of(*r.cut(), agents[a]->session.set()).empty()) continue;
+          std::this_thread::sleep_for(std::chrono::microseconds(20));
+          return true;
+        }
+        return false;
+      };
+      for (; now < end && going_on(); now += renders() ? 0 : 2) {
+        for (std::size_t a = 0; a < 3; ++a) {
+          if (dead(a)) continue;
+          (void)agents[a]->session.poll(now);
+          auto swap = agents[a]->session.try_swap();
+          if (!swap) FAIL(swap.error().message());
+          if (*swap) digests[a] = (*swap)->render.content_digest.value();
+        }
+      }
+      CHECK_FALSE(going_on());
+      for (std::size_t a = 0; a < 3; ++a) {
+        if (dead(a)) continue;
+        const bool did = agents[a]->session.round()->state() == RoundState::swapped;
+        CHECK(did == (digests.count(a) == 1));
+        if (did) CHECK(digests[a] == digests.begin()->second);
+        swapped += did && round == 2 ? 1 : 0;
+      }
+    }
+    used = sends - agents[victim]->transport.sends_left->load();
+    for (std::size_t a = 0; a < 3; ++a) check_accounts(*agents[a]);
+    return swapped;
+  };
+  for (const std::size_t victim : {std::size_t{0}, std::size_t{1}, std::size_t{2}}) {  // agent 2 publishes round 1, agent 3 round 2
+    std::int64_t calm = 0, used = 0;
+    REQUIRE(run(victim, 1'000'000, calm) == 3);
+    REQUIRE(calm > 4);
+    for (std::int64_t k = 0; k < calm; ++k) {
+      INFO("agent " << victim + 1 << " killed at send " << k << " of " << calm);
+      const std::size_t swapped = run(victim, k, used);
+      if (victim == 0) CHECK(swapped >= 2);  // never a publisher here: the others get on
+    }
+  }
+}
+
+TEST_CASE("what cannot be swapped in leaves the old cache") {
+  MemoryHub hub;
+  auto options = options_for(1, 1);
+  Agent agent(1, hub, options);
+  REQUIRE(agent.session.open().ok());
+  const auto settle = [&]() -> Result<std::optional<SwapReport>> {
+    for (int i = 0; i < 2000; ++i) {
+      (void)agent.session.poll(now_ms());
+      auto swap = agent.session.try_swap();
+      if (!swap || *swap) return swap;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return std::optional<SwapReport>();
+  };
+  REQUIRE(agent.say(5));
+  REQUIRE(agent.session.end_span()->has_value());
+  CHECK_FALSE(agent.session.end_span()->has_value());
+  auto swap = settle();
+  REQUIRE((swap.ok() && swap->has_value()));
+  CHECK((*swap)->render.tokens == 5);
+  CHECK(agent.session.next_position() == 5);
+  // A second prefix makes the set unrenderable: said once, and the agent goes on with what it has.
+  test::TestCache text(g, 2);
+  for (const std::uint64_t seed : {1U, 2U}) {
+    text.fill(seed);
+    REQUIRE(agent.session.insert(*seal(text.ref(), {.role = Role::prefix})).ok());
+  }
+  Status status;
+  for (int i = 0; i < 3 && status; ++i) status = settle().status();
+  CHECK(status.code() == ErrorCode::prefix_conflict);
+  REQUIRE(agent.say(2));
+  CHECK(agent.session.current().tokens >= 7);
+  // Its own words are refused where they do not fit, and nothing of them is taken.
+  test::TestCache many(g, 2000);
+  many.fill(3);
+  const std::int64_t before = agent.session.next_position();
+  CHECK(agent.session.append(many.ref()).code() == ErrorCode::output_too_small);
+  CHECK(agent.session.next_position() == before);
+}
