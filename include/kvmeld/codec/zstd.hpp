@@ -2,8 +2,10 @@
 
 /// Compressed chunks by Zstandard (CMake component kvmeld::zstd).
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <span>
 #include <vector>
