@@ -93,6 +93,15 @@ class Replica {
     return {};
   }
 
+  /// Tells who the members are from now on, for one that joins or leaves while this replica runs. What was compacted before still reaches
+  /// whoever joins; one that has left is waited for no longer, and asked for nothing.
+  void set_members(std::vector<MemberId> members) {
+    for (const MemberId before : options_.members) {
+      if (std::find(members.begin(), members.end(), before) == members.end()) peers_.erase(before);
+    }
+    options_.members = std::move(members);
+  }
+
   /// Writes everything to the store anew: for one that was emptied behind this replica's back. O(bytes).
   Status republish() {
     for (const FragmentSet::Entry& entry : set_.entries()) {
