@@ -18,6 +18,9 @@ class KvmeldConan(ConanFile):
     settings = "os", "arch", "compiler", "build_type"
     exports_sources = "CMakeLists.txt", "cmake/*", "include/*", "LICENSE"
     no_copy_source = True
+    # One option for each component that stands on another library; the headers are installed in any case.
+    options = {name: [True, False] for name in ("redis", "grpc", "mpi", "openssl", "zstd")}
+    default_options = {name: False for name in options}
 
     def set_version(self):
         text = load(self, os.path.join(self.recipe_folder, "include", "kvmeld", "version.hpp"))
@@ -25,6 +28,15 @@ class KvmeldConan(ConanFile):
 
     def requirements(self):
         self.requires("xxhash/[>=0.8 <1]", transitive_headers=True)
+        for option, requirement in (
+            ("redis", "hiredis/[>=0.14 <2]"),
+            ("grpc", "grpc/[>=1.50 <2]"),
+            ("mpi", "openmpi/[>=4.1 <5]"),
+            ("openssl", "openssl/[>=3 <4]"),
+            ("zstd", "zstd/[>=1.5 <2]"),
+        ):
+            if self.options.get_safe(option):
+                self.requires(requirement, transitive_headers=True, transitive_libs=True)
 
     def validate(self):
         check_min_cppstd(self, 20)
