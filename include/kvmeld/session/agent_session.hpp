@@ -175,6 +175,7 @@ class AgentSession {
 
   [[nodiscard]] static Options complete(Options options, const M& merger, const Geometry& geometry) {
     options.replica.merger = merger.digest();
+    options.rounds.set_hash = options.replica.set_hash;
     if (options.target.geometry.layers.empty()) options.target.geometry = geometry;
     return options;
   }

@@ -136,7 +136,7 @@ KVMELD_SESSION_MEMBER(void)::end_round(std::int64_t now_ms) {
   const bool swapped = round_->state() == RoundState::swapped;
   // The round's request may have taken the place of another; what it did not render is asked for again.
   asked_for_.reset();
-  if (swapped && round_->cut()->set == set().digest()) asked_for_.emplace(set().digest(), arrivals());
+  if (swapped && round_->cut()->set.digest() == set().digest()) asked_for_.emplace(set().digest(), arrivals());
   const std::lock_guard lock(mutex_);
   round_request_ = 0;
   (swapped ? counted_.rounds_swapped : counted_.rounds_kept) += 1;
@@ -151,7 +151,7 @@ KVMELD_SESSION_MEMBER(Status)::publish(std::int64_t now_ms) {
   if (!cut) return cut.error();
   const std::vector<std::byte> bytes = encode(*cut);
   if (bytes.size() + 1024 > transport_->max_message_bytes()) {
-    return detail::error(ErrorCode::oversized, "a cut of ", cut->items.size(), " fragments takes ", bytes.size(), " bytes, a message at most ",
+    return detail::error(ErrorCode::oversized, "a cut of ", cut->set.size(), " fragments takes ", bytes.size(), " bytes, a message at most ",
                          transport_->max_message_bytes());
   }
   const BlobKey key = detail::cut_key(options_.rounds.session, number);
@@ -160,7 +160,7 @@ KVMELD_SESSION_MEMBER(Status)::publish(std::int64_t now_ms) {
   if (!*fresh) {
     const auto written = store_->get(key);
     if (!written) return written.error();
-    cut = decode_cut(written->bytes());
+    cut = decode_cut(written->bytes(), options_.replica.set_hash);
     if (!cut) return cut.error();
   }
   if (const std::size_t n = options_.rounds.members.size(); number > n) (void)store_->erase(detail::cut_key(options_.rounds.session, number - n));

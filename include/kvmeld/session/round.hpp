@@ -22,6 +22,7 @@ struct RoundOptions {
   std::int64_t cut_ms = 2'000;         ///< a member that has seen no cut by then keeps its cache
   std::int64_t timeout_ms = 5'000;     ///< a member that could not fetch and render the cut by then keeps its cache
   std::int64_t retry_ms = 100;         ///< how often a member repeats that it is ready
+  SetHash set_hash{};                  ///< of the members' sets
 };
 
 enum class RoundState : std::uint8_t {
@@ -88,7 +89,7 @@ class Round {
       if (!ready) return ready.error();
       if (ready->session == options_.session) on_ready(from, *std::move(ready));
     } else {
-      auto cut = decode_cut(body);
+      auto cut = decode_cut(body, options_.set_hash);
       if (!cut) return cut.error();
       if (cut->session == options_.session) KVMELD_TRY(on_cut(*std::move(cut)));
     }
@@ -190,7 +191,7 @@ class Round {
     if (newest_cut_ && newest_cut_->round == cut.round) {
       if (*newest_cut_ == cut) return {};
       ++conflicts_;
-      return detail::error(ErrorCode::corrupt, "round ", cut.round, " has a second cut, of set ", cut.set.hex(), "; the first one, of ", newest_cut_->set.hex(),
+      return detail::error(ErrorCode::corrupt, "round ", cut.round, " has a second cut, of set ", cut.set.digest().hex(), "; the first one, of ", newest_cut_->set.digest().hex(),
                            ", stands");
     }
     if (newest_cut_ && cut.round < newest_cut_->round) return {};

@@ -2,36 +2,26 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <utility>
 #include <vector>
 
-#include <kvmeld/codec/byte_reader.hpp>
-#include <kvmeld/codec/byte_writer.hpp>
+#include <kvmeld/session/set_codec.hpp>
 #include <kvmeld/session/transport.hpp>
 #include <kvmeld/state/fragment_set.hpp>
 #include <kvmeld/state/superseded.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Exactly what a round renders: fragments by id with the metadata that policies read, the set's digest, and the merger's.
+/// Exactly what a round renders: fragments by id with the metadata that policies read, and the merger's digest.
 ///
 /// A member renders a cut from its own payloads, however far its set has moved on meanwhile.
 struct RoundCut {
-  struct Item {
-    FragmentId id;
-    Metadata metadata;
-
-    bool operator==(const Item&) const = default;
-  };
-
   std::uint64_t session = 0;   ///< which members, in which run
   std::uint64_t round = 0;
   MemberId publisher = 0;
   Digest128 merger;
-  Digest256 set;               ///< of the set that the items make
-  std::vector<Item> items;     ///< ascending by id
+  FragmentSet set;             ///< without payloads, removals and superseded fragments
 
   bool operator==(const RoundCut&) const = default;
 };
@@ -46,7 +36,7 @@ struct RoundReady {
   bool operator==(const RoundReady&) const = default;
 };
 
-/// The fragments of a set that a render reads and whose bytes are here, as a set of their own. O(n).
+/// The fragments of a set that a render reads and whose bytes are here, as a set of their own. O(n log n).
 KVMELD_LAZY [[nodiscard]] Result<FragmentSet> renderable(const FragmentSet& set) {
   std::vector<FragmentSet::Entry> entries;
   for (const FragmentSet::Entry* entry : in_force(set)) {
@@ -55,175 +45,108 @@ KVMELD_LAZY [[nodiscard]] Result<FragmentSet> renderable(const FragmentSet& set)
   return FragmentSet::from_parts(set.hash(), std::move(entries), {}, {});
 }
 
-/// Publishes everything that a set can render now. O(n).
+/// Everything that a set can render now, for publishing. O(n log n).
 KVMELD_LAZY [[nodiscard]] Result<RoundCut> make_cut(const FragmentSet& set, const Digest128& merger, std::uint64_t session, std::uint64_t round,
                                                     MemberId publisher) {
-  const auto part = renderable(set);
-  if (!part) return part.error();
-  RoundCut cut{session, round, publisher, merger, part->digest(), {}};
-  for (const FragmentSet::Entry& entry : part->entries()) cut.items.push_back({entry.id, entry.metadata});
-  return cut;
-}
-
-/// What a cut says of the state: its operations, without payloads, to be joined by a member that had not heard of them.
-///
-/// Errors: those of `FragmentSet::from_parts`.
-KVMELD_LAZY [[nodiscard]] Result<FragmentSet> delta_of(const RoundCut& cut, const SetHash& hash) {
   std::vector<FragmentSet::Entry> entries;
-  for (const RoundCut::Item& item : cut.items) entries.push_back({item.id, {}, item.metadata});
-  return FragmentSet::from_parts(hash, std::move(entries), {}, {});
+  for (const FragmentSet::Entry* entry : in_force(set)) {
+    if (!entry->complete()) continue;
+    entries.push_back({entry->id, {}, entry->metadata});
+    for (Mark& mark : entries.back().metadata.marks) mark.time_ms = 0;  // for display, and not for everybody
+  }
+  auto part = FragmentSet::from_parts(set.hash(), std::move(entries), {}, {});
+  if (!part) return part.error();
+  return RoundCut{session, round, publisher, merger, *std::move(part)};
 }
 
 /// Ids of a cut whose bytes a set does not hold. O(n log n).
 KVMELD_LAZY [[nodiscard]] std::vector<FragmentId> missing_of(const RoundCut& cut, const FragmentSet& here) {
   std::vector<FragmentId> out;
-  for (const RoundCut::Item& item : cut.items) {
-    if (!FragmentSet::Entry{item.id, here.payload(item.id), {}}.complete()) out.push_back(item.id);
+  for (const FragmentSet::Entry& entry : cut.set.entries()) {
+    if (!FragmentSet::Entry{entry.id, here.payload(entry.id), {}}.complete()) out.push_back(entry.id);
   }
   return out;
 }
 
-/// The set that a cut names, with this set's payloads: what every member of the round renders. O(n log n).
+/// The cut with this set's payloads: what every member of the round renders. O(n log n).
 ///
-/// Errors: `payload_missing` with the number of ids that are not here, `id_mismatch` where the items do not make the digest that the
-/// cut states, those of `FragmentSet::from_parts`.
+/// Errors: `payload_missing` with the number of fragments that are not here; `hash_mismatch`.
 KVMELD_LAZY [[nodiscard]] Result<FragmentSet> restrict_to(const RoundCut& cut, const FragmentSet& here) {
   std::vector<FragmentSet::Entry> entries;
   std::size_t missing = 0;
-  for (const RoundCut::Item& item : cut.items) {
-    FragmentSet::Entry entry{item.id, here.payload(item.id), item.metadata};
-    if (!entry.complete()) ++missing;
-    entries.push_back(std::move(entry));
+  for (const FragmentSet::Entry& entry : cut.set.entries()) {
+    entries.push_back({entry.id, here.payload(entry.id), entry.metadata});
+    missing += entries.back().complete() ? 0U : 1U;
   }
-  if (missing > 0) {
-    return detail::error(ErrorCode::payload_missing, missing, " of ", cut.items.size(), " fragments of round ", cut.round, " are not here yet");
-  }
-  auto set = FragmentSet::from_parts(here.hash(), std::move(entries), {}, {});
-  if (set && set->digest() != cut.set) {
-    return detail::error(ErrorCode::id_mismatch, "the ", cut.items.size(), " fragments of round ", cut.round, " make set ", set->digest().hex(), ", the cut says ",
-                         cut.set.hex());
-  }
-  return set;
+  if (missing == 0) return FragmentSet::from_parts(here.hash(), std::move(entries), {}, {});
+  return detail::error(ErrorCode::payload_missing, missing, " of ", cut.set.size(), " fragments of round ", cut.round, " are not here yet");
 }
 
 namespace detail {
 
-inline void write_digest(ByteWriter& w, const Digest128& d) {
-  w.value(d.low);
-  w.value(d.high);
+inline void write_round(ByteWriter& w, std::uint64_t session, std::uint64_t round, const Digest128& merger) {
+  w.value(session);
+  w.value(round);
+  w.value(merger.low);
+  w.value(merger.high);
 }
-[[nodiscard]] inline Digest128 read_digest(ByteReader& r) {
-  Digest128 d;
-  d.low = r.value<std::uint64_t>();
-  d.high = r.value<std::uint64_t>();
-  return d;
-}
-[[nodiscard]] inline FragmentId read_id(ByteReader& r) {
-  FragmentId id;
-  if (const auto from = r.bytes(id.bytes.size()); !from.empty()) std::memcpy(id.bytes.data(), from.data(), from.size());
-  return id;
+template <class Message>
+void read_round(ByteReader& r, Message& message) {
+  message.session = r.value<std::uint64_t>();
+  message.round = r.value<std::uint64_t>();
+  message.merger.low = r.value<std::uint64_t>();
+  message.merger.high = r.value<std::uint64_t>();
 }
 
 }  // namespace detail
 
-/// As it travels; about 60 bytes a fragment. Times, which are for display only, stay behind.
+/// As it travels: the set as `encode_set` writes it, behind its digest.
 KVMELD_LAZY [[nodiscard]] std::vector<std::byte> encode(const RoundCut& cut) {
   ByteWriter w;
-  w.value(cut.session);
-  w.value(cut.round);
+  detail::write_round(w, cut.session, cut.round, cut.merger);
   w.value(cut.publisher);
-  detail::write_digest(w, cut.merger);
-  for (const std::uint64_t word : cut.set.words) w.value(word);
-  w.varint(cut.items.size());
-  for (const RoundCut::Item& item : cut.items) {
-    w.bytes(std::as_bytes(std::span(item.id.bytes)));
-    w.varint(2 * item.metadata.marks.size() + (item.metadata.unattributed ? 1 : 0));
-    for (const Mark& mark : item.metadata.marks) {
-      w.value(mark.dot.agent);
-      w.value(mark.dot.epoch);
-      w.varint(mark.dot.sequence);
-      w.value(static_cast<std::uint8_t>((mark.confidence ? 1 : 0) + (mark.superseded_by.empty() ? 0 : 2)));
-      if (mark.confidence) w.value(*mark.confidence);
-      if (!mark.superseded_by.empty()) w.bytes(std::as_bytes(std::span(mark.superseded_by.bytes)));
-    }
-  }
+  for (const std::uint64_t word : cut.set.digest().words) w.value(word);
+  w.bytes(encode_set(cut.set));
   return w.take();
 }
 
-/// Reads a cut from bytes that nobody vouches for. O(bytes).
+/// Reads a cut from bytes that nobody vouches for. O(n log n).
 ///
-/// Errors: `truncated`, `oversized`, `corrupt` (items or marks out of order, unknown flags).
-KVMELD_LAZY [[nodiscard]] Result<RoundCut> decode_cut(std::span<const std::byte> bytes) {
+/// Errors: `truncated`, those of `decode_set`; `id_mismatch` where the set is not the one that the digest names; `corrupt` where it holds
+/// more than fragments.
+KVMELD_LAZY [[nodiscard]] Result<RoundCut> decode_cut(std::span<const std::byte> bytes, const SetHash& hash = {}) {
   ByteReader r(bytes);
   RoundCut cut;
-  cut.session = r.value<std::uint64_t>();
-  cut.round = r.value<std::uint64_t>();
+  detail::read_round(r, cut);
   cut.publisher = r.value<std::uint64_t>();
-  cut.merger = detail::read_digest(r);
-  for (std::uint64_t& word : cut.set.words) word = r.value<std::uint64_t>();
-  for (std::size_t n = r.count(33); r.ok() && n > 0; --n) {
-    RoundCut::Item item;
-    item.id = detail::read_id(r);
-    if (!cut.items.empty() && !(cut.items.back().id < item.id)) r.fail(ErrorCode::corrupt);
-    const std::uint64_t head = r.varint();
-    if (head / 2 > r.remaining() / 18) r.fail(ErrorCode::truncated);
-    item.metadata.unattributed = head % 2 != 0;
-    for (std::uint64_t m = head / 2; r.ok() && m > 0; --m) {
-      Mark mark;
-      mark.dot.agent = r.value<std::uint64_t>();
-      mark.dot.epoch = r.value<std::uint64_t>();
-      mark.dot.sequence = r.varint();
-      const auto flags = r.value<std::uint8_t>();
-      if (flags > 3) r.fail(ErrorCode::corrupt);
-      if ((flags & 1) != 0) mark.confidence = r.value<float>();
-      if ((flags & 2) != 0) mark.superseded_by = detail::read_id(r);
-      if (r.ok() && !item.metadata.marks.empty() && !(item.metadata.marks.back().dot < mark.dot)) r.fail(ErrorCode::corrupt);
-      item.metadata.marks.push_back(mark);
-    }
-    cut.items.push_back(std::move(item));
+  Digest256 digest;
+  for (std::uint64_t& word : digest.words) word = r.value<std::uint64_t>();
+  const auto rest = r.bytes(r.remaining());
+  KVMELD_TRY(r.status("cut of a round"));
+  auto set = decode_set(rest, hash);
+  if (!set) return set.error();
+  if (!set->removals().empty() || !set->compacted().empty()) return detail::error(ErrorCode::corrupt, "cut of round ", cut.round, ": removals in a cut");
+  if (set->digest() != digest) {
+    return detail::error(ErrorCode::id_mismatch, "the ", set->size(), " fragments of round ", cut.round, " make set ", set->digest().hex(), ", the cut says ",
+                         digest.hex());
   }
-  KVMELD_TRY(r.finish("cut of a round"));
+  cut.set = *std::move(set);
   return cut;
 }
 
 KVMELD_LAZY [[nodiscard]] std::vector<std::byte> encode(const RoundReady& ready) {
   ByteWriter w;
-  w.value(ready.session);
-  w.value(ready.round);
-  detail::write_digest(w, ready.merger);
-  w.varint(ready.context.ranges().size());
-  for (const DotRange& range : ready.context.ranges()) {
-    w.value(range.agent);
-    w.value(range.epoch);
-    w.varint(range.first);
-    w.varint(range.last - range.first);
-  }
+  detail::write_round(w, ready.session, ready.round, ready.merger);
+  write_context(w, ready.context);
   return w.take();
 }
 
-/// Errors: `truncated`, `oversized`, `corrupt` (ranges out of order or above the greatest sequence).
+/// Errors: `truncated`, `oversized`, `corrupt`.
 KVMELD_LAZY [[nodiscard]] Result<RoundReady> decode_ready(std::span<const std::byte> bytes) {
   ByteReader r(bytes);
   RoundReady ready;
-  ready.session = r.value<std::uint64_t>();
-  ready.round = r.value<std::uint64_t>();
-  ready.merger = detail::read_digest(r);
-  DotRange last;
-  bool any = false;
-  for (std::size_t n = r.count(18); r.ok() && n > 0; --n) {
-    DotRange range;
-    range.agent = r.value<std::uint64_t>();
-    range.epoch = r.value<std::uint64_t>();
-    range.first = r.varint();
-    const std::uint64_t more = r.varint();
-    if (range.first > max_sequence || more > max_sequence - range.first) r.fail(ErrorCode::corrupt);
-    range.last = range.first + more;
-    if (any && (range.same_line(last) ? range.first <= last.last + 1 : !last.before(range))) r.fail(ErrorCode::corrupt);
-    if (!r.ok()) break;
-    ready.context.append(range);
-    last = range;
-    any = true;
-  }
+  detail::read_round(r, ready);
+  ready.context = read_context(r);
   KVMELD_TRY(r.finish("ready of a round"));
   return ready;
 }
