@@ -103,10 +103,10 @@ TEST_CASE("writers killed at any moment leave whole blobs and all that was ackno
           auto store = FileStore::open(path, fast);
           if (!store) return 1;
           for (std::uint64_t i = 0; i < 1000; ++i) {
-            const std::uint64_t n = (round * 2 + w) * 1000 + i + 1;
-            if (!store->put(test::blob_key(1, n), bytes_of(n)).ok()) return 2;
-            if (!store->add_record(long_record(n)).ok()) return 3;
-            if (::write(pipe_ends[1], &n, sizeof n) != sizeof n) return 4;  // acknowledged: both
+            const std::uint64_t mine = (round * 2 + w) * 1000 + i + 1;
+            if (!store->put(test::blob_key(1, mine), bytes_of(mine)).ok()) return 2;
+            if (!store->add_record(long_record(mine)).ok()) return 3;
+            if (::write(pipe_ends[1], &mine, sizeof mine) != sizeof mine) return 4;  // acknowledged: both
             if (i % 5 == 4) {
               const auto batch = store->records(0);
               if (!batch) return 5;
@@ -117,11 +117,15 @@ TEST_CASE("writers killed at any moment leave whole blobs and all that was ackno
         }));
       }
       ::close(pipe_ends[1]);
-      ::usleep(static_cast<useconds_t>(2000 + random() % 12'000));
+      std::set<std::uint64_t> acknowledged;
+      std::uint64_t n = 0;
+      // On a busy machine too they get somewhere before they die, mostly.
+      if (round % 5 != 0 && ::read(pipe_ends[0], &n, sizeof n) == sizeof n) acknowledged.insert(n);
+      ::usleep(static_cast<useconds_t>(random() % 12'000));
       for (int look = 0; look < 20; ++look) {  // while they write
-        const std::uint64_t n = (round * 2 + random() % 2) * 1000 + random() % 8 + 1;
-        const auto got = reader->get(test::blob_key(1, n));
-        if (got) CHECK(test::equal(*got, bytes_of(n)));
+        const std::uint64_t some = (round * 2 + random() % 2) * 1000 + random() % 8 + 1;
+        const auto got = reader->get(test::blob_key(1, some));
+        if (got) CHECK(test::equal(*got, bytes_of(some)));
         if (!got) CHECK(got.error().code() == ErrorCode::not_found);
       }
       for (const pid_t pid : writers) {
@@ -129,8 +133,7 @@ TEST_CASE("writers killed at any moment leave whole blobs and all that was ackno
         CHECK(end_of(pid) == 1000 + SIGKILL);
         ++kills;
       }
-      std::set<std::uint64_t> acknowledged;
-      for (std::uint64_t n = 0; ::read(pipe_ends[0], &n, sizeof n) == sizeof n;) acknowledged.insert(n);
+      while (::read(pipe_ends[0], &n, sizeof n) == sizeof n) acknowledged.insert(n);
       ::close(pipe_ends[0]);
       left_behind += entries(path + "/temp");
 
@@ -139,10 +142,10 @@ TEST_CASE("writers killed at any moment leave whole blobs and all that was ackno
       CHECK(entries(path + "/temp") == 0);
       records.insert(acknowledged.begin(), acknowledged.end());
       for (FileStore* s : {&*reader, &*fresh}) {
-        for (const std::uint64_t n : acknowledged) {
-          const auto got = s->get(test::blob_key(1, n));
+        for (const std::uint64_t number : acknowledged) {
+          const auto got = s->get(test::blob_key(1, number));
           REQUIRE(got.ok());
-          CHECK(test::equal(*got, bytes_of(n)));
+          CHECK(test::equal(*got, bytes_of(number)));
         }
         const auto batch = s->records(0);
         REQUIRE(batch.ok());
@@ -155,7 +158,7 @@ TEST_CASE("writers killed at any moment leave whole blobs and all that was ackno
       seen.merge(test::numbers_in(9, *more));
       CHECK(std::ranges::includes(seen, records));
     }
-    CHECK(records.size() > 25);
+    CHECK(records.size() >= 20);
   }
   INFO(kills << " writers killed, " << left_behind << " files left half-written");
   CHECK(left_behind > 0);  // or the kills came too late to test anything
@@ -229,6 +232,32 @@ TEST_CASE("a forked child goes on with its parent's handle, and excludes it") {
   for (const pid_t pid : children) CHECK(end_of(pid) == 0);
   CHECK(test::numbers_in(1, *store->records(0)).size() == 600);
   CHECK(store->skipped_bytes() == 0);
+}
+
+TEST_CASE("of processes that put the same blobs, one is told that each is new; opening a store takes no living writer's file") {
+  const test::TempFolder folder;
+  constexpr std::uint64_t blobs = 60;
+  std::vector<pid_t> children;
+  for (int c = 0; c < 4; ++c) {
+    children.push_back(child([&] {
+      int created = 0;
+      for (std::uint64_t n = 0; n < blobs; ++n) {
+        auto store = FileStore::open(folder / "store", fast);  // cleans up while the others write
+        if (!store) return 255;
+        const auto put = store->put(test::blob_key(1, n), bytes_of(n));
+        if (!put) return 254;
+        created += *put ? 1 : 0;
+      }
+      return created;
+    }));
+  }
+  int created = 0;
+  for (const pid_t pid : children) created += end_of(pid);
+  CHECK(created == blobs);
+  auto store = FileStore::open(folder / "store", fast);
+  REQUIRE(store.ok());
+  for (std::uint64_t n = 0; n < blobs; ++n) CHECK(test::equal(*store->get(test::blob_key(1, n)), bytes_of(n)));
+  CHECK(entries(folder / "store/temp") == 0);
 }
 
 TEST_CASE("a process that stops with the lock makes records unavailable, and blobs not") {
