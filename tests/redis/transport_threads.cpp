@@ -88,18 +88,21 @@ TEST_CASE("a server that stands still is noticed by who sends and by who listens
   const test::RedisServer server;
   REQUIRE(server.running());
   kvmeld::RedisOptions client = server.client();
-  client.command_timeout_ms = 200;
+  client.command_timeout_ms = 400;
   auto a = RedisTransport::open({.server = client, .self = 1, .silence_ms = 100});
   REQUIRE(a.ok());
   for (int i = 0; i < 5; ++i) CHECK(a->receive(100).ok());  // silence, but the server answers
-  std::this_thread::sleep_for(std::chrono::milliseconds(500));  // so do who has not looked for long
+  // Who has not looked for long gives it its time, too.
+  std::this_thread::sleep_for(std::chrono::milliseconds(600));
+  server.pause();
   for (int i = 0; i < 5; ++i) CHECK(a->receive(0).ok());
+  server.go_on();
   CHECK(a->receive(100).ok());
   CHECK(a->counters().reconnects == 0);
   server.pause();
   const kvmeld::Status sent = a->send(2, test::message(1, 10));
   CHECK(sent.code() == ErrorCode::unavailable);
-  CHECK(sent.message().find("200 ms") != std::string::npos);
+  CHECK(sent.message().find("400 ms") != std::string::npos);
   bool noticed = false;
   for (int i = 0; i < 20 && !noticed; ++i) noticed = !a->receive(100).ok();
   CHECK(noticed);

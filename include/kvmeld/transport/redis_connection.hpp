@@ -220,7 +220,7 @@ class RedisConnection {
     std::size_t first = 0;
     std::vector<RedisReply> replies;
     replies.reserve(queued_);
-    // Answers are looked for where poll says that there are some: both ways at once, or two full buffers would wait for each other.
+    // Both ways at once, so that the server need not keep the answers; they are looked for where poll says that there are some.
     for (bool look = false; first < out.size() || replies.size() < queued_;) {
       bool moved = false;
       if (first < out.size()) KVMELD_TRY(socket_.send(out, first, moved));
