@@ -60,7 +60,11 @@ class Reconciliation {
     return remember(std::move(out), {});
   }
 
-  /// What follows from a message of the peer. One that came before is answered as before, so that both sides may send again.
+  /// What follows from a message of the peer.
+  ///
+  /// Over a transport that loses: the side that started sends its last message again when nothing comes, the other one does so
+  /// only when it waits for the very last message. A message that came before changes nothing, and is answered as before
+  /// by the side that did not start, and by the other one when it is done.
   ///
   /// Errors: `corrupt`, `truncated` or `oversized` for bytes that contradict themselves or the session, `version_mismatch`,
   /// `quota_exceeded` for a set above the limits, and those of `start`.
@@ -110,7 +114,8 @@ class Reconciliation {
   }
   KVMELD_LAZY [[nodiscard]] Result<ReconcileReply> again(std::uint64_t step, std::span<const std::byte> message) {
     ReconcileReply reply{.message = {}, .done = phase_ == Phase::done};
-    if (step + 2 == step_ && last_received_ == XXH3_64bits(message.data(), message.size())) reply.message = last_reply_;
+    const bool answers = !initiated_ || phase_ == Phase::done;  // else one message doubled would double all that follow
+    if (answers && step + 2 == step_ && last_received_ == XXH3_64bits(message.data(), message.size())) reply.message = last_reply_;
     return reply;
   }
 
