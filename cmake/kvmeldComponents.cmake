@@ -3,7 +3,7 @@
 # kvmeld_component(NAME) makes the target kvmeld::NAME and sets kvmeld_NAME_FOUND; where something is missing it sets
 # kvmeld_NAME_REASON to one line that says what to do. It never stops the configuration itself.
 
-set(kvmeld_known_components cuda llama openssl zstd redis)
+set(kvmeld_known_components cuda llama openssl zstd redis grpc mpi)
 
 function(kvmeld_component name)
   set(found FALSE)
@@ -20,6 +20,10 @@ function(kvmeld_component name)
     _kvmeld_component_zstd()
   elseif(name STREQUAL "redis")
     _kvmeld_component_redis()
+  elseif(name STREQUAL "grpc")
+    _kvmeld_component_grpc()
+  elseif(name STREQUAL "mpi")
+    _kvmeld_component_mpi()
   else()
     list(JOIN kvmeld_known_components ", " known)
     set(reason "there is no component '${name}' (known: ${known})")
@@ -109,5 +113,56 @@ macro(_kvmeld_component_redis)
     set(found TRUE)
   else()
     set(reason "no hiredis/hiredis.h with libhiredis; install libhiredis-dev, or set kvmeld_hiredis_include and kvmeld_hiredis_library")
+  endif()
+endmacro()
+
+# The coordinator: transport/grpc_server.hpp, transport/grpc_client.hpp. Its messages are generated from the installed coordinator.proto by the
+# protoc at hand and built into a static library, since generated code fits only the protobuf that it was generated for.
+macro(_kvmeld_component_grpc)
+  get_target_property(kvmeld_grpc_includes kvmeld::kvmeld INTERFACE_INCLUDE_DIRECTORIES)
+  find_path(kvmeld_grpc_proto_root kvmeld/transport/coordinator.proto NO_CACHE NO_DEFAULT_PATH
+    HINTS ${kvmeld_grpc_includes} "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../include")
+  find_program(kvmeld_protoc protoc)
+  find_program(kvmeld_grpc_plugin grpc_cpp_plugin)
+  set(CMAKE_MESSAGE_LOG_LEVEL WARNING)  # gRPC's own packages tell what they find
+  find_package(Protobuf 3.21 QUIET)
+  if(Protobuf_FOUND)
+    find_package(gRPC CONFIG QUIET)
+  endif()
+  if(NOT kvmeld_grpc_proto_root)
+    set(reason "coordinator.proto is not beside the headers; install kvmeld anew")
+  elseif(Protobuf_FOUND AND TARGET gRPC::grpc++ AND kvmeld_protoc AND kvmeld_grpc_plugin)
+    set(generated "${CMAKE_CURRENT_BINARY_DIR}/kvmeld_grpc")
+    set(outputs "")
+    foreach(kind IN ITEMS pb grpc.pb)
+      list(APPEND outputs "${generated}/kvmeld/transport/coordinator.${kind}.cc" "${generated}/kvmeld/transport/coordinator.${kind}.h")
+    endforeach()
+    file(MAKE_DIRECTORY "${generated}")
+    add_custom_command(OUTPUT ${outputs}
+      COMMAND "${kvmeld_protoc}" "-I${kvmeld_grpc_proto_root}" "--cpp_out=${generated}" "--grpc_out=${generated}"
+        "--plugin=protoc-gen-grpc=${kvmeld_grpc_plugin}" kvmeld/transport/coordinator.proto
+      DEPENDS "${kvmeld_grpc_proto_root}/kvmeld/transport/coordinator.proto" VERBATIM)
+    add_library(kvmeld_grpc_messages STATIC EXCLUDE_FROM_ALL ${outputs})
+    set_target_properties(kvmeld_grpc_messages PROPERTIES POSITION_INDEPENDENT_CODE ON)
+    target_include_directories(kvmeld_grpc_messages SYSTEM PUBLIC "${generated}")
+    target_link_libraries(kvmeld_grpc_messages PUBLIC gRPC::grpc++ protobuf::libprotobuf kvmeld::kvmeld)
+    add_library(kvmeld::grpc INTERFACE IMPORTED ${kvmeld_component_scope})
+    target_link_libraries(kvmeld::grpc INTERFACE kvmeld_grpc_messages)
+    set(found TRUE)
+  else()
+    set(reason "no gRPC for C++ with protobuf 3.21 or newer, protoc and grpc_cpp_plugin; install libgrpc++-dev, libprotobuf-dev and protobuf-compiler-grpc")
+  endif()
+endmacro()
+
+# MPI: transport/mpi_all_merge.hpp, over the C interface.
+macro(_kvmeld_component_mpi)
+  set(MPI_CXX_SKIP_MPICXX TRUE)
+  find_package(MPI 3.0 QUIET COMPONENTS CXX)
+  if(MPI_CXX_FOUND)
+    add_library(kvmeld::mpi INTERFACE IMPORTED ${kvmeld_component_scope})
+    target_link_libraries(kvmeld::mpi INTERFACE kvmeld::kvmeld MPI::MPI_CXX)
+    set(found TRUE)
+  else()
+    set(reason "no MPI 3; install libopenmpi-dev, or set MPI_HOME")
   endif()
 endmacro()

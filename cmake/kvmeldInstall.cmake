@@ -4,7 +4,7 @@ include(CMakePackageConfigHelpers)
 
 set(package_dir "${CMAKE_INSTALL_DATADIR}/cmake/kvmeld")
 install(DIRECTORY include/kvmeld DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}"
-  FILES_MATCHING PATTERN "*.hpp" PATTERN "*.cuh")
+  FILES_MATCHING PATTERN "*.hpp" PATTERN "*.cuh" PATTERN "*.proto")
 install(TARGETS kvmeld EXPORT kvmeldTargets INCLUDES DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(EXPORT kvmeldTargets NAMESPACE kvmeld:: DESTINATION "${package_dir}")
 configure_package_config_file(cmake/kvmeldConfig.cmake.in "${PROJECT_BINARY_DIR}/kvmeldConfig.cmake"

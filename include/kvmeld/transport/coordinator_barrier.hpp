@@ -1,0 +1,74 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/session/round_cut.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// A member that waits: at the barrier of a round, or (round 0) for any state but one that it knows.
+struct MergeAsk {
+  std::uint64_t session = 0;
+  std::uint64_t round = 0;
+  MemberId member = 0;
+  Digest128 merger;
+  CausalContext context;          ///< what it has seen
+  Digest256 known;                ///< round 0 only
+  std::int64_t deadline_ms = 0;   ///< of the coordinator's clock
+};
+
+/// What all members of a round render.
+struct MergeAnswer {
+  RoundCut cut;
+  std::vector<MemberId> ready{};  ///< who was at the barrier; empty where the cut was made before a restart
+};
+
+namespace detail {
+
+/// Who waits for one round, and by which merger it is rendered.
+struct Barrier {
+  struct Ready {
+    CausalContext context;
+    std::size_t asks = 0;  // of this member: one that asks again does not leave when its first call ends
+  };
+  std::map<MemberId, Ready> ready;
+  Digest128 merger;
+  std::int64_t first_ms = 0;
+};
+
+/// Barriers and cuts of one run.
+struct CoordinatorSession {
+  std::map<std::uint64_t, Barrier> barriers;
+  std::map<std::uint64_t, MergeAnswer> cuts;
+  std::uint64_t used = 0;  // when it was last asked for
+};
+
+/// Where a coordinator keeps a round's cut, so that it gives no second one after a restart.
+[[nodiscard]] inline BlobKey coordinator_cut_key(std::uint64_t session, std::uint64_t round) {
+  Hasher hasher;
+  hasher.text("kvmeld.coordinator.cut.v1");
+  hasher.value(session);
+  hasher.value(round);
+  const auto rest = hasher.hash().finish();
+  BlobKey key;
+  key.bytes[0] = 0x3E;  // the tag of no content hash
+  std::copy(rest.begin(), rest.end(), key.bytes.begin() + 1);
+  return key;
+}
+
+[[nodiscard]] inline std::string list_of(const std::vector<MemberId>& members) {
+  std::string out;
+  for (const MemberId member : members) out += (out.empty() ? "" : ", ") + std::to_string(member);
+  return out.empty() ? "none" : out;
+}
+
+}  // namespace detail
+
+KVMELD_NAMESPACE_END

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include <kvmeld/session/replica_options.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// What a coordinator takes from its members, and what it waits for.
+template <Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
+struct CoordinatorOptions {
+  /// Identity, namespace, secret, chunk size, hash, merger and quota of operations. A merger of zeros: each round's is the one that the
+  /// first member at its barrier names.
+  ReplicaOptions<Auth, Hash, C> replica{};
+  std::vector<MemberId> members{};              ///< who may be at a barrier, and is waited for; empty: whoever asks, `quorum` of them
+  std::size_t quorum = 0;                       ///< members that are enough once `soft_ms` has passed; 0: a majority
+  std::int64_t soft_ms = 1'000;                 ///< after the first member came: until then all members are waited for
+  std::int64_t max_wait_ms = 600'000;           ///< no member waits longer, whatever it asks for
+  std::int64_t max_call_ms = 600'000;           ///< a call that takes longer is cancelled: a client may be slow or gone
+  std::size_t max_calls = 1024;                 ///< at once; one more is `quota_exceeded`
+  std::uint64_t max_update_bytes = 1U << 30U;   ///< of one update, raw payloads included
+  std::uint64_t max_author_bytes = ~std::uint64_t{0};  ///< raw payloads in the state that one agent is an author of
+  std::size_t max_rounds = 64;                  ///< rounds of a session that are remembered; a straggler beyond gets `not_found`
+  std::int64_t token_lifetime_s = 3'600;        ///< no token may be valid for longer
+  std::int64_t clock_difference_s = 300;        ///< between a member and the coordinator
+};
+
+KVMELD_NAMESPACE_END

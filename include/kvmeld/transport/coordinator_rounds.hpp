@@ -1,0 +1,179 @@
+#pragma once
+
+/// What a coordinator admits into the state, and how it comes to the cut of a round.
+
+#include <kvmeld/transport/coordinator.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// Refuses a whole update where a replica would leave out a part of it, so that what is answered is what happened.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+Status Coordinator<Store, Auth, Hash, C>::admit(Update& update) const {
+  const FragmentSet& set = update.set();
+  const FragmentSet& state = replica_.set();
+  for (const DotRange& range : set.context().ranges()) {
+    if (range.last >= options_.replica.max_operations) {
+      return detail::error(ErrorCode::quota_exceeded, "operation ", range.last, " of agent ", range.agent, " in epoch ", range.epoch, "; an author may do ",
+                           options_.replica.max_operations, " in one life");
+    }
+    if (range.agent == options_.replica.self && range.epoch == options_.replica.epoch) {
+      return detail::error(ErrorCode::invalid_argument, "an operation of agent ", range.agent, ", which is this coordinator");
+    }
+  }
+  std::map<std::uint64_t, std::uint64_t> added;
+  for (auto& [id, part] : update.parts()) {
+    const FragmentSet::Entry* const fresh = set.find(id);
+    if (fresh == nullptr && state.find(id) == nullptr) return detail::error(ErrorCode::invalid_argument, "payload of fragment ", id.hex(), ", which no operation inserts");
+    if (options_.max_author_bytes == ~std::uint64_t{0} || fresh == nullptr || state.find(id) != nullptr) continue;
+    std::uint64_t bytes = 0;
+    for (const Payload& payload : part.manifest().fragment.payloads()) bytes += payload.byte_count;
+    for (const Mark& mark : fresh->metadata.marks) added[mark.dot.agent] += bytes;
+  }
+  for (auto& [agent, bytes] : added) {
+    for (const FragmentSet::Entry& entry : state.entries()) {
+      const auto& marks = entry.metadata.marks;
+      if (!entry.fragment.valid() || std::none_of(marks.begin(), marks.end(), [a = agent](const Mark& mark) { return mark.dot.agent == a; })) continue;
+      for (const Payload& payload : entry.fragment.payloads()) bytes += payload.byte_count;
+    }
+    if (bytes > options_.max_author_bytes) {
+      return detail::error(ErrorCode::quota_exceeded, "agent ", agent, " would have ", bytes, " bytes in the state; an author may have ", options_.max_author_bytes);
+    }
+  }
+  return {};
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+detail::CoordinatorSession& Coordinator<Store, Auth, Hash, C>::session(std::uint64_t number) {
+  constexpr std::size_t most = 256;
+  detail::CoordinatorSession& out = sessions_[number];
+  out.used = ++uses_;
+  if (sessions_.size() > most) {
+    // The one that was used longest ago and has nobody waiting; its cuts are in the store.
+    auto oldest = sessions_.end();
+    for (auto at = sessions_.begin(); at != sessions_.end(); ++at) {
+      if (at->first != number && at->second.barriers.empty() && (oldest == sessions_.end() || at->second.used < oldest->second.used)) oldest = at;
+    }
+    if (oldest != sessions_.end()) sessions_.erase(oldest);
+  }
+  return out;
+}
+
+/// A round's cut, here or in the store; null where there is none yet.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+Result<const MergeAnswer*> Coordinator<Store, Auth, Hash, C>::cut_of(detail::CoordinatorSession& session, const MergeAsk& ask) {
+  if (const auto at = session.cuts.find(ask.round); at != session.cuts.end()) return &at->second;
+  if (session.barriers.count(ask.round) != 0) return nullptr;  // looked for in the store when the first member came
+  const auto stored = store_->get(detail::coordinator_cut_key(ask.session, ask.round));
+  if (!stored) {
+    if (stored.error().code() != ErrorCode::not_found) return stored.error();
+    const auto newest = session.cuts.empty() ? 0 : session.cuts.rbegin()->first;
+    if (ask.round + options_.max_rounds <= newest) {
+      return detail::error(ErrorCode::not_found, "round ", ask.round, " is over and forgotten; the newest is ", newest);
+    }
+    return nullptr;
+  }
+  auto cut = decode_cut(stored->bytes(), options_.replica.set_hash);
+  if (!cut) return cut.error();
+  return &session.cuts.insert_or_assign(ask.round, MergeAnswer{*std::move(cut), {}}).first->second;
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+std::vector<MemberId> Coordinator<Store, Auth, Hash, C>::absent(const detail::Barrier& barrier) const {
+  std::vector<MemberId> out;
+  for (const MemberId member : options_.members) {
+    if (barrier.ready.count(member) == 0) out.push_back(member);
+  }
+  return out;
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+Status Coordinator<Store, Auth, Hash, C>::arrive(const MergeAsk& ask, std::int64_t now_ms) {
+  if (ask.round == 0) return {};
+  const std::lock_guard lock(mutex_);
+  const auto& members = options_.members;
+  if (!members.empty() && std::find(members.begin(), members.end(), ask.member) == members.end()) {
+    return detail::error(ErrorCode::invalid_argument, "member ", ask.member, " is not among the ", members.size(), " of this coordinator's rounds");
+  }
+  detail::CoordinatorSession& here = session(ask.session);
+  const auto cut = cut_of(here, ask);
+  if (!cut) return cut.error();
+  const Digest128 own = options_.replica.merger;
+  const auto at = here.barriers.find(ask.round);
+  const Digest128 expected = *cut != nullptr ? (*cut)->cut.merger : own != Digest128{} ? own : at != here.barriers.end() ? at->second.merger : ask.merger;
+  if (ask.merger != expected) {
+    return detail::error(ErrorCode::merger_mismatch, "member ", ask.member, " merges by ", ask.merger.hex(), ", round ", ask.round, " by ", expected.hex());
+  }
+  detail::Barrier& barrier = here.barriers[ask.round];
+  if (barrier.ready.empty()) {
+    barrier.merger = expected;
+    barrier.first_ms = now_ms;
+  }
+  detail::Barrier::Ready& ready = barrier.ready[ask.member];
+  ++ready.asks;
+  ready.context.join(ask.context);
+  return {};
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+void Coordinator<Store, Auth, Hash, C>::leave(const MergeAsk& ask) {
+  if (ask.round == 0) return;
+  const std::lock_guard lock(mutex_);
+  const auto at = sessions_.find(ask.session);
+  if (at == sessions_.end()) return;
+  const auto barrier = at->second.barriers.find(ask.round);
+  if (barrier == at->second.barriers.end()) return;
+  const auto ready = barrier->second.ready.find(ask.member);
+  if (ready != barrier->second.ready.end() && --ready->second.asks == 0) barrier->second.ready.erase(ready);
+  if (barrier->second.ready.empty()) at->second.barriers.erase(barrier);
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+std::optional<Result<MergeAnswer>> Coordinator<Store, Auth, Hash, C>::poll(const MergeAsk& ask, std::int64_t now_ms) {
+  using Answer = Result<MergeAnswer>;
+  const std::lock_guard lock(mutex_);
+  const FragmentSet& set = replica_.set();
+  const bool late = now_ms >= ask.deadline_ms;
+  const auto publish = [&](std::uint64_t session, std::uint64_t round, const Digest128& merger) { return make_cut(set, merger, session, round, options_.replica.self); };
+  if (ask.round == 0) {
+    if (set.digest() != ask.known && leq(ask.context, set.context())) {
+      auto cut = publish(ask.session, 0, options_.replica.merger);
+      return cut ? Answer(MergeAnswer{*std::move(cut), {}}) : Answer(cut.error());
+    }
+    if (!late) return std::nullopt;
+    return Answer(detail::error(ErrorCode::timed_out, "no other state than ", set.digest().hex(), ", of ", set.size(), " fragments, came in time"));
+  }
+  detail::CoordinatorSession& here = session(ask.session);
+  const auto cut = cut_of(here, ask);
+  if (!cut) return Answer(cut.error());
+  if (*cut != nullptr) return Answer(**cut);
+  const auto at = here.barriers.find(ask.round);
+  if (at == here.barriers.end()) return Answer(detail::error(ErrorCode::invalid_argument, "member ", ask.member, " asks for round ", ask.round, " and never arrived"));
+  const detail::Barrier& barrier = at->second;
+  const bool all = options_.members.empty() ? barrier.ready.size() >= quorum() : absent(barrier).empty();
+  const bool seen = replica_.wanted() == 0 && std::all_of(barrier.ready.begin(), barrier.ready.end(), [&](const auto& ready) { return leq(ready.second.context, set.context()); });
+  if ((all && seen) || (now_ms - barrier.first_ms >= options_.soft_ms && barrier.ready.size() >= quorum())) {
+    auto made = publish(ask.session, ask.round, barrier.merger);
+    if (!made) return Answer(made.error());
+    // Written down before anybody sees it. Where another coordinator on this store was first, its cut is the round's.
+    const auto fresh = store_->put(detail::coordinator_cut_key(ask.session, ask.round), encode(*made));
+    if (!fresh) return Answer(fresh.error());
+    if (!*fresh) {
+      const auto theirs = store_->get(detail::coordinator_cut_key(ask.session, ask.round));
+      made = theirs ? decode_cut(theirs->bytes(), options_.replica.set_hash) : Result<RoundCut>(theirs.error());
+      if (!made) return Answer(made.error());
+    }
+    MergeAnswer answer{*std::move(made), {}};
+    for (const auto& [member, ready] : barrier.ready) answer.ready.push_back(member);
+    here.cuts.insert_or_assign(ask.round, answer);
+    while (here.cuts.size() > options_.max_rounds) {
+      (void)store_->erase(detail::coordinator_cut_key(ask.session, here.cuts.begin()->first));
+      here.cuts.erase(here.cuts.begin());
+    }
+    return Answer(std::move(answer));
+  }
+  if (!late) return std::nullopt;
+  return Answer(detail::error(ErrorCode::timed_out, "round ", ask.round, ": ", barrier.ready.size(), " members are ready, quorum ", quorum(), "; not there: ",
+                              options_.members.empty() ? std::string("unknown") : detail::list_of(absent(barrier)), seen ? "" : "; not all that they have seen is here"));
+}
+
+KVMELD_NAMESPACE_END

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/codec/assembler.hpp>
+#include <kvmeld/session/fragment_io.hpp>
+#include <kvmeld/session/set_codec.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// One update on its way in: sets, manifests and chunks, checked as they come, and taken over together or not at all.
+template <ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
+class CoordinatorUpdate {
+ public:
+  CoordinatorUpdate(const SetHash& hash, const FragmentFormat<Hash, C>& format, std::uint64_t max_bytes)
+      : format_(format), sets_(hash), left_bytes_(max_bytes) {}
+
+  /// Errors: those of `decode_set` and `FragmentSet::join`, `quota_exceeded`.
+  Status add_set(std::span<const std::byte> bytes) {
+    KVMELD_TRY(spend(bytes.size(), "a set"));
+    auto set = decode_set(bytes, sets_.hash());
+    if (!set) return set.error();
+    KVMELD_TRY(sets_.join(*set));
+    ++items_;
+    return {};
+  }
+  /// Errors: those of `decode_manifest`, `id_mismatch` for another fragment's, `quota_exceeded` where its payloads are too large.
+  Status add_manifest(const FragmentId& id, std::span<const std::byte> bytes) {
+    KVMELD_TRY(spend(bytes.size(), "a manifest"));
+    auto manifest = decode_manifest<Hash>(bytes, {format_.max_payload_bytes});
+    if (!manifest) return manifest.error();
+    if (manifest->fragment.id() != id) {
+      return detail::error(ErrorCode::id_mismatch, "manifest of fragment ", manifest->fragment.id().hex(), " sent as that of ", id.hex());
+    }
+    for (const Payload& payload : manifest->fragment.payloads()) KVMELD_TRY(spend(payload.byte_count, "a payload"));
+    for (const auto& keys : manifest->chunks) {
+      for (const BlobKey& key : keys) owners_[key].push_back(id);
+    }
+    parts_.insert_or_assign(id, Assembler<Hash>(*std::move(manifest)));
+    ++items_;
+    return {};
+  }
+  /// Errors: those of `decode_chunk`; `not_found` for a chunk that no manifest of this update names.
+  Status add_chunk(const BlobKey& key, std::span<const std::byte> stored) {
+    const auto at = owners_.find(key);
+    if (at == owners_.end()) return detail::error(ErrorCode::not_found, "chunk ", key.hex(), " of no manifest that came before it");
+    for (const FragmentId& id : at->second) {
+      if (const auto added = parts_.at(id).add(key, stored, format_.compressor); !added) return added.error();
+    }
+    ++items_;
+    return {};
+  }
+  /// Errors: `truncated` where the sender counted other items than came.
+  Status end(std::uint64_t items) {
+    if (items != items_) return detail::error(ErrorCode::truncated, "an update of ", items, " items, of which ", items_, " came");
+    ended_ = true;
+    return {};
+  }
+
+  [[nodiscard]] bool ended() const noexcept { return ended_; }
+  [[nodiscard]] std::uint64_t items() const noexcept { return items_; }
+  [[nodiscard]] const FragmentSet& set() const noexcept { return sets_; }
+  [[nodiscard]] std::map<FragmentId, Assembler<Hash>>& parts() noexcept { return parts_; }
+
+ private:
+  Status spend(std::uint64_t bytes, const char* what) {
+    if (bytes > left_bytes_) return detail::error(ErrorCode::quota_exceeded, what, " of ", bytes, " bytes, where ", left_bytes_, " are left to this update");
+    left_bytes_ -= bytes;
+    return {};
+  }
+
+  FragmentFormat<Hash, C> format_;
+  FragmentSet sets_;
+  std::map<FragmentId, Assembler<Hash>> parts_;
+  std::map<BlobKey, std::vector<FragmentId>> owners_;
+  std::uint64_t left_bytes_;
+  std::uint64_t items_ = 0;
+  bool ended_ = false;
+};
+
+KVMELD_NAMESPACE_END

@@ -1,0 +1,261 @@
+#pragma once
+
+/// The calls that give out state, and those that wait for a merge.
+
+#include <kvmeld/transport/grpc_server.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// Streams deltas and payloads; one message exists at a time, made when the client has taken the one before.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+class CoordinatorServer<Store, Auth, Hash, C>::StateCall final : public grpc::ServerWriteReactor<detail::rpc::StateReply>, Call {
+ public:
+  StateCall(CoordinatorServer& server, grpc::CallbackServerContext* context, const detail::rpc::StateRequest* request) : Call(server, context), request_(request) {
+    if (const Status status = begin(); !status) {
+      this->Finish(to_grpc(status));
+    } else {
+      this->StartWrite(&reply_);
+    }
+  }
+  void OnWriteDone(bool ok) override {
+    if (!ok) return this->Finish(grpc::Status::CANCELLED);
+    reply_.Clear();
+    const auto more = next();
+    if (!more) return this->Finish(to_grpc(more.error()));
+    if (!*more) return this->Finish(grpc::Status::OK);
+    this->StartWrite(&reply_);
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  static constexpr int most_wanted = 4096;
+
+  Status begin() {
+    if (const auto member = this->member(); !member) return member.error();
+    if (request_->wants_size() > most_wanted || request_->probes_size() > most_wanted) {
+      return detail::error(ErrorCode::oversized, "a request for ", request_->wants_size(), " fragments and ", request_->probes_size(), " probes; at most ", most_wanted, " of each");
+    }
+    auto& core = this->server_.core_;
+    StateVersion version = core.version();
+    if (request_->has_context()) {
+      const auto seen = detail::context_field(request_->context());
+      if (!seen) return seen.error();
+      auto deltas = core.deltas(*seen);
+      if (!deltas) return deltas.error();
+      deltas_ = *std::move(deltas);
+    }
+    detail::fill(*reply_.mutable_version(), version);
+    return {};
+  }
+  /// Fills the next reply; false at the end.
+  Result<bool> next() {
+    if (delta_ < deltas_.size()) {
+      reply_.set_delta(detail::to_field(deltas_[delta_]));
+      deltas_[delta_++].clear();
+      return true;
+    }
+    while (probe_ < request_->probes_size()) {
+      const std::string& field = request_->probes(probe_++);
+      const auto id = detail::fixed_field<FragmentId>(field, "a fragment's id");
+      if (!id) return id.error();
+      if (this->server_.core_.fragment(*id)) continue;
+      reply_.set_lacking(field);
+      return true;
+    }
+    while (want_ < request_->wants_size()) {
+      const auto given = next_of(request_->wants(want_));
+      if (!given || *given) return given;
+      ++want_;
+      step_ = 0;
+      manifest_.reset();
+    }
+    return false;
+  }
+  /// Step 0 is the manifest, where it is wanted; the others are chunks.
+  Result<bool> next_of(const detail::rpc::Want& want) {
+    if (!manifest_) {
+      const auto id = detail::fixed_field<FragmentId>(want.id(), "a fragment's id");
+      if (!id) return id.error();
+      const auto fragment = this->server_.core_.fragment(*id);
+      const auto& format = this->server_.core_.options().replica.format;
+      auto manifest = fragment ? load_manifest(this->server_.core_.store(), *id, format) : Result<Manifest>(fragment.error());
+      if (fragment && !manifest) manifest = make_manifest<Hash>(*fragment, format.chunk_bytes);
+      if (!manifest) {
+        if (step_++ > 0) return false;
+        reply_.set_lacking(want.id());
+        return true;
+      }
+      manifest_ = *std::move(manifest);
+      fragment_ = *fragment;
+      wanted_.clear();
+      list_chunks(want);
+      if (want.whole() || want.chunks_size() == 0) {
+        give_manifest();
+        return true;
+      }
+    }
+    if (step_ >= wanted_.size()) return false;
+    const auto [payload, chunk] = wanted_[step_++];
+    if (payload >= manifest_->chunks.size()) {
+      reply_.set_lacking(want.id());
+      return true;
+    }
+    const BlobKey& key = manifest_->chunks[payload][chunk];
+    reply_.mutable_chunk()->set_key(detail::to_field(key));
+    if (const auto stored = this->server_.core_.store().get(key)) {
+      reply_.mutable_chunk()->set_stored(detail::to_field(stored->bytes()));
+    } else {
+      const Payload& of = fragment_.payloads()[payload];
+      const std::size_t bytes = manifest_->chunk_bytes;
+      reply_.mutable_chunk()->set_stored(detail::to_field(std::span<const std::byte>(
+          encode_chunk(raw_chunk(of, chunk, bytes), this->server_.core_.options().replica.format.compressor, chunk_form(fragment_.geometry(), of, chunk, bytes)))));
+    }
+    return true;
+  }
+  /// Where the wanted chunks lie, as (payload, chunk); beyond the last payload: nowhere.
+  void list_chunks(const detail::rpc::Want& want) {
+    for (std::size_t p = 0; want.whole() && p < manifest_->chunks.size(); ++p) {
+      for (std::size_t c = 0; c < manifest_->chunks[p].size(); ++c) wanted_.emplace_back(p, c);
+    }
+    if (want.whole() || want.chunks_size() == 0) return;
+    std::map<std::string, std::pair<std::size_t, std::size_t>> places;
+    for (std::size_t p = 0; p < manifest_->chunks.size(); ++p) {
+      for (std::size_t c = 0; c < manifest_->chunks[p].size(); ++c) places.emplace(detail::to_field(manifest_->chunks[p][c]), std::pair(p, c));
+    }
+    for (const std::string& key : want.chunks()) {
+      const auto at = places.find(key);
+      wanted_.push_back(at == places.end() ? std::pair(manifest_->chunks.size(), std::size_t{0}) : at->second);
+    }
+  }
+  void give_manifest() {
+    auto& out = *reply_.mutable_manifest();
+    out.set_id(detail::to_field(manifest_->fragment.id()));
+    out.set_encoded(detail::to_field(std::span<const std::byte>(encode_manifest(*manifest_))));
+    for (std::size_t p = 0; p < manifest_->chunks.size(); ++p) {
+      auto& plan = *out.add_plan();
+      plan.set_bytes(manifest_->fragment.payloads()[p].byte_count);
+      for (const BlobKey& key : manifest_->chunks[p]) plan.add_chunks(detail::to_field(key));
+    }
+  }
+
+  const detail::rpc::StateRequest* request_;
+  detail::rpc::StateReply reply_;
+  std::vector<std::vector<std::byte>> deltas_;
+  std::size_t delta_ = 0;
+  int probe_ = 0;
+  int want_ = 0;
+  std::optional<Manifest> manifest_;  // of the fragment that is being given
+  Fragment fragment_;
+  std::vector<std::pair<std::size_t, std::size_t>> wanted_;
+  std::size_t step_ = 0;
+};
+
+/// Waits without a thread: `watch` looks whether there is an answer. Whoever takes the call out of `waiting_` ends it.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+class CoordinatorServer<Store, Auth, Hash, C>::MergeCall final : public grpc::ServerUnaryReactor, Call {
+ public:
+  MergeCall(CoordinatorServer& server, grpc::CallbackServerContext* context, const detail::rpc::MergeRequest* request, detail::rpc::MergeReply* reply)
+      : Call(server, context), reply_(reply) {
+    Status status = begin(*request);
+    if (status) status = server.core_.arrive(ask_, now_ms());
+    arrived_ = status.ok();
+    if (!arrived_) {
+      this->Finish(to_grpc(status));
+      return;
+    }
+    {
+      const std::lock_guard lock(server.mutex_);
+      server.waiting_.emplace(this->number_, this);
+    }
+    server.changed_.notify_all();
+  }
+  void OnCancel() override {
+    {
+      const std::lock_guard lock(this->server_.mutex_);
+      if (this->server_.waiting_.erase(this->number_) == 0) return;
+    }
+    this->Finish(grpc::Status::CANCELLED);
+  }
+  void OnDone() override {
+    if (arrived_) this->server_.core_.leave(ask_);
+    delete this;
+  }
+  [[nodiscard]] const MergeAsk& ask() const noexcept { return ask_; }
+  /// Only for whoever took the call out of `waiting_`.
+  void answer(const Result<MergeAnswer>& answer) {
+    if (!answer) return this->Finish(to_grpc(answer.error()));
+    const FragmentSet& set = answer->cut.set;
+    reply_->set_round(answer->cut.round);
+    detail::fill(*reply_->mutable_version(), {set.context(), set.digest(), answer->cut.merger});
+    reply_->set_set(detail::to_field(std::span<const std::byte>(encode_set(set))));
+    for (const MemberId member : answer->ready) reply_->add_ready(member);
+    this->Finish(grpc::Status::OK);
+  }
+
+ private:
+  Status begin(const detail::rpc::MergeRequest& request) {
+    const auto member = this->member();
+    if (!member) return member.error();
+    ask_.member = *member;
+    ask_.session = request.session();
+    ask_.round = request.round();
+    const auto merger = detail::fixed_field<Digest128>(request.merger(), "a merger digest");
+    if (!merger) return merger.error();
+    ask_.merger = *merger;
+    auto context = detail::context_field(request.context());
+    if (!context) return context.error();
+    ask_.context = *std::move(context);
+    if (ask_.round == 0 && !request.known().empty()) {
+      const auto known = detail::fixed_field<Digest256>(request.known(), "a set digest");
+      if (!known) return known.error();
+      ask_.known = *known;
+    }
+    const auto most = static_cast<std::uint64_t>(this->server_.core_.options().max_wait_ms);
+    ask_.deadline_ms = now_ms() + static_cast<std::int64_t>((std::min)(request.timeout_ms(), most));
+    return {};
+  }
+
+  MergeAsk ask_;
+  detail::rpc::MergeReply* reply_;
+  bool arrived_ = false;
+};
+
+/// Ends calls that have waited or lasted long enough.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+void CoordinatorServer<Store, Auth, Hash, C>::watch() {
+  std::unique_lock<std::recursive_mutex> lock(mutex_);
+  while (!stopping_) {
+    const std::int64_t now = now_ms();
+    std::vector<std::uint64_t> late;
+    for (const auto& [number, limit] : calls_) {
+      if (now >= limit.until_ms) late.push_back(number);
+    }
+    for (const std::uint64_t number : late) {
+      const auto at = calls_.find(number);
+      if (at == calls_.end()) continue;
+      at->second.until_ms = now + 1000;
+      at->second.context->TryCancel();
+    }
+    // Asked without the lock, which calls need to come and go; then whoever is still there gets the answer.
+    std::vector<std::pair<std::uint64_t, MergeAsk>> asks;
+    for (const auto& [number, call] : waiting_) asks.emplace_back(number, call->ask());
+    lock.unlock();
+    for (const auto& [number, ask] : asks) {
+      const auto answer = core_.poll(ask, now);
+      if (!answer) continue;
+      MergeCall* call = nullptr;
+      {
+        const std::lock_guard again(mutex_);
+        if (const auto at = waiting_.find(number); at != waiting_.end()) {
+          call = at->second;
+          waiting_.erase(at);
+        }
+      }
+      if (call != nullptr) call->answer(*answer);
+    }
+    lock.lock();
+    if (!stopping_) changed_.wait_for(lock, std::chrono::milliseconds(waiting_.empty() ? 100 : 5));
+  }
+}
+
+KVMELD_NAMESPACE_END
