@@ -1,0 +1,176 @@
+// Fragments that cross between processes through files and shared memory, alone and as the state of replicas.
+#include <kvmeld/cache/verify_fragment.hpp>
+#include <kvmeld/session/replica.hpp>
+#include <kvmeld/transport/file_store.hpp>
+
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "support/catch.hpp"
+#include "support/random_cache.hpp"
+#include "support/temp_folder.hpp"
+
+namespace {
+
+using kvmeld::ErrorCode;
+using kvmeld::FileStore;
+using kvmeld::Fragment;
+using Replica = kvmeld::Replica<FileStore>;
+
+constexpr kvmeld::FragmentFormat<> format{};
+
+/// Of 32 KiB and more, so that it is worth mapping.
+Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
+  return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 64}), tokens, seed, {.tokens = test::token_ids(tokens)}).fragment;
+}
+
+kvmeld::Result<FileStore> open_store(const test::TempFolder& folder) {
+  return FileStore::open(folder / "store", {.durability = kvmeld::Durability::none});
+}
+
+template <class Work>
+pid_t child(const Work& work) {
+  const pid_t pid = ::fork();
+  if (pid == 0) ::_exit(work() ? 0 : 1);
+  return pid;
+}
+bool went_well(pid_t pid) {
+  int status = -1;
+  return ::waitpid(pid, &status, 0) == pid && status == 0;
+}
+
+bool mapped(const std::byte* bytes) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    std::istringstream fields(line);
+    std::uintptr_t begin = 0, end = 0;
+    char dash = 0;
+    fields >> std::hex >> begin >> dash >> end;
+    const auto at = reinterpret_cast<std::uintptr_t>(bytes);
+    if (at >= begin && at < end) return line.find("/payloads/") != std::string::npos;
+  }
+  return false;
+}
+
+std::vector<std::filesystem::path> places() {
+  std::vector<std::filesystem::path> all{std::filesystem::temp_directory_path()};
+  if (::access("/dev/shm", W_OK) == 0) all.emplace_back("/dev/shm");
+  return all;
+}
+
+Replica::Options options(kvmeld::MemberId self, std::uint32_t epoch = 1) {
+  Replica::Options out;
+  out.self = self;
+  out.epoch = epoch;
+  out.members = {0, 1, 2, 3};
+  out.shared_store = true;
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("a fragment crosses between processes, byte for byte and without a copy") {
+  for (const auto& place : places()) {
+    const test::TempFolder folder(place);
+    const Fragment sent = fragment(1);
+    REQUIRE(went_well(child([&] {
+      auto store = open_store(folder);
+      return store && kvmeld::store_fragment(*store, sent, format).ok();
+    })));
+    auto store = open_store(folder);
+    REQUIRE(store.ok());
+    const auto got = kvmeld::load_fragment(*store, sent.id(), format);
+    REQUIRE(got.ok());
+    CHECK(kvmeld::verify_fragment(*got).ok());
+    const kvmeld::Payload& there = sent.payloads()[0];
+    const kvmeld::Payload& here = got->payloads()[0];
+    REQUIRE(here.byte_count == there.byte_count);
+    CHECK(std::equal(here.bytes.get(), here.bytes.get() + here.byte_count, there.bytes.get()));
+    CHECK(mapped(here.bytes.get()));
+    CHECK_FALSE(mapped(there.bytes.get()));
+  }
+}
+
+TEST_CASE("a payload that the disk has changed is found out, removed, and put again by whoever has it") {
+  const test::TempFolder folder;
+  const Fragment sent = fragment(2);
+  auto store = open_store(folder);
+  REQUIRE(store.ok());
+  REQUIRE(kvmeld::store_fragment(*store, sent, format).ok());
+  std::filesystem::path file;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder / "store/payloads")) {
+    if (entry.is_regular_file()) file = entry.path();
+  }
+  const auto size = std::filesystem::file_size(file);
+  const auto damage = [&](std::uintmax_t at, std::uintmax_t new_size) {
+    std::filesystem::permissions(file, std::filesystem::perms::owner_all);
+    std::fstream(file, std::ios::in | std::ios::out | std::ios::binary).seekp(static_cast<std::streamoff>(at)).put('\x55');
+    std::filesystem::resize_file(file, new_size);
+  };
+  for (const auto& [at, new_size] : {std::pair{size / 2, size}, {size - 1, size}, {std::uintmax_t{0}, size - 1}, {std::uintmax_t{0}, std::uintmax_t{0}}}) {
+    damage(at, new_size);
+    CHECK_FALSE(kvmeld::load_fragment(*store, sent.id(), format).ok());
+    CHECK_FALSE(std::filesystem::exists(file));
+    REQUIRE(kvmeld::store_fragment(*store, sent, format).ok());
+    const auto again = kvmeld::load_fragment(*store, sent.id(), format);
+    REQUIRE(again.ok());
+    CHECK(kvmeld::verify_fragment(*again).ok());
+  }
+}
+
+TEST_CASE("replicas in processes of their own meet in a folder, and one that is killed comes back with what it had acknowledged") {
+  for (const auto& place : places()) {
+    const test::TempFolder folder(place);
+    const auto agent = [&](kvmeld::MemberId self, std::uint32_t epoch, std::uint64_t first, int count, int acknowledged) {
+      auto store = open_store(folder);
+      if (!store) return false;
+      Replica replica(*store, options(self, epoch));
+      if (!replica.open().ok() || !replica.insert(fragment(99)).ok()) return false;  // one that all of them have
+      for (int i = 0; i < count; ++i) {
+        const std::uint64_t seed = first + static_cast<std::uint64_t>(i);
+        if (!replica.insert(fragment(seed)).ok()) return false;
+        if (acknowledged >= 0 && ::write(acknowledged, &seed, sizeof seed) != sizeof seed) return false;
+      }
+      return true;
+    };
+    int ends[2];
+    REQUIRE(::pipe(ends) == 0);
+    const pid_t killed = child([&] { return agent(1, 1, 1000, 100'000, ends[1]); });
+    const pid_t second = child([&] { return agent(2, 1, 2000, 3, -1); });
+    const pid_t third = child([&] { return agent(3, 1, 3000, 3, -1); });
+    CHECK(went_well(second));
+    CHECK(went_well(third));
+    std::uint64_t seed = 0;
+    std::vector<std::uint64_t> acknowledged;
+    for (int i = 0; i < 5 && ::read(ends[0], &seed, sizeof seed) == sizeof seed; ++i) acknowledged.push_back(seed);
+    ::kill(killed, SIGKILL);
+    CHECK_FALSE(went_well(killed));
+    ::close(ends[1]);
+    while (::read(ends[0], &seed, sizeof seed) == sizeof seed) acknowledged.push_back(seed);
+    ::close(ends[0]);
+    REQUIRE(acknowledged.size() >= 5);
+    CHECK(went_well(child([&] { return agent(1, 2, 5000, 2, -1); })));  // back, in another life
+
+    auto store = open_store(folder);
+    REQUIRE(store.ok());
+    Replica replica(*store, options(0));
+    REQUIRE(replica.open().ok());
+    for (int tick = 1; tick < 20 && replica.wanted() > 0; ++tick) REQUIRE(replica.tick(tick * 1000).ok());
+    CHECK(replica.wanted() == 0);
+    acknowledged.insert(acknowledged.end(), {99, 2000, 2001, 2002, 3000, 3001, 3002, 5000, 5001});
+    for (const std::uint64_t s : acknowledged) {
+      const auto* const entry = replica.set().find(fragment(s).id());
+      REQUIRE(entry != nullptr);
+      REQUIRE(entry->complete());
+      CHECK(kvmeld::verify_fragment(entry->fragment).ok());
+      CHECK(mapped(entry->fragment.payloads()[0].bytes.get()));
+    }
+    // At most one more, which was written down and not yet acknowledged.
+    CHECK(replica.set().size() <= acknowledged.size() + 1);
+  }
+}
