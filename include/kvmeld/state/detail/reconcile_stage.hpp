@@ -3,90 +3,20 @@
 /// What one side of a reconciliation knows: its elements in order of their hashes, cut into cells, and what was found so far.
 
 #include <algorithm>
-#include <array>
 #include <bit>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <span>
 #include <vector>
 
-#include <kvmeld/codec/byte_reader.hpp>
-#include <kvmeld/codec/byte_writer.hpp>
+#include <kvmeld/config.hpp>
 #include <kvmeld/state/detail/reconcile_estimate.hpp>
-#include <kvmeld/state/detail/reconcile_sketch.hpp>
+#include <kvmeld/state/detail/reconcile_plan.hpp>
 #include <kvmeld/state/reconcile_item.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
-
-/// How the side with fewer elements describes those of a cell.
-enum class CellForm : std::uint8_t {
-  sketch = 0,  ///< power sums of short hashes: 4 bytes for each element that differs
-  list = 1,    ///< the short hashes: 3 bytes for each element
-};
-
-inline constexpr std::uint32_t max_cells = 1U << 16U;
-inline constexpr std::uint32_t max_capacity = 256;  ///< power sums of a cell
-inline constexpr std::uint32_t max_attempts = 6;    ///< salts tried on a cell
-inline constexpr std::uint32_t sketch_attempts = 2; ///< of which the first ones may be sketches
-
-/// How a stage is cut. Whoever sees both sides' counts and counters decides it.
-struct CellPlan {
-  CellForm form = CellForm::list;
-  std::uint32_t cells = 1;
-  std::uint32_t capacity = 1;  ///< power sums in a cell's first sketch
-};
-
-/// Share of the expected power sums that first sketches have. Of many cells too few, for `CellSpread` says how many are missing,
-/// and sums that were not needed are lost; but tags have bytes to spare, and save messages.
-[[nodiscard]] constexpr double first_share(bool tags, std::uint32_t cells) noexcept { return tags ? 1.15 : cells < 8 ? 1.0 : 0.75; }
-
-/// Estimates how much differs from the counts of cells: how many more elements one side has than the other in a cell varies as
-/// much as elements differ, since each differing one adds or subtracts one (a difference of Poisson variables).
-struct CellSpread {
-  double cells = 0, sum = 0, squares = 0;
-
-  void add(std::uint64_t ours, std::uint64_t theirs) noexcept {
-    const double more = static_cast<double>(ours) - static_cast<double>(theirs);
-    cells += 1;
-    sum += more;
-    squares += more * more;
-  }
-  /// Power sums with which about two of three cells are solved, from the counts and from what the plan went by.
-  [[nodiscard]] double capacity(const CellPlan& plan, bool tags) const noexcept {
-    constexpr double counters = 32;  // what the plan's estimate weighs, in cells
-    const double planned = (plan.capacity - 2.0) / first_share(tags, plan.cells);
-    const double variance = cells < 2 ? 0 : (squares - sum * sum / cells) * cells / (cells - 1);
-    const double mean = (counters * planned + variance) / (counters + cells);
-    return mean + 0.4 * std::sqrt(mean) + 1.5;
-  }
-};
-
-/// The cheaper form, for sets of `fewer` and `more` elements of which about `estimate` are on one side only.
-KVMELD_LAZY [[nodiscard]] CellPlan plan_cells(std::uint64_t fewer, std::uint64_t more, double estimate, bool tags) {
-  const auto least = static_cast<double>(more - fewer);
-  const double differing = (std::max)({estimate, least, 1.0});
-  // Bytes beside the names: a list costs the same whatever differs, a sketch as much as does. The estimate is uncertain, and
-  // only the list is dear where it was too high.
-  const double sketch_bytes = 5.2 * differing + 2.0 * (differing - least);
-  CellPlan plan;
-  double cells = 1;
-  if (3.2 * static_cast<double>(fewer) <= 0.8 * sketch_bytes) {
-    cells = static_cast<double>(fewer + more) / 256.0;
-  } else {
-    constexpr double per_cell = 24;  // work grows with its square; a cell costs 10 bytes beside its sums
-    plan.form = CellForm::sketch;
-    cells = differing / per_cell;
-  }
-  plan.cells = static_cast<std::uint32_t>((std::min)((std::max)(cells, 1.0), static_cast<double>(max_cells)));
-  if (plan.form == CellForm::sketch) {
-    const double sums = differing / plan.cells * first_share(tags, plan.cells) + 2.0;
-    plan.capacity = static_cast<std::uint32_t>((std::min)(sums, static_cast<double>(max_capacity)));
-  }
-  return plan;
-}
 
 struct ReconcileElement {
   std::uint64_t hash = 0;
@@ -157,6 +87,15 @@ struct ReconcileStage {
   }
 };
 
+/// The order of ids, without a loop over bytes.
+[[nodiscard]] inline bool id_before(const FragmentId& a, const FragmentId& b) noexcept {
+  return std::memcmp(a.bytes.data(), b.bytes.data(), sizeof(FragmentId)) < 0;
+}
+
+[[nodiscard]] inline std::uint64_t id_hash(const FragmentId& id, std::uint64_t salt) noexcept {
+  return XXH3_64bits_withSeed(id.bytes.data(), id.bytes.size(), salt);
+}
+
 /// Sorts by hash: into buckets by its first bits, then each of them.
 KVMELD_LAZY void sort_by_hash(std::vector<ReconcileElement>& elements) {
   const unsigned bits = static_cast<unsigned>(std::bit_width(elements.size() / 8));
@@ -204,49 +143,6 @@ KVMELD_LAZY [[nodiscard]] bool next_attempt(ReconcileCell& cell) {
   cell.theirs.clear();
   cell.waits = ReconcileCell::Waits::elements;
   return cell.attempt < max_attempts;
-}
-
-/// Names of elements of a cell, in order of their hashes.
-KVMELD_LAZY void write_names(ByteWriter& out, const ReconcileStage& stage, std::span<const ReconcileItem> items, const ReconcileCell& cell) {
-  const auto elements = stage.cell(cell.index);
-  for (const std::uint32_t i : cell.mine) {
-    if (stage.tags) {
-      out.value(elements[i].hash);
-    } else {
-      out.bytes(std::as_bytes(std::span(items[elements[i].item].id.bytes)));
-    }
-  }
-}
-
-[[nodiscard]] inline std::uint64_t id_hash(const FragmentId& id, std::uint64_t salt) noexcept {
-  return XXH3_64bits_withSeed(id.bytes.data(), id.bytes.size(), salt);
-}
-
-/// The order of ids, without a loop over bytes.
-[[nodiscard]] inline bool id_before(const FragmentId& a, const FragmentId& b) noexcept {
-  return std::memcmp(a.bytes.data(), b.bytes.data(), sizeof(FragmentId)) < 0;
-}
-
-/// Reads them; false where this side holds one of them, so that somebody's short hashes have met.
-KVMELD_LAZY [[nodiscard]] bool read_names(ByteReader& in, const ReconcileStage& stage, std::span<const ReconcileItem> items, ReconcileCell& cell, std::size_t count) {
-  const auto elements = stage.cell(cell.index);
-  bool strange = true;
-  const auto bytes = in.bytes(count * stage.name_bytes());
-  cell.theirs.resize(bytes.size() / stage.name_bytes());
-  for (std::size_t i = 0; i < cell.theirs.size(); ++i) {
-    TheirElement& their = cell.theirs[i];
-    const std::byte* const name = bytes.data() + i * stage.name_bytes();
-    if (stage.tags) {
-      std::memcpy(&their.hash, name, sizeof(their.hash));
-    } else {
-      std::memcpy(their.id.bytes.data(), name, sizeof(FragmentId));
-      their.hash = id_hash(their.id, stage.salt);
-    }
-    if (stage.cell_of(their.hash) != cell.index || (i != 0 && their.hash <= cell.theirs[i - 1].hash)) in.fail(ErrorCode::corrupt);
-    const auto held = std::lower_bound(elements.begin(), elements.end(), their.hash, [](const ReconcileElement& e, std::uint64_t h) { return e.hash < h; });
-    if (held != elements.end() && held->hash == their.hash && (stage.tags || items[held->item].id == their.id)) strange = false;
-  }
-  return strange;
 }
 
 /// The names found on both sides explain the difference of the cell's fingerprints.

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include <kvmeld/state/detail/reconcile_names.hpp>
+#include <kvmeld/state/detail/reconcile_sketch.hpp>
 #include <kvmeld/state/detail/reconcile_stage.hpp>
 
 KVMELD_NAMESPACE_BEGIN
