@@ -11,7 +11,7 @@ namespace test {
 class TempFolder {
  public:
   explicit TempFolder(const std::filesystem::path& parent = std::filesystem::temp_directory_path()) {
-    std::string pattern = (parent / "kvmeld-test-XXXXXX").string();
+    std::string pattern = (parent / ("kvmeld-test-" + std::string(6, 'X'))).string();  // as mkdtemp wants it
     if (::mkdtemp(pattern.data()) != nullptr) path_ = pattern;
   }
   TempFolder(const TempFolder&) = delete;
