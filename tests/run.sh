@@ -42,7 +42,7 @@ if [ -n "$filter" ]; then
   [ ${#names[@]} -gt 0 ] || die "no test matches '$filter'"
   for name in "${names[@]}"; do
     case $name in
-      unit/* | laws/* | engine/* | sim/* | fuzz/* | redis/* | grpc/* | long/* | identity/* | cuda/*) targets+=("${name//\//_}") ;;
+      unit/* | laws/* | engine/* | sim/* | fuzz/* | redis/* | grpc/* | mpi/* | long/* | identity/* | cuda/*) targets+=("${name//\//_}") ;;
       compile/headers_*) targets+=("${name//\//_}") ;;
       compile/* | consume/*) ;;
       *) targets=(all); break ;;

@@ -29,6 +29,7 @@ struct Raw {
   explicit Raw(const std::string& address, int max_message = 64 << 20) {
     grpc::ChannelArguments arguments;
     arguments.SetMaxSendMessageSize(max_message);
+    arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);  // else its windows grow until what nobody reads fits into them
     stub = rpc::Coordinator::NewStub(grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
   }
   static void admit(grpc::ClientContext& context, const std::string& name_space = kvmeld::detail::namespace_bytes(test::test_namespace())) {

@@ -1,0 +1,20 @@
+# tests/mpi/NAME.cpp -> target mpi_NAME, test mpi/NAME: one job of 4 processes on this machine.
+if(NOT kvmeld_mpi_FOUND)
+  message(STATUS "skipped: tests/mpi (${kvmeld_mpi_REASON})")
+  return()
+endif()
+find_program(KVMELD_MPIEXEC NAMES mpiexec mpirun)
+if(NOT KVMELD_MPIEXEC)
+  message(STATUS "skipped: tests/mpi (no mpiexec; install openmpi-bin)")
+  return()
+endif()
+file(GLOB sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/mpi/*.cpp")
+foreach(source IN LISTS sources)
+  cmake_path(GET source STEM stem)
+  add_executable(mpi_${stem} "${source}")
+  target_link_libraries(mpi_${stem} PRIVATE test_support kvmeld_development kvmeld::mpi)
+  add_test(NAME mpi/${stem} COMMAND "${KVMELD_MPIEXEC}" -n 4 $<TARGET_FILE:mpi_${stem}>)
+  # Open MPI's names for: as root, on fewer cores than processes, without spinning, without calls that containers forbid.
+  set_tests_properties(mpi/${stem} PROPERTIES LABELS mpi SKIP_RETURN_CODE 77 TIMEOUT 120 PROCESSORS 2 ENVIRONMENT
+    "OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMPI_MCA_rmaps_base_oversubscribe=1;OMPI_MCA_mpi_yield_when_idle=1;OMPI_MCA_btl_vader_single_copy_mechanism=none")
+endforeach()
