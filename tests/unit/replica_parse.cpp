@@ -204,6 +204,117 @@ TEST_CASE("liars and floods cost themselves") {
   CHECK(victim.set().find(bad.id())->complete());
 }
 
+TEST_CASE("a bit that rots in a record costs that record, and never makes another set of it") {
+  kvmeld::FragmentSet set;
+  REQUIRE(set.insert(fragment(1), {3, 7, 1}, 0.5F).ok());
+  REQUIRE(set.insert(fragment(2), {3, 8, 1}).ok());
+  const auto record = kvmeld::encode_record(encode_set(set));
+  REQUIRE(kvmeld::decode_record(record).ok());
+  bool refused = true;
+  for (std::size_t bit = 0; bit < record.size() * 8; ++bit) {
+    auto rotten = record;
+    rotten[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
+    refused = refused && !kvmeld::decode_record(rotten).ok();
+  }
+  for (std::size_t n = 0; n < record.size(); ++n) refused = refused && !kvmeld::decode_record(std::span(record).first(n)).ok();
+  CHECK(refused);
+  MemoryStore store;
+  auto rotten = record;
+  rotten[rotten.size() / 2] ^= std::byte{1};
+  REQUIRE(store.add_record(rotten).ok());
+  Replica replica(store, {});
+  REQUIRE(replica.open().ok());
+  CHECK(replica.set().empty());
+  CHECK(replica.counters().corrupt_records == 1);
+}
+
+TEST_CASE("an honest peer whose disk rotted serves from memory, mends the disk, and is not taken for a liar") {
+  Net net(2);
+  const Fragment f = fragment(5, 4);
+  REQUIRE(net.replicas[0].insert(f).ok());
+  const auto rot = [&](const kvmeld::BlobKey& key) {
+    const auto blob = net.stores[0].get(key);
+    REQUIRE(blob.ok());
+    std::vector<std::byte> bytes(blob->bytes().begin(), blob->bytes().end());
+    bytes.back() ^= std::byte{1};
+    REQUIRE(net.stores[0].erase(key).ok());
+    REQUIRE(net.stores[0].put(key, bytes).ok());
+  };
+  const auto manifest = make_manifest(f, 100);
+  rot(manifest_key(f.id()));
+  rot(manifest->chunks[0][1]);
+  net.run();
+  CHECK(net.converged());
+  CHECK(net.replicas[1].counters().strikes == 0);
+  CHECK(load_fragment(net.stores[0], f.id(), net.replicas[0].options().format).ok());
+}
+
+TEST_CASE("a manifest whose chunks nobody has is given up, since the id does not cover its list") {
+  Net net(3);
+  const Fragment f = fragment(6, 4);
+  net.lose = [&](MemberId, MemberId to, const kvmeld::Outgoing&) { return to == 2; };
+  REQUIRE(net.replicas[1].insert(f).ok());
+  net.run(3);
+  auto& victim = net.replicas[2];
+  kvmeld::FragmentSet claim;
+  REQUIRE(claim.insert(f, {8, 0, 1}).ok());
+  REQUIRE(victim.receive(8, *kvmeld::encode_frame(3, encode_set(claim))).ok());
+  auto manifest = make_manifest(f, 100);
+  manifest->chunks[0][2].bytes[5] ^= 1U;
+  const auto body = encode_manifest(*manifest);
+  REQUIRE(victim.receive(8, *kvmeld::encode_frame(5, kvmeld::detail::encode(kvmeld::detail::Piece{f.id(), manifest_key(f.id()), body}))).ok());
+  net.lose = nullptr;
+  net.run(200);
+  CHECK(victim.set().find(f.id())->complete());
+  CHECK(victim.counters().strikes > 0);
+}
+
+TEST_CASE("every peer is asked for what the others lack") {
+  for (std::size_t members = 3; members <= 6; ++members) {
+    for (MemberId holder = 0; holder + 1 < members; ++holder) {
+      Net net(members);
+      const Fragment f = fragment(7);
+      const auto manifest = make_manifest(f, 100);
+      const MemberId asker = members - 1;
+      net.lose = [&](MemberId, MemberId to, const kvmeld::Outgoing&) { return to == asker; };
+      REQUIRE(net.replicas[holder].insert(f).ok());
+      net.run();
+      for (MemberId m = 0; m < asker; ++m) {
+        if (m == holder) continue;
+        REQUIRE(net.replicas[m].evict(f.id()).ok());
+        REQUIRE(net.stores[m].erase(manifest_key(f.id())).ok());
+        for (const auto& key : manifest->chunks[0]) REQUIRE(net.stores[m].erase(key).ok());
+      }
+      net.lose = nullptr;
+      net.run(200);
+      CAPTURE(members, holder);
+      CHECK(net.replicas[asker].set().find(f.id())->complete());
+    }
+  }
+}
+
+TEST_CASE("members that join and leave do not stop compaction, and nothing removed comes back by them") {
+  Net net(3);
+  const Fragment f = fragment(8);
+  REQUIRE(net.replicas[0].insert(f).ok());
+  net.run();
+  // Member 2 leaves without having heard of the removal.
+  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) { return from == 2 || to == 2; };
+  REQUIRE(net.replicas[1].remove(f.id()).ok());
+  net.run();
+  CHECK(net.replicas[0].set().removals().size() == 1);
+  for (MemberId m = 0; m < 2; ++m) net.replicas[m].set_members({0, 1});
+  net.run();
+  CHECK(net.replicas[0].set().removals().empty());
+  CHECK(net.replicas[0].seen_by(2) == nullptr);
+  // It comes back with what it had.
+  net.lose = nullptr;
+  for (MemberId m = 0; m < 3; ++m) net.replicas[m].set_members({0, 1, 2});
+  net.run();
+  CHECK(net.replicas[2].set().empty());
+  CHECK(net.converged());
+}
+
 TEST_CASE("members with other mergers are told apart, those of other namespaces or versions refused") {
   Net net(2);
   MemoryStore store;

@@ -129,6 +129,21 @@ template <PayloadStore S, ContentHash Hash, Compressor C>
 
 }  // namespace detail
 
+/// A chunk in its stored form, verified by its key; one that is wrong is erased.
+///
+/// Errors: `not_found`, the store's, those of `decode_chunk`. O(bytes), no copy where it is stored raw.
+template <BlobStore S, ContentHash Hash, Compressor C>
+[[nodiscard]] Result<Blob> load_chunk(S& store, const BlobKey& key, const FragmentFormat<Hash, C>& format) {
+  auto stored = store.get(key);
+  if (!stored) return stored.error();
+  const auto open = detail::open_chunk(stored->bytes(), max_chunk_bytes);
+  if (open && open->codec == 0 && open->data.size() == open->raw_bytes && chunk_key<Hash>(open->data) == key) return stored;
+  const Status status = decode_chunk<Hash>(stored->bytes(), key, max_chunk_bytes, format.compressor).status();
+  if (status.ok()) return stored;
+  (void)store.erase(key);
+  return status;
+}
+
 /// Adds the chunks that a store has to an assembler; a chunk that is wrong is erased and stays wanted.
 ///
 /// Errors: the store's, but for `not_found`.

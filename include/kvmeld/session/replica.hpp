@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -108,7 +109,7 @@ class Replica {
       if (!entry.complete()) continue;
       if (const auto stored = store_fragment(*store_, entry.fragment, options_.format); !stored) return stored.error();
     }
-    return store_->add_record(encode_set(set_));
+    return store_->add_record(encode_record(encode_set(set_)));
   }
 
   [[nodiscard]] const FragmentSet& set() const noexcept { return set_; }
@@ -146,6 +147,7 @@ class Replica {
     MemberId manifest_from = everyone;
     std::size_t in_flight = 0;          // chunks asked for and not here
     bool answered = false;              // the holder sent something since it was asked
+    std::size_t barren = 0;             // requests for chunks since one came
     std::int64_t next = 0;              // ask again then
     std::int64_t patience = 0;
     std::size_t rotation = 0;
@@ -168,7 +170,7 @@ class Replica {
   /// Writes an operation down, joins it, tells everybody.
   Status commit(const FragmentSet& operation) {
     const std::vector<std::byte> bytes = encode_set(operation);
-    KVMELD_TRY(store_->add_record(bytes));
+    KVMELD_TRY(store_->add_record(encode_record(bytes)));
     KVMELD_TRY(set_.join(operation));
     return post(everyone, static_cast<std::uint8_t>(ReplicaMessage::delta), bytes);
   }
@@ -189,6 +191,7 @@ class Replica {
   Status ask(const FragmentId& id, Want& want);
   Status finish(const FragmentId& id, Want& want);
   [[nodiscard]] MemberId next_holder(Want& want);
+  void turn(Want& want);
   void strike(MemberId member);
 
   Store* store_;

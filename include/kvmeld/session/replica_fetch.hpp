@@ -27,6 +27,13 @@ MemberId Replica<Store, Auth, Hash, C>::next_holder(Want& want) {
   return everyone;
 }
 
+/// Leaves the present holder for the next one, which `pursue` then asks: were it to step on too, every second peer would be passed over.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+void Replica<Store, Auth, Hash, C>::turn(Want& want) {
+  want.holder = next_holder(want);
+  want.answered = want.holder != everyone;
+}
+
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 void Replica<Store, Auth, Hash, C>::strike(MemberId member) {
   ++counters_.strikes;
@@ -46,6 +53,12 @@ Status Replica<Store, Auth, Hash, C>::pursue(const FragmentId& id, Want& want) {
   }
   want.next = elapsed_ + jitter(want.patience);
   want.patience = (std::min)(want.patience * 2, options_.max_retry_ms);
+  if (want.assembler && ++want.barren > peers_.size() + 1) {
+    // Everybody was asked and nobody has these chunks: the manifest's list of them, which the id does not cover, is not to be believed.
+    strike(want.manifest_from);
+    want.assembler.reset();
+    want.patience = options_.retry_ms;
+  }
   if (!want.assembler) {
     auto loaded = load_fragment(*store_, id, options_.format);
     if (loaded) {
@@ -87,14 +100,22 @@ Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const st
     }
     return manifest ? &*manifest : nullptr;
   };
+  // What rotted in the store is not sent, or the asker would take this replica for a liar; what is in memory takes its place.
+  const auto rotten = [](const Status& loaded) { return loaded.code() != ErrorCode::not_found && loaded.code() != ErrorCode::unavailable; };
   if (fetch->chunks.empty()) {
-    if (const auto stored = store_->get(manifest_key(fetch->id))) return answer(ReplicaMessage::manifest, manifest_key(fetch->id), stored->bytes());
-    if (const Manifest* const fresh = made()) return answer(ReplicaMessage::manifest, manifest_key(fetch->id), encode_manifest(*fresh));
-    return answer(ReplicaMessage::lacking, manifest_key(fetch->id), {});
+    const BlobKey key = manifest_key(fetch->id);
+    const auto stored = load_manifest(*store_, fetch->id, options_.format);
+    if (stored) return answer(ReplicaMessage::manifest, key, encode_manifest(*stored));
+    const Manifest* const fresh = made();
+    if (fresh == nullptr) return answer(ReplicaMessage::lacking, key, {});
+    const std::vector<std::byte> bytes = encode_manifest(*fresh);
+    if (rotten(stored.error())) (void)store_->put(key, bytes);
+    return answer(ReplicaMessage::manifest, key, bytes);
   }
   bool lacks = false;
   for (const BlobKey& key : fetch->chunks) {
-    if (const auto stored = store_->get(key)) {
+    const auto stored = load_chunk(*store_, key, options_.format);
+    if (stored) {
       KVMELD_TRY(answer(ReplicaMessage::chunk, key, stored->bytes()));
       continue;
     }
@@ -106,8 +127,10 @@ Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const st
         const auto index = static_cast<std::size_t>(at - fresh->chunks[p].begin());
         const Payload& payload = here.payloads()[p];
         found = true;
-        KVMELD_TRY(answer(ReplicaMessage::chunk, key, encode_chunk(raw_chunk(payload, index, options_.format.chunk_bytes), options_.format.compressor,
-                                                                   chunk_form(here.geometry(), payload, index, options_.format.chunk_bytes))));
+        const auto bytes = encode_chunk(raw_chunk(payload, index, options_.format.chunk_bytes), options_.format.compressor,
+                                        chunk_form(here.geometry(), payload, index, options_.format.chunk_bytes));
+        if (rotten(stored.error())) (void)store_->put(key, bytes);
+        KVMELD_TRY(answer(ReplicaMessage::chunk, key, bytes));
       }
     }
     lacks = lacks || !found;
@@ -127,7 +150,7 @@ Status Replica<Store, Auth, Hash, C>::on_piece(MemberId from, ReplicaMessage typ
     auto manifest = decode_manifest<Hash>(piece->bytes, {options_.format.max_payload_bytes});
     if (!manifest || manifest->fragment.id() != piece->id) {
       strike(from);
-      want.holder = next_holder(want);
+      turn(want);
       return !manifest ? manifest.error() : detail::error(ErrorCode::id_mismatch, "member ", from, " sent another fragment's manifest for ", piece->id.hex());
     }
     want.assembler.emplace(*std::move(manifest));
@@ -138,13 +161,14 @@ Status Replica<Store, Auth, Hash, C>::on_piece(MemberId from, ReplicaMessage typ
     const auto added = want.assembler->add(piece->key, piece->bytes, options_.format.compressor);
     if (!added) {
       strike(from);
-      want.holder = next_holder(want);
+      turn(want);
       return added.error();
     }
     if (!*added) return {};
     want.in_flight -= want.in_flight > 0 ? 1U : 0U;
   }
   want.answered = true;
+  want.barren = 0;
   want.patience = options_.retry_ms;
   want.next = elapsed_ + jitter(want.patience);
   if (type == ReplicaMessage::chunk && want.in_flight > 0 && !want.assembler->complete()) return {};
@@ -160,7 +184,7 @@ Status Replica<Store, Auth, Hash, C>::finish(const FragmentId& id, Want& want) {
     strike(want.manifest_from);
     want.assembler.reset();
     want.in_flight = 0;
-    want.holder = next_holder(want);
+    turn(want);
     want.next = elapsed_;
     return fragment.error();
   }
@@ -177,7 +201,7 @@ Status Replica<Store, Auth, Hash, C>::on_lacking(MemberId from, std::span<const 
   if (!piece) return piece.error();
   const auto at = wants_.find(piece->id);
   if (at == wants_.end() || at->second.holder != from) return {};
-  at->second.holder = next_holder(at->second);
+  turn(at->second);
   at->second.in_flight = 0;
   at->second.next = (std::min)(at->second.next, elapsed_ + options_.retry_ms);
   return {};

@@ -97,7 +97,7 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(FragmentSet delta) {
 /// Takes a delta from a peer or from the store; one from a peer is written down first where the store is this replica's own.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::take(std::span<const std::byte> bytes, MemberId from, bool from_store) {
-  auto decoded = decode_set(bytes, options_.set_hash);
+  auto decoded = from_store ? decode_record(bytes, options_.set_hash) : decode_set(bytes, options_.set_hash);
   if (!decoded) return decoded.error();
   const std::uint64_t refused_before = counters_.refused_operations;
   auto delta = admitted(*std::move(decoded));
@@ -106,7 +106,7 @@ Status Replica<Store, Auth, Hash, C>::take(std::span<const std::byte> bytes, Mem
     return entry.metadata.unattributed && set_.find(entry.id) == nullptr;
   });
   if (news) {
-    if (!from_store && !options_.shared_store) KVMELD_TRY(store_->add_record(encode_set(*delta)));
+    if (!from_store && !options_.shared_store) KVMELD_TRY(store_->add_record(encode_record(encode_set(*delta))));
     KVMELD_TRY(set_.join(*delta));
     for (const FragmentSet::Entry& entry : delta->entries()) {
       const FragmentSet::Entry* const mine = set_.find(entry.id);
@@ -122,18 +122,14 @@ Status Replica<Store, Auth, Hash, C>::take(std::span<const std::byte> bytes, Mem
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::read_records() {
-  if constexpr (requires { { store_->generation() } -> std::same_as<Result<std::uint64_t>>; }) {
-    // A server that came back without its data answers as a new one: what this replica holds is written there again.
-    const auto generation = store_->generation();
-    if (!generation) return generation.error();
-    if (generation_ && *generation_ != *generation) {
-      cursor_ = 0;
-      KVMELD_TRY(republish());
-    }
-    generation_ = *generation;
-  }
   auto batch = store_->records(cursor_);
   if (!batch) return batch.error();
+  if constexpr (requires { { store_->generation() } -> std::convertible_to<std::uint64_t>; }) {
+    // A server that came back may have come back with less: what this replica holds is written there again.
+    const std::uint64_t generation = store_->generation();
+    if (generation_ && *generation_ != generation) KVMELD_TRY(republish());
+    generation_ = generation;
+  }
   for (const std::vector<std::byte>& record : batch->records) {
     if (const Status status = take(record, everyone, true); !status && status.code() != ErrorCode::quota_exceeded) ++counters_.corrupt_records;
   }
@@ -141,7 +137,7 @@ Status Replica<Store, Auth, Hash, C>::read_records() {
   records_read_ += batch->records.size();
   if (records_read_ >= options_.max_records) {
     // What is replaced has been joined: the one record that takes its place says as much.
-    KVMELD_TRY(store_->replace_records(cursor_, encode_set(set_)));
+    KVMELD_TRY(store_->replace_records(cursor_, encode_record(encode_set(set_))));
     cursor_ = 0;
     records_read_ = 0;
   }

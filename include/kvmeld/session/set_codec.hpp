@@ -203,4 +203,24 @@ KVMELD_LAZY [[nodiscard]] Result<FragmentSet> decode_set(std::span<const std::by
   return FragmentSet::from_parts(hash, std::move(entries), std::move(removals), compacted);
 }
 
+/// A set's bytes as a store keeps them: ending in a checksum, since a bit that rots would otherwise make another set of them.
+[[nodiscard]] inline std::vector<std::byte> encode_record(std::span<const std::byte> set) {
+  const std::uint64_t sum = XXH3_64bits(set.data(), set.size());
+  ByteWriter w;
+  w.reserve(set.size() + sizeof sum);
+  w.bytes(set);
+  w.value(sum);
+  return w.take();
+}
+/// The set in a store's record. Errors: `truncated`, `corrupt`, those of `decode_set`.
+[[nodiscard]] inline Result<FragmentSet> decode_record(std::span<const std::byte> record, const SetHash& hash = {}) {
+  if (record.size() < sizeof(std::uint64_t)) return detail::error(ErrorCode::truncated, "a record of ", record.size(), " bytes");
+  const auto set = record.first(record.size() - sizeof(std::uint64_t));
+  ByteReader r(record.last(sizeof(std::uint64_t)));
+  if (r.value<std::uint64_t>() != XXH3_64bits(set.data(), set.size())) {
+    return detail::error(ErrorCode::corrupt, "record: checksum of its ", record.size(), " bytes differs");
+  }
+  return decode_set(set, hash);
+}
+
 KVMELD_NAMESPACE_END
