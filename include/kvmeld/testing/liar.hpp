@@ -30,6 +30,7 @@ class Liar {
   struct Lie {
     MemberId to;
     std::vector<std::byte> frame;
+    bool at_once = false;  ///< reaches the victim while it is in the life that the lie is about
   };
 
   /// Reads a message, and answers a request with something wrong, or not at all.
@@ -64,7 +65,9 @@ class Liar {
         FragmentSet forged;
         (void)forged.insert(some, {victim, 10'000 + random_.below(1000), epoch}, 4.0F);
         ++(*counts_)[Fault::forged_dot];
-        return lie(victim, ReplicaMessage::delta, encode_set(forged));
+        Lie told = lie(victim, ReplicaMessage::delta, encode_set(forged));
+        told.at_once = true;
+        return told;
       }
       case 2: {
         FragmentSet flood;
@@ -81,7 +84,7 @@ class Liar {
  private:
   [[nodiscard]] static Lie lie(MemberId to, ReplicaMessage type, std::span<const std::byte> body) {
     auto frame = encode_frame(static_cast<std::uint8_t>(type), body);
-    return {to, frame ? *std::move(frame) : std::vector<std::byte>()};
+    return {to, frame ? *std::move(frame) : std::vector<std::byte>(), false};
   }
   [[nodiscard]] static std::vector<std::byte> piece(const FragmentId& of, const BlobKey& key, std::span<const std::byte> bytes) {
     return kvmeld::detail::encode(kvmeld::detail::Piece{of, key, bytes});

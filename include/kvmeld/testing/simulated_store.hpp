@@ -28,7 +28,7 @@ struct Stored {
 /// What a disk or server holds. A copy is a snapshot of it; bytes are shared.
 struct SimulatedDisk {
   std::map<BlobKey, Stored> blobs;
-  std::map<std::uint64_t, Stored> records;  ///< by number; cursor n has seen all below n
+  std::map<std::uint64_t, Stored> records;  ///< by number; a cursor is the generation and the number that comes next
   std::uint64_t next_record = 1;
   std::uint64_t generation = 1;             ///< changes where the content is not what it was: a restored server answers as a new one
 
@@ -106,17 +106,15 @@ class SimulatedStore {
   Result<RecordBatch> records(std::uint64_t cursor) {
     KVMELD_TRY(reachable());
     RecordBatch batch;
-    batch.cursor = disk_->next_record;
-    const std::uint64_t from = cursor > disk_->next_record ? 0 : cursor;
-    for (auto at = disk_->records.lower_bound(from); at != disk_->records.end(); ++at) batch.records.push_back(*at->second.now);
+    batch.cursor = cursor_at(disk_->next_record);
+    for (auto at = disk_->records.lower_bound(number_of(cursor)); at != disk_->records.end(); ++at) batch.records.push_back(*at->second.now);
     return batch;
   }
   Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
     KVMELD_TRY(reachable());
-    if (cursor > disk_->next_record) return detail::error(ErrorCode::invalid_argument, "cursor ", cursor, " where the last one is ", disk_->next_record);
     const Outcome outcome = decide();
     if (outcome.happens && outcome.whole) {
-      const auto end = disk_->records.lower_bound(cursor);
+      const auto end = disk_->records.lower_bound(number_of(cursor));
       for (auto at = disk_->records.begin(); at != end;) {
         // A crash in the middle leaves some of the old ones.
         at = outcome.status.ok() || random_.chance(0.5) ? disk_->records.erase(at) : std::next(at);
@@ -126,10 +124,7 @@ class SimulatedStore {
     return outcome.status;
   }
   /// Which content this is: a replica that finds another than before writes down again what it holds.
-  Result<std::uint64_t> generation() {
-    KVMELD_TRY(reachable());
-    return disk_->generation;
-  }
+  [[nodiscard]] std::uint64_t generation() const noexcept { return disk_->generation; }
 
  private:
   struct Outcome {
@@ -138,6 +133,12 @@ class SimulatedStore {
     bool whole = true;
   };
 
+  static constexpr unsigned number_bits = 40;
+  [[nodiscard]] std::uint64_t cursor_at(std::uint64_t number) const noexcept { return disk_->generation << number_bits | number; }
+  /// 0 for a cursor of another content: what it had seen says nothing of this one.
+  [[nodiscard]] std::uint64_t number_of(std::uint64_t cursor) const noexcept {
+    return cursor >> number_bits == disk_->generation ? cursor & ((std::uint64_t{1} << number_bits) - 1) : 0;
+  }
   [[nodiscard]] static Stored stored(std::span<const std::byte> bytes) {
     std::vector<std::byte> copy;
     copy.reserve(bytes.size() + 1);  // never null, also where it is empty

@@ -113,6 +113,7 @@ class Simulation {
   void check_rendered(const M& merger);
   void sum_counters(const Node& replica);
 
+  [[nodiscard]] static std::string describe(std::span<const std::byte> bytes);
   [[nodiscard]] static CausalContext context_of(const SimulatedDisk& disk);
   [[nodiscard]] std::vector<Member*> up();
   [[nodiscard]] Member* any_up();

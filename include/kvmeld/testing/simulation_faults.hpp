@@ -92,7 +92,7 @@ void Simulation<Node>::disturb(std::int64_t ms) {
   if (liar_ && once(f.liar, ms)) {
     if (const Member* const victim = any_up()) {
       const Liar::Lie lie = liar_->act(victim->id, victim->epoch);
-      network_.send(now_, Liar::id, lie.to, lie.frame);
+      if (lie.at_once) deliver({Liar::id, lie.to, lie.frame}); else network_.send(now_, Liar::id, lie.to, lie.frame);
     }
   }
   if (once(f.join, ms) && up().size() < options_.most_replicas + 2) join();
@@ -132,7 +132,7 @@ void Simulation<Node>::disturb(Member& member, std::int64_t ms) {
     }
     for (const auto& [number, rotten] : disk.records) {
       if (!rotten.rotten()) continue;
-      if (const auto set = decode_set(*rotten.written)) {
+      if (const auto set = decode_record(*rotten.written)) {
         member.rotten.join(set->context());
         lost_.join(set->context());
       }

@@ -2,6 +2,9 @@
 
 /// Time, messages and processes of a simulation.
 
+#include <cstring>
+#include <iterator>
+
 #include <kvmeld/testing/simulation.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -116,7 +119,9 @@ void Simulation<Node>::deliver(const Delivery& delivery) {
   const CausalContext seen = member.replica->set().context();
   const auto taken = member.replica->receive(delivery.from, delivery.bytes);
   const FragmentSet& after = member.replica->set();
-  if (options_.trace != nullptr && !taken.ok()) say("member ", member.id, " refuses a message of ", delivery.from, ": ", taken.error().message());
+  if (options_.trace != nullptr) {
+    say("member ", member.id, " gets ", describe(delivery.bytes), " from ", delivery.from, taken.ok() ? std::string() : ", refused: " + taken.error().message());
+  }
   if (!taken.ok() && taken.error().code() != ErrorCode::quota_exceeded && (after.digest() != before || after.context() != seen)) {
     fail(kvmeld::detail::error(ErrorCode::corrupt, "member ", member.id, " refused a message (", taken.error().message(), ") and its set changed").message());
   }
@@ -220,7 +225,7 @@ template <class Node>
 CausalContext Simulation<Node>::context_of(const SimulatedDisk& disk) {
   CausalContext out;
   for (const auto& [number, record] : disk.records) {
-    if (const auto set = decode_set(*record.written)) out.join(set->context());
+    if (const auto set = decode_record(*record.written)) out.join(set->context());
   }
   return out;
 }
@@ -253,6 +258,22 @@ template <class Node>
 const Fragment* Simulation<Node>::fragment(const FragmentId& id) const {
   const auto at = std::find_if(corpus_.begin(), corpus_.end(), [&](const Fragment& f) { return f.id() == id; });
   return at == corpus_.end() ? nullptr : &*at;
+}
+
+/// A message in words, for the trace.
+template <class Node>
+std::string Simulation<Node>::describe(std::span<const std::byte> bytes) {
+  const auto frame = decode_frame(bytes);
+  if (!frame) return std::to_string(bytes.size()) + " damaged bytes";
+  constexpr const char* names[] = {"nothing", "news", "a request for a delta", "a delta", "a request for ", "the manifest of ", "a chunk of ", "a refusal of "};
+  if (frame->type >= std::size(names)) return "a message of type " + std::to_string(frame->type);
+  std::string out = names[frame->type];
+  if (frame->type >= 4 && frame->body.size() >= 32) {
+    FragmentId id;
+    std::memcpy(id.bytes.data(), frame->body.data(), 32);
+    out += id.hex().substr(0, 8);
+  }
+  return out;
 }
 
 template <class Node>
