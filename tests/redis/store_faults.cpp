@@ -208,6 +208,28 @@ TEST_CASE("a server that is gone costs no more than was said, and is found again
   CHECK(in_the_end([&] { return brief->get(test::blob_key(1, 1)).ok(); }));
 }
 
+TEST_CASE("a failover is noticed: the replica that takes over is another generation with the same content") {
+  test::RedisServer master({"--repl-diskless-sync-delay", "0"}, true), replica;
+  RedisStore store = open(master);
+  REQUIRE(store.put(test::blob_key(1, 1), test::blob_bytes(1, 100'000)).ok());
+  REQUIRE(store.add_record(test::number_record(1, {1})).ok());
+  CHECK(replica.tell({"REPLICAOF", "127.0.0.1", std::to_string(master.port())}) == "OK");
+  REQUIRE(in_the_end([&] { return replica.tell({"INFO", "replication"}).find("master_link_status:up") != std::string::npos; }));
+  RedisStore other = open(replica);
+  REQUIRE(in_the_end([&] { return *other.contains(test::blob_key(1, 1)); }));
+  CHECK(test::numbers_in(1, *other.records(0)).size() == 1);
+  CHECK(other.generation() != store.generation());
+  const auto put = other.put(test::blob_key(1, 2), test::blob_bytes(2, 100));
+  REQUIRE_FALSE(put.ok());
+  CHECK(put.error().code() == ErrorCode::unavailable);
+  CHECK(put.error().message().find("READONLY") != std::string::npos);
+  CHECK(other.counters().reconnects > 0);  // an address may lead to another server by now
+  master.kill();
+  CHECK(replica.tell({"REPLICAOF", "NO", "ONE"}) == "OK");
+  CHECK(in_the_end([&] { return other.put(test::blob_key(1, 2), test::blob_bytes(2, 100)).ok(); }));
+  CHECK(test::equal(*other.get(test::blob_key(1, 1)), test::blob_bytes(1, 100'000)));
+}
+
 TEST_CASE("a lost connection alone is not noticed, and no change of generation") {
   const test::RedisServer server;
   RedisStore store = open(server);

@@ -235,6 +235,8 @@ class RedisStore {
           if (!records.identified()) (void)ready();  // flushed under it: `generation` tells
           return result;
         }
+        // A master that became a replica keeps its connections; whoever connects anew may be led to the new master.
+        if (status.message().find("READONLY") != std::string::npos) connection.disconnect();
         const bool lost = !connection.connected() && status.code() == ErrorCode::unavailable;
         if (!again || (!lost && records.identified())) return as_store(status);
       }
