@@ -1,5 +1,6 @@
 // What becomes of a Redis store when its server dies, fills up, forgets, refuses or stands still. All servers are real.
 #include <kvmeld/transport/redis_store.hpp>
+#include <kvmeld/transport/redis_transport.hpp>
 
 #include <atomic>
 #include <thread>
@@ -9,6 +10,7 @@
 
 using kvmeld::ErrorCode;
 using kvmeld::RedisStore;
+using kvmeld::RedisTransport;
 using test::Bytes;
 
 namespace {
@@ -165,6 +167,18 @@ TEST_CASE("who may not in learns why") {
   CHECK(reader->contains(test::blob_key(1, 1)).ok());
   CHECK(reader->erase(test::blob_key(1, 1)).code() == ErrorCode::unauthenticated);
   CHECK(reader->add_record(test::blob_bytes(1, 10)).code() == ErrorCode::unauthenticated);
+  // What docs/redis.md says that an agent's user needs is enough.
+  CHECK(server.tell({"ACL", "SETUSER", "agent", "on", ">pass", "~{faults}:*", "resetchannels", "&{faults}:*", "-@all", "+auth", "+select", "+ping",
+                     "+info", "+exists", "+get", "+set", "+del", "+rpush", "+lrange", "+llen", "+ltrim", "+watch", "+unwatch", "+multi", "+exec",
+                     "+publish", "+subscribe"}) == "OK");
+  client.user = "agent";
+  client.database = 1;
+  auto agent = RedisStore::open({.server = client, .name_space = "faults"});
+  REQUIRE(agent.ok());
+  test::store_laws(*agent, *agent, 4, false);
+  CHECK(RedisTransport::open({.server = client, .name_space = "faults", .self = 1})->send(2, test::blob_bytes(1, 10)).ok());
+  CHECK(RedisTransport::open({.server = client, .name_space = "others", .self = 1}).error().code() == ErrorCode::unauthenticated);
+  client.database = 0;
   client.user = "nobody";
   CHECK(code() == ErrorCode::unauthenticated);
   const test::RedisServer free;  // it asks for none

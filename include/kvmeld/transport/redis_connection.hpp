@@ -35,7 +35,7 @@ class RedisArgument {
 /// A connection to one server, made at the first need and again after a loss.
 ///
 /// Not thread-safe. After a failed attempt to connect the next one waits (exponential backoff with jitter), and calls until then
-/// fail at once. No call waits for longer than `connect_timeout_ms + 2 * command_timeout_ms` on a server that does not move.
+/// fail at once. The first wait without a byte ends a call: `connect_timeout_ms + command_timeout_ms` on a server that stands still.
 /// Errors of every call: `unavailable`; `timed_out` (no byte moved for `command_timeout_ms`; whether the server acted is unknown);
 /// `unauthenticated`; `invalid_argument` for options out of range. Nothing is queued after them, and what was sent is not sent
 /// again: whether that is right, the caller knows.

@@ -48,7 +48,7 @@ struct RedisBlob {
 /// writes. What cannot be prevented is noticed: `generation()` changes with every restart, failover or flush, and who adds its
 /// records and blobs again then has lost nothing (known ones are not sent a second time).
 /// Calls are thread-safe, one at a time; another store is another connection. A lost connection is made again within the call,
-/// once; after that, see `RedisConnection` for when. Bound of every call: that of the connection, twice.
+/// once; after that, see `RedisConnection` for when, and for how long a call waits.
 /// Errors of every call: `unavailable`, `store_full` (memory or disk), `unauthenticated`, `invalid_argument`; `corrupt` where the
 /// namespace holds somebody else's types; `unsupported` for a server that evicts keys, or a cluster's wrong node.
 class RedisStore {

@@ -47,7 +47,7 @@ struct RedisTransportCounters {
 /// member which reads so slowly that the server's output buffer (`client-output-buffer-limit pubsub`, 32 MiB as shipped) runs over,
 /// since the server cuts that connection then. Anti-entropy above repairs it; `counters().reconnects` tells of a gap.
 /// Two connections: `send` and `receive` may be called by two threads at once, and each by several in turn. A lost connection is
-/// made again by later calls, with backoff; `send` tries once more within the call. Bound of `send`: that of `RedisConnection`, twice.
+/// made again by later calls, with backoff; `send` tries once more within the call, and waits as `RedisConnection` does.
 /// `receive` keeps to its timeout, but where it connects anew it may take `connect_timeout_ms + command_timeout_ms` more.
 class RedisTransport {
  public:
