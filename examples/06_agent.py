@@ -2,7 +2,8 @@
 """An agent in Python: publishes a fragment that it has as a file, waits for a round's merge and checks what comes.
 
 It needs no kvmeld library: coordinator.proto says what is exchanged, docs/wire.md what the bytes are. Debian packages:
-python3-grpcio, python3-protobuf, protobuf-compiler, and python3-xxhash for checking hashes.
+python3-grpcio, python3-protobuf, protobuf-compiler, and python3-xxhash for checking hashes. The session's secret, where it has one,
+is read from the environment, as KVMELD_KEY.
 
   python3 examples/06_agent.py --address 127.0.0.1:PORT --namespace HEX --member 2 --publish mine.parcel --session 1 --round 1
 """
@@ -141,6 +142,19 @@ class Coordinator:
         tag = hmac.new(self.key, b"kvmeld.rpc.v1" + self.name_space + body, hashlib.sha256).digest() if self.key else b""
         return (("kvmeld-namespace-bin", self.name_space), ("kvmeld-token-bin", body + tag))
 
+    def _again(self, call, timeout):
+        """Repeats a call while the coordinator cannot be reached: joins bear that."""
+        until = time.monotonic() + timeout
+        pause = 0.05
+        while True:
+            try:
+                return call(max(until - time.monotonic(), 0.1))
+            except grpc.RpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() + pause > until:
+                    raise
+            time.sleep(pause)
+            pause = min(pause * 2, 2)
+
     def publish(self, parcel, timeout):
         """Sends a parcel whole; gives the version that holds it."""
         def items():
@@ -149,13 +163,23 @@ class Coordinator:
                 count += 1
                 yield self.pb.UpdateRequest(**item)
             yield self.pb.UpdateRequest(items=count)
-        reply = self.update_cache(items(), timeout)
+        reply = self._again(lambda left: self.update_cache(items(), left), timeout)
         if reply.lacking:
             raise ValueError(f"the coordinator lacks {len(reply.lacking)} payloads")
         return reply.version
 
+    def wait_for_merge(self, session, number, merger, context, timeout):
+        """The cut of a round."""
+        def call(left):
+            request = self.pb.MergeRequest(session=session, round=number, merger=merger, context=context, timeout_ms=int(left * 1000))
+            return self.wait(request, left + 1)
+        return self._again(call, timeout)
+
     def fetch(self, fragment, timeout):
         """A fragment's payloads, each as bytes."""
+        return self._again(lambda left: self._fetch(fragment, left), timeout)
+
+    def _fetch(self, fragment, timeout):
         request = self.pb.StateRequest(wants=[self.pb.Want(id=fragment, whole=True)])
         plan, chunks = None, {}
         for reply in self.get_global_state(request, timeout):
@@ -177,7 +201,6 @@ def main():
     parser.add_argument("--address", required=True)
     parser.add_argument("--namespace", required=True, help="32 hexadecimal digits, in the order of their bytes")
     parser.add_argument("--member", type=int, required=True)
-    parser.add_argument("--key", default="", help="the session's secret")
     parser.add_argument("--root-certificates", help="PEM file; turns TLS on")
     parser.add_argument("--publish", help="a file that holds a Parcel")
     parser.add_argument("--session", type=int, default=1)
@@ -188,15 +211,13 @@ def main():
     flags = parser.parse_args()
 
     roots = open(flags.root_certificates, "rb").read() if flags.root_certificates else None
-    agent = Coordinator(flags.address, bytes.fromhex(flags.namespace), flags.member, flags.key.encode(), roots)
+    agent = Coordinator(flags.address, bytes.fromhex(flags.namespace), flags.member, os.environ.get("KVMELD_KEY", "").encode(), roots)
     context = b"\0\0"  # nothing seen: no lives of agents, no ranges
     if flags.publish:
         with open(flags.publish, "rb") as file:
             context = agent.publish(agent.pb.Parcel.FromString(file.read()), flags.timeout).context
     begun = time.monotonic()
-    request = agent.pb.MergeRequest(session=flags.session, round=flags.round, merger=bytes.fromhex(flags.merger), context=context,
-                                    timeout_ms=int(flags.timeout * 1000))
-    merged = agent.wait(request, flags.timeout + 1)
+    merged = agent.wait_for_merge(flags.session, flags.round, bytes.fromhex(flags.merger), context, flags.timeout)
     wait_ms = (time.monotonic() - begun) * 1000
     entries = read_set(merged.set)
     if xxhash is not None and set_digest(entries) != merged.version.set_digest:

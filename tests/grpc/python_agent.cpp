@@ -63,9 +63,9 @@ TEST_CASE("a Python agent publishes, waits for the merge, and has the fragments'
   REQUIRE(test::write_text(folder / "parcel", *parcel));
   const auto agent = [&](const std::string& key) {
     return test::OtherProcess({python3, "examples/06_agent.py", "--address", server.address(), "--namespace", hex(kvmeld::detail::namespace_bytes(test::test_namespace())), "--member", "2",
-                               "--key", key, "--publish", folder / "parcel", "--session", "3", "--round", "1", "--merger", hex(kvmeld::detail::namespace_bytes(test::test_merger)),
+                               "--publish", folder / "parcel", "--session", "3", "--round", "1", "--merger", hex(kvmeld::detail::namespace_bytes(test::test_merger)),
                                "--timeout", "20", "--output", folder / "report"},
-                              {});
+                              {{"KVMELD_KEY", key}});
   };
   CHECK(agent("a wrong secret").wait() == 1);
   CHECK(server.server.core().set().empty());
