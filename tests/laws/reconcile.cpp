@@ -13,7 +13,7 @@ using test::Differ;
 
 // What docs/convergence.md promises.
 double allowed_bytes(std::size_t differing) { return 1.3 * 32.0 * static_cast<double>(differing) + 256.0; }
-double allowed_messages(std::size_t differing) { return 12.0 + 2.0 * std::log2(1.0 + static_cast<double>(differing)); }
+double allowed_messages(std::size_t differing) { return 16.0 + 2.0 * std::log2(1.0 + static_cast<double>(differing)); }
 
 constexpr Differ all_ways[] = {Differ::either_side, Differ::one_side, Differ::tags, Differ::mixed};
 

@@ -9,6 +9,7 @@
 #include <kvmeld/state/merger.hpp>
 #include <kvmeld/state/plan_check.hpp>
 #include <kvmeld/state/plan_core.hpp>
+#include <kvmeld/state/plan_score.hpp>
 #include <kvmeld/tensor/float_environment.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -147,11 +148,13 @@ template <class M>
 
 }  // namespace detail
 
-/// Works out what a merger makes of a set: selects, orders, aligns, marks seams, and compiles rows. Reads no K/V except what
-/// the order policy reads, and copies the rows of layers that the target keeps from its local cache.
+/// Works out what a merger makes of a set: selects, orders, aligns, marks seams, weighs, and compiles rows. Reads no K/V except
+/// what the select and order policies read and, for a fuser with a `score`, the keys of every token that several fragments hold;
+/// copies the rows of layers that the target keeps from its local cache.
 ///
-/// O(tokens · fragments). Errors: `geometry_mismatch`, `prefix_conflict`, `prefix_missing`, `payload_missing` (with the ids),
-/// `duplicate_bos`, `rope_length_dependent`, `rope_unsupported`, `unsupported`, and those of the policies.
+/// O(tokens · fragments), and O(n² · channels) for each scored token of n contributions. Errors: `geometry_mismatch`,
+/// `prefix_conflict`, `prefix_missing`, `payload_missing` (with the ids), `duplicate_bos`, `rope_length_dependent`,
+/// `rope_unsupported`, `unsupported`, `non_finite` (weights), `oversized` (contributions), and those of the policies.
 template <class M>
 [[nodiscard]] Result<Plan<M>> plan(const FragmentSet& set, const M& merger, const Target& target) {
   const FloatEnvironmentGuard guard;  // orders and rope tables are computed here
@@ -221,8 +224,12 @@ template <class M>
   std::int64_t length = target.context_length;
   if (length == 0 && !core.positions.empty()) length = core.positions.back() + 1;
   using Fuse = typename decltype(merger.fuse)::policy_type;
-  KVMELD_TRY(detail::compile(core, *alignment, {Fuse::rotation_equivariant, detail::keeps_single<Fuse>()}, recompute, length));
-  KVMELD_TRY(detail::check_weights<Fuse>(core));
+  using Rows = detail::RowForm<Fuse>;
+  if constexpr (ScoreForm<Fuse> || std::is_same_v<Rows, detail::MeanRows>) {
+    KVMELD_TRY(detail::weigh(core, *alignment, detail::score_call(merger.fuse.policy()), recompute, length));
+  }
+  KVMELD_TRY(detail::compile(core, *alignment, {detail::rotation_equivariant<Rows>(), detail::keeps_single<Rows>()}, recompute, length));
+  KVMELD_TRY(detail::check_rows<Fuse>(core, merger.fuse.policy()));
   core.render_id = detail::render_id(merger, target, parts->prefix, ordered, local);
   return Plan<M>(merger, std::move(core));
 }

@@ -162,23 +162,35 @@ KVMELD_LAZY Status check_alignment(const Alignment& alignment, std::span<const S
 
 template <class F>
 [[nodiscard]] Result<float> source_weight(const F& fuser, const Source& source) {
-  if constexpr (requires { fuser.weight(source); }) {
-    const float w = fuser.weight(source);
-    if (!std::isfinite(w)) return error(ErrorCode::non_finite, "the fuser's weight of fragment ", source.fragment->id().hex(), " is not finite");
+  if constexpr (WeightForm<F>) {
+    const Result<float> w = fuser.weight(source);
+    if (w.ok() && !std::isfinite(*w)) return error(ErrorCode::non_finite, "the fuser's weight of fragment ", source.fragment->id().hex(), " is not finite");
     return w;
   } else {
     return 1.0F;
   }
 }
 
-/// Refuses rows whose weights give a fuser that divides by their sum nothing to divide by.
+/// Refuses rows that a fuser's row form cannot take: too many contributions to sort, too few for its own check, or weights
+/// that give a fuser which divides by their sum nothing to divide by.
 template <class F>
-Status check_weights(const PlanCore& core) {
-  if constexpr (requires { F::normalises; }) {
-    for (const GroupArrays& group : core.groups) {
-      for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
-        const std::uint32_t begin = group.row_begin[o], end = group.row_begin[o + 1];
-        if (end - begin < (keeps_single<F>() ? 2U : 1U)) continue;
+Status check_rows(const PlanCore& core, const F& fuser) {
+  using Rows = RowForm<F>;
+  for (const GroupArrays& group : core.groups) {
+    for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
+      const std::uint32_t begin = group.row_begin[o], end = group.row_begin[o + 1];
+      if (end - begin < (keeps_single<Rows>() ? 2U : 1U)) continue;
+      if constexpr (SelectForm<Rows>) {
+        if (end - begin > static_cast<std::uint32_t>(max_selected)) {
+          return error(ErrorCode::oversized, "output ", o, " at position ", core.positions[o], " has ", end - begin, " contributions; this fuser sorts at most ",
+                       max_selected, ": fuse fewer fragments, or take a mean, a medoid or the geometric median");
+        }
+      }
+      if constexpr (requires { fuser.check(std::int64_t{}); }) {
+        const Status checked = fuser.check(static_cast<std::int64_t>(end - begin));
+        if (!checked) return error(checked.code(), "output ", o, " at position ", core.positions[o], ": ", checked.message());
+      }
+      if constexpr (requires { Rows::normalises; }) {
         double total = 0;
         for (std::uint32_t i = begin; i < end; ++i) total += static_cast<double>(group.inputs[i].weight);
         if (total > 0x1p-100 && total < 0x1p100) continue;  // its reciprocal is a normal number

@@ -128,8 +128,8 @@ template <ExecutionPolicy E, class M>
   auto* tasks = static_cast<detail::PlaneTask*>(memory);
   auto** bases = reinterpret_cast<const std::byte**>(tasks + planes);
   detail::fill_tasks(core, out, tasks, bases, [](const auto* host) { return host; });
-  using Fuse = typename decltype(plan.merger().fuse)::policy_type;
-  const detail::RenderWork<Fuse> work{plan.merger().fuse.policy(), tasks, static_cast<std::int64_t>(planes), core.outputs(),
+  using Rows = detail::RowForm<typename decltype(plan.merger().fuse)::policy_type>;
+  const detail::RenderWork<Rows> work{detail::row_form(plan.merger().fuse.policy()), tasks, static_cast<std::int64_t>(planes), core.outputs(),
                                       core.bytes >= detail::stream_threshold_bytes()};
   if (core.outputs() > 0) KVMELD_TRY(exec.bulk(static_cast<std::int64_t>(planes) * core.outputs(), work));
   RenderReport report{core.outputs(), static_cast<std::int64_t>(core.holes.size()), core.bytes, core.render_id, std::nullopt};

@@ -16,11 +16,21 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
+/// What a fold keeps of a channel; other forms keep nothing.
+template <class F>
+struct AccumulatorOf {
+  using type = NoState;
+};
+template <FoldForm F>
+struct AccumulatorOf<F> {
+  using type = decltype(std::declval<const F&>().init());
+};
+
 /// Renders output tokens by 32 lanes, with the expressions and in the order of the host's rows.
-/// @tparam F models `FusePolicy`.
+/// @tparam F models `FoldForm` or `SelectForm`.
 template <class F>
 struct RenderLanes {
-  using Accumulator = decltype(std::declval<const F&>().init());
+  using Accumulator = typename AccumulatorOf<F>::type;
 
   F fuser;
 
@@ -64,11 +74,36 @@ struct RenderLanes {
   /// One channel, or one rope pair, of the fused row: the tree of `host_fuse`, channel by channel.
   KVMELD_HD void lane_fuse(const PlaneTask& task, const RowInput* inputs, int count, std::int32_t head,
                            std::int32_t channel, RopePair pair, float& a_out, float& b_out) const {
-    const bool paired = pair.partner >= 0;
     if (count == 1 && keeps_single<F>()) {
       lane_load(task, inputs[0], head, channel, pair, a_out, b_out);
       return;
     }
+    if constexpr (SelectForm<F>) {
+      lane_select(task, inputs, count, head, channel, pair, a_out, b_out);
+    } else {
+      lane_fold(task, inputs, count, head, channel, pair, a_out, b_out);
+    }
+  }
+
+  /// The same for order statistics: all values of the channel, sorted by the host's network.
+  KVMELD_HD void lane_select(const PlaneTask& task, const RowInput* inputs, int count, std::int32_t head, std::int32_t channel, RopePair pair,
+                             float& a_out, float& b_out) const {
+    float a[max_selected];
+    float b[max_selected];
+    for (int i = 0; i < count; ++i) {
+      b[i] = 0;
+      lane_load(task, inputs[i], head, channel, pair, a[i], b[i]);
+    }
+    sort_values(a, count);
+    a_out = fuser.select(OrderedValues{a, 1, count});
+    if (pair.partner < 0) return;
+    sort_values(b, count);
+    b_out = fuser.select(OrderedValues{b, 1, count});
+  }
+
+  KVMELD_HD void lane_fold(const PlaneTask& task, const RowInput* inputs, int count, std::int32_t head, std::int32_t channel, RopePair pair,
+                           float& a_out, float& b_out) const {
+    const bool paired = pair.partner >= 0;
     if (count <= chunk_inputs) {  // one chunk needs no tree, whose levels a device would keep in memory
       Accumulator a = fuser.init();
       Accumulator b = fuser.init();

@@ -13,6 +13,7 @@
 #include <kvmeld/cache/stream_copy.hpp>
 #include <kvmeld/cache/turn_rows.hpp>
 #include <kvmeld/fuse/fold_rows.hpp>
+#include <kvmeld/fuse/select_rows.hpp>
 #include <kvmeld/state/plane_task.hpp>
 #include <kvmeld/tensor/rows.hpp>
 
@@ -179,6 +180,59 @@ void render_fused(const F& fuser, const PlaneTask& task, RowMode mode, std::int6
   }
 }
 
+/// Renders one output by order statistics: slices of its contributions side by side, sorted channel by channel.
+template <class F>
+void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o) {
+  const std::int64_t slot = task.out.slots.slot(o);
+  if (slot < 0) return;
+  const PlaneShape& shape = task.out.shape;
+  const RowInput* const inputs = task.group.inputs + task.group.row_begin[o];
+  const int count = static_cast<int>(task.group.row_begin[o + 1] - task.group.row_begin[o]);
+  const std::uint32_t out_shift = task.group.out_shift[o];
+  bool turns = task.turns(out_shift);
+  for (int i = 0; i < count; ++i) turns = turns || task.turns(inputs[i].shift);
+  alignas(64) float values[max_selected * selected_channels];
+  const auto blocks = [](std::int64_t n) { return static_cast<int>((n + row_block - 1) / row_block); };
+  // Channels behind the last one are sorted too, and must be numbers.
+  const auto pad = [](float* row, std::int64_t n) {
+    for (std::int64_t c = n; c % row_block != 0; ++c) row[c] = 0;
+  };
+  if (!turns && contiguous_heads(task.out)) {  // heads are one long row
+    const std::int64_t all = static_cast<std::int64_t>(shape.heads) * shape.channels;
+    alignas(64) float fused[selected_channels];
+    alignas(64) std::byte stage[selected_channels * sizeof(double)];
+    for (std::int64_t at = 0; at < all; at += selected_channels) {
+      const std::int64_t n = all - at < selected_channels ? all - at : selected_channels;
+      const std::int64_t offset = byte_size(shape.type, at);
+      for (int i = 0; i < count; ++i) {
+        load_row(shape.type, mode.isa, task.input(inputs[i], 0) + offset, n, values + i * selected_channels);
+        pad(values + i * selected_channels, n);
+      }
+      select_rows(fuser, mode.isa, values, count, blocks(n), fused);
+      std::byte* const out = row_address(task, slot, 0) + offset;
+      store_row(shape.type, mode.isa, fused, n, mode.streams ? stage : out);
+      if (mode.streams) stream_copy(out, stage, static_cast<std::size_t>(byte_size(shape.type, n)));
+    }
+    return;
+  }
+  for (std::int64_t head = 0; head < shape.heads; ++head) {
+    alignas(64) float row[max_channels];
+    alignas(64) float fused[max_channels] = {};
+    for (std::int64_t at = 0; at < shape.channels; at += selected_channels) {
+      const std::int64_t n = shape.channels - at < selected_channels ? shape.channels - at : selected_channels;
+      for (int i = 0; i < count; ++i) {
+        fetch_row(task, mode, inputs[i], head, row);
+        float* const to = values + i * selected_channels;
+        std::memcpy(to, row + at, static_cast<std::size_t>(n) * sizeof(float));
+        pad(to, n);
+      }
+      select_rows(fuser, mode.isa, values, count, blocks(n), fused + at);
+    }
+    if (task.turns(out_shift)) turn_row(turn_of(task, out_shift), mode.isa, fused);
+    put_row(task, mode, slot, head, fused);
+  }
+}
+
 /// Renders rows [begin, end): row r is output `r % outputs` of task `r / outputs`.
 template <class F>
 void render_rows(const F& fuser, const PlaneTask* tasks, std::int64_t outputs, RowMode mode, std::int64_t begin, std::int64_t end) {
@@ -192,7 +246,11 @@ void render_rows(const F& fuser, const PlaneTask* tasks, std::int64_t outputs, R
       if (count == 1 && keeps_single<F>()) {
         o += render_single(task, mode, o, last);
       } else {
-        if (count != 0) render_fused(fuser, task, mode, o);
+        if constexpr (SelectForm<F>) {
+          if (count != 0) render_selected(fuser, task, mode, o);
+        } else {
+          if (count != 0) render_fused(fuser, task, mode, o);
+        }
         ++o;
       }
     }

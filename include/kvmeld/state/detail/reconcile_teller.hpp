@@ -26,7 +26,7 @@ enum class CellAnswer : std::uint8_t {
 
 /// Fewest further power sums that may be asked for: ever more, so that messages stay few.
 [[nodiscard]] constexpr std::uint64_t least_extension(bool tags, const ReconcileCell& cell) noexcept {
-  return 2 + std::uint64_t{cell.capacity} * (cell.extensions + (tags ? 3U : 1U)) / 12;
+  return 2 + std::uint64_t{cell.capacity} * (cell.extensions + (tags ? 2U : 1U)) / 12;
 }
 constexpr void extend(ReconcileCell& cell, std::uint32_t sums) noexcept {
   cell.capacity += sums;
