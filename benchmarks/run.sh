@@ -17,8 +17,18 @@ filter=.
 case ${1:-} in '' | --*) ;; *) filter=$1; shift ;; esac
 
 need_packages "${benchmark_packages[@]}"
+# Imports need the engine and the default model; where they cannot be had, they alone are left out.
+engine_flags=()
+if grep -qE -- "$filter" <<<$'state/import/llama/verify:positions/tokens:2048\nstate/import/llama/verify:bytes/tokens:512'; then
+  if engine=$(bash examples/support/get_engine.sh) && KVMELD_BENCH_MODEL=$(bash examples/support/get_model.sh); then
+    engine_flags=(-DKVMELD_LLAMA_ROOT="$engine")
+    export KVMELD_BENCH_MODEL
+  else
+    say "skipped: state/import (no engine, or no model)"
+  fi
+fi
 say "building the benchmarks"
-configure "$root" "$root/build/benchmarks" -DCMAKE_BUILD_TYPE=Release -DKVMELD_BUILD_BENCHMARKS=ON
+configure "$root" "$root/build/benchmarks" -DCMAKE_BUILD_TYPE=Release -DKVMELD_BUILD_BENCHMARKS=ON "${engine_flags[@]}"
 build "$root/build/benchmarks" kvmeld_benchmarks
 
 # Google Benchmark leaves the file empty when nothing matched.

@@ -75,6 +75,12 @@ class EngineMemory {
     InstallReport report;
     report.import_bytes = bytes;
     const double begin = steady_ms();
+    if (carried.empty() && (next->holes.empty() || !options_.recompute_holes)) {  // nothing to come behind it: one move less
+      if (Status status = write(context_, options_.live, options_.staging, *next->buffer, options_.verify); !status) return status;
+      report.next_position = next->next_position(first_position);
+      report.import_ms = steady_ms() - begin;
+      return report;
+    }
     if (!next->positions.empty()) {
       if (Status status = write(context_, options_.staging, options_.scratch, *next->buffer, options_.verify); !status) return status;
     }
