@@ -87,7 +87,7 @@ KVMELD_LAZY [[nodiscard]] std::uint64_t read_payload(ByteReader& r, std::size_t 
       const std::uint64_t last = tokens == 0 ? 0 : tokens - 1;
       const std::size_t present = r.count(1);
       if (present > tokens) r.fail(ErrorCode::corrupt);
-      read_ascending(r, present, (std::min)(last, std::uint64_t{std::numeric_limits<std::int32_t>::max()}), set.present);
+      read_ascending(r, present, (std::min)(last, std::uint64_t{(std::numeric_limits<std::int32_t>::max)()}), set.present);
     }
     payload.token_sets.push_back(std::move(set));
   }
