@@ -31,7 +31,7 @@ enum class ReconcileKind : std::uint8_t {
   cells = 3,    ///< what open cells wait for; number of cells opened, of each count, fingerprint u64, elements
   answers = 4,  ///< of each open cell, `CellAnswer` u8 and what goes with it
   close = 5,    ///< the last answers, fingerprint u64 of the closing side; after the ids, fingerprint u64 of their tags
-  tags = 6,     ///< fingerprint u64, 36 counters
+  tags = 6,     ///< fingerprint u64, 30 counters
   equal = 7,    ///< nothing
 };
 
@@ -80,7 +80,7 @@ class ReconcileSession {
 
  private:
   enum class Waits : std::uint8_t { hello, plan, cells, answers, tags, nothing };
-  static constexpr unsigned id_counters = 48, tag_counters = 36;
+  static constexpr unsigned id_counters = 48, tag_counters = 30;
 
   void say(ReconcileKind kind, Waits waits) noexcept {
     said_ = kind;
