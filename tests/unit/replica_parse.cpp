@@ -153,6 +153,24 @@ TEST_CASE("a restarted replica has what was acknowledged, and uses no dot again"
   CHECK((dot->epoch == 11 && dot->sequence == 0));
 }
 
+TEST_CASE("a store's records stay few while a replica runs") {
+  MemoryStore store;
+  Replica::Options options;
+  options.self = 5;
+  options.max_records = 8;
+  Replica replica(store, options);
+  REQUIRE(replica.open().ok());
+  for (std::uint64_t i = 0; i < 100; ++i) {
+    REQUIRE(replica.insert(fragment(i % 3)).ok());
+    REQUIRE(replica.tick(static_cast<std::int64_t>(i)).ok());
+    REQUIRE(store.records(0)->records.size() <= 8);
+  }
+  options.epoch = 1;  // of another life
+  Replica again(store, options);
+  REQUIRE(again.open().ok());
+  CHECK(again.set().digest() == replica.set().digest());
+}
+
 TEST_CASE("over a shared store replicas meet without fetching from each other") {
   Net net(3, 100, true);
   for (std::uint64_t i = 0; i < 6; ++i) REQUIRE(net.replicas[i % 3].insert(fragment(i)).ok());

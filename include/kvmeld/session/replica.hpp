@@ -167,10 +167,15 @@ class Replica {
     KVMELD_TRY(commit(after.delta_since(set_.context())));
     return dot;
   }
+  Status write_down(std::span<const std::byte> set) {
+    KVMELD_TRY(store_->add_record(encode_record(set)));
+    ++records_written_;
+    return {};
+  }
   /// Writes an operation down, joins it, tells everybody.
   Status commit(const FragmentSet& operation) {
     const std::vector<std::byte> bytes = encode_set(operation);
-    KVMELD_TRY(store_->add_record(encode_record(bytes)));
+    KVMELD_TRY(write_down(bytes));
     KVMELD_TRY(set_.join(operation));
     return post(everyone, static_cast<std::uint8_t>(ReplicaMessage::delta), bytes);
   }
@@ -209,6 +214,7 @@ class Replica {
   std::uint64_t cursor_ = 0;
   std::optional<std::uint64_t> generation_;  // of the store
   std::size_t records_read_ = 0;
+  std::size_t records_written_ = 0;  // since records were read
 };
 
 KVMELD_NAMESPACE_END

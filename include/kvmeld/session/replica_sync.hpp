@@ -39,7 +39,8 @@ Status Replica<Store, Auth, Hash, C>::tick(std::int64_t now_ms) {
   if (now_ms > last_now_) elapsed_ += (std::min)(now_ms - last_now_, options_.max_retry_ms);
   last_now_ = now_ms;
   Status status;
-  if (options_.shared_store) status = read_records();
+  // A store of this replica's own holds nothing that is not joined; it is read so that many records become one.
+  if (options_.shared_store || records_read_ + records_written_ >= options_.max_records) status = read_records();
   if (elapsed_ >= next_news_) {
     next_news_ = elapsed_ + jitter(options_.news_interval_ms);
     KVMELD_TRY(post_news(everyone));
@@ -106,7 +107,7 @@ Status Replica<Store, Auth, Hash, C>::take(std::span<const std::byte> bytes, Mem
     return entry.metadata.unattributed && set_.find(entry.id) == nullptr;
   });
   if (news) {
-    if (!from_store && !options_.shared_store) KVMELD_TRY(store_->add_record(encode_record(encode_set(*delta))));
+    if (!from_store && !options_.shared_store) KVMELD_TRY(write_down(encode_set(*delta)));
     KVMELD_TRY(set_.join(*delta));
     for (const FragmentSet::Entry& entry : delta->entries()) {
       const FragmentSet::Entry* const mine = set_.find(entry.id);
@@ -135,6 +136,7 @@ Status Replica<Store, Auth, Hash, C>::read_records() {
   }
   cursor_ = batch->cursor;
   records_read_ += batch->records.size();
+  records_written_ = 0;
   if (records_read_ >= options_.max_records) {
     // What is replaced has been joined: the one record that takes its place says as much.
     KVMELD_TRY(store_->replace_records(cursor_, encode_record(encode_set(set_))));
