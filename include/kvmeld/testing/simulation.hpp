@@ -108,6 +108,7 @@ class Simulation {
   void account_losses();
   [[nodiscard]] bool agreed() const;
   void check_sets();
+  void check_rest();
   void check_mergers();
   template <class M>
   void check_rendered(const M& merger);

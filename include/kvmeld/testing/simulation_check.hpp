@@ -99,6 +99,8 @@ template <class Node>
 void Simulation<Node>::check_sets() {
   const std::vector<Member*> all = up();
   const FragmentSet& first = all.front()->replica->set();
+  std::uint64_t most_records = 0;
+  for (const Member* member : all) most_records = (std::max)(most_records, member->max_records);
   for (const Member* member : all) {
     const FragmentSet& set = member->replica->set();
     const std::string who = "member " + std::to_string(member->id);
@@ -119,6 +121,8 @@ void Simulation<Node>::check_sets() {
       }
     }
     if (member->replica->wanted() != 0) return fail(who + " still waits for " + std::to_string(member->replica->wanted()) + " payloads");
+    const std::size_t records = member->store->disk()->records.size();
+    if (records > most_records) return fail(who + " leaves " + std::to_string(records) + " records in its store where " + std::to_string(most_records) + " are enough");
     if (!set.removals().empty()) return fail(who + " keeps " + std::to_string(set.removals().size()) + " removals that everybody knows");
   }
   std::vector<std::pair<FragmentId, Mark>> marks;
@@ -130,6 +134,24 @@ void Simulation<Node>::check_sets() {
 }
 
 /// Members name exactly those others that render with another merger.
+/// Where all agree, nothing but news crosses.
+template <class Node>
+void Simulation<Node>::check_rest() {
+  const auto busy = [&] {
+    std::uint64_t bytes = 0;
+    for (const Member* member : up()) {
+      const auto& sent = member->replica->counters().sent_bytes;
+      for (std::size_t type = 0; type < sent.size(); ++type) bytes += type == static_cast<std::size_t>(ReplicaMessage::news) ? 0 : sent[type];
+    }
+    return bytes;
+  };
+  for (const std::int64_t until = now_ + 500; now_ < until;) step(50);  // answers that were under way
+  const std::uint64_t before = busy();
+  for (const std::int64_t until = now_ + 1'000; now_ < until;) step(50);
+  if (busy() != before) fail("members agree and still send each other " + std::to_string(busy() - before) + " bytes a second beside news");
+  if (!agreed()) fail("members agreed and disagree again, though nothing happened");
+}
+
 template <class Node>
 void Simulation<Node>::check_mergers() {
   for (const Member* member : up()) {

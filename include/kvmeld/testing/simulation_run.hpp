@@ -39,6 +39,7 @@ Report Simulation<Node>::run(const Mergers&... mergers) {
   while (!agreed() && now_ < healed + options_.healing_ms && going()) step(50);
   report_.healed_after_ms = static_cast<std::uint64_t>(now_ - healed);
   if (going()) check_sets();
+  if (going()) check_rest();
   if (going()) check_mergers();
   (check_rendered(mergers), ...);
   check_rendered(merger());
