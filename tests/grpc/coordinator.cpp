@@ -47,7 +47,9 @@ TEST_CASE("a coordinator in a process of its own", "[.serve]") {
 }
 
 TEST_CASE("what one member publishes another one gets, byte for byte, and each payload once") {
-  test::Server server(server_options());
+  auto options = server_options();
+  options.replica.members = {1, 2, 1000};
+  test::Server server(options);
   REQUIRE(server.started.ok());
   CoordinatorClient<> a(server.address(), client_options(1));
   CoordinatorClient<> b(server.address(), client_options(2));
@@ -81,6 +83,14 @@ TEST_CASE("what one member publishes another one gets, byte for byte, and each p
   const auto version = b.publish(mine);
   REQUIRE(version.ok());
   CHECK(version->set == mine.digest());
+  CHECK_FALSE(server.server.core().set().removals().empty());
+  FragmentSet others = ones;
+  REQUIRE(a.sync(others).ok());
+  CHECK(others.digest() == mine.digest());
+  REQUIRE(a.sync(others).ok());  // with these, both members have said that they know of the removal
+  REQUIRE(b.sync(mine).ok());
+  CHECK(server.server.core().set().removals().empty());
+  CHECK(server.server.core().fragment(fragment(3).id()).status().code() == ErrorCode::not_found);
 }
 
 TEST_CASE("two coordinators that were given the same updates in different orders are in the same state") {

@@ -132,6 +132,16 @@ class Coordinator {
     }
   }
 
+  /// A member says what it has seen: what all of `replica.members` have seen removed is forgotten, payloads included.
+  void saw(MemberId member, const CausalContext& context) {
+    if (options_.replica.members.empty()) return;
+    const std::lock_guard lock(mutex_);
+    const auto news = detail::encode(detail::News{context, replica_.set().digest(), options_.replica.merger});
+    const auto frame = encode_frame(static_cast<std::uint8_t>(ReplicaMessage::news), news, options_.replica.frame);
+    if (!frame || !replica_.receive(member, *frame)) return;
+    (void)settle();
+  }
+
   /// A member comes to a barrier. `leave` must follow, whatever comes of it.
   ///
   /// Errors: `invalid_argument` for a stranger, `merger_mismatch`; nobody has come then.
@@ -159,7 +169,7 @@ class Coordinator {
   Status admit(Update& update) const;
   /// Lets the replica find in the store what it wants. Its clock is the coordinator's to wind: nothing is waited for.
   Status settle() {
-    for (int twice = 0; twice < 2 && replica_.wanted() > 0; ++twice) {
+    for (int times = 0; times < (replica_.wanted() > 0 ? 2 : 1); ++times) {
       clock_ms_ += options_.replica.max_retry_ms;
       for (std::size_t left = replica_.wanted() / 64 + 1; left > 0; --left) KVMELD_TRY(replica_.tick(clock_ms_));
     }

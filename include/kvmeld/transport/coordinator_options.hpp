@@ -12,13 +12,13 @@ KVMELD_NAMESPACE_BEGIN
 template <Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 struct CoordinatorOptions {
   /// Identity, namespace, secret, chunk size, hash, merger and quota of operations. A merger of zeros: each round's is the one that the
-  /// first member at its barrier names.
+  /// first member at its barrier names. Its `members`, where given, let removals be forgotten once all have seen them.
   ReplicaOptions<Auth, Hash, C> replica{};
   std::vector<MemberId> members{};              ///< who may be at a barrier, and is waited for; empty: whoever asks, `quorum` of them
   std::size_t quorum = 0;                       ///< members that are enough once `soft_ms` has passed; 0: a majority
   std::int64_t soft_ms = 1'000;                 ///< after the first member came: until then all members are waited for
   std::int64_t max_wait_ms = 600'000;           ///< no member waits longer, whatever it asks for
-  std::int64_t max_call_ms = 600'000;           ///< a call that takes longer is cancelled: a client may be slow or gone
+  std::int64_t max_call_ms = 900'000;           ///< a call that takes longer is cancelled: a client may be slow or gone
   std::size_t max_calls = 1024;                 ///< at once; one more is `quota_exceeded`
   std::uint64_t max_update_bytes = 1U << 30U;   ///< of one update, raw payloads included
   std::uint64_t max_author_bytes = ~std::uint64_t{0};  ///< raw payloads in the state that one agent is an author of

@@ -31,7 +31,8 @@ class CoordinatorServer<Store, Auth, Hash, C>::StateCall final : public grpc::Se
   static constexpr int most_wanted = 4096;
 
   Status begin() {
-    if (const auto member = this->member(); !member) return member.error();
+    const auto member = this->member();
+    if (!member) return member.error();
     if (request_->wants_size() > most_wanted || request_->probes_size() > most_wanted) {
       return detail::error(ErrorCode::oversized, "a request for ", request_->wants_size(), " fragments and ", request_->probes_size(), " probes; at most ", most_wanted, " of each");
     }
@@ -40,6 +41,7 @@ class CoordinatorServer<Store, Auth, Hash, C>::StateCall final : public grpc::Se
     if (request_->has_context()) {
       const auto seen = detail::context_field(request_->context());
       if (!seen) return seen.error();
+      core.saw(*member, *seen);
       auto deltas = core.deltas(*seen);
       if (!deltas) return deltas.error();
       deltas_ = *std::move(deltas);
