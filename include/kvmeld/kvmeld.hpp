@@ -27,8 +27,13 @@
 #include <kvmeld/cache/verify_fragment.hpp>
 #include <kvmeld/cache/verify_rope.hpp>
 #include <kvmeld/exec/exec.hpp>
+#include <kvmeld/fuse/cluster.hpp>
 #include <kvmeld/fuse/fold.hpp>
 #include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/fuse/krum.hpp>
+#include <kvmeld/fuse/medoid.hpp>
+#include <kvmeld/fuse/order_statistics.hpp>
+#include <kvmeld/fuse/weights.hpp>
 #include <kvmeld/state/fragment_set.hpp>
 #include <kvmeld/state/merger.hpp>
 #include <kvmeld/state/plan.hpp>

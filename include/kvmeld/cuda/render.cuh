@@ -130,8 +130,8 @@ static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<
   const MutableKvCacheRef device_out(out.shared_geometry(), std::move(view->planes), core.outputs());
   fill_tasks(core, device_out, upload.staged<PlaneTask>(at.tasks), upload.staged<const std::byte*>(at.bases), upload);
   KVMELD_TRY(upload.send(stream));
-  using Fuse = typename decltype(plan.merger().fuse)::policy_type;
-  const RenderWork<Fuse> work{plan.merger().fuse.policy(), upload.device<const PlaneTask>(at.tasks),
+  using Rows = RowForm<typename decltype(plan.merger().fuse)::policy_type>;
+  const RenderWork<Rows> work{row_form(plan.merger().fuse.policy()), upload.device<const PlaneTask>(at.tasks),
                               static_cast<std::int64_t>(core.planes()), core.outputs()};
   KVMELD_TRY(stream.bulk(static_cast<std::int64_t>(core.planes()) * core.outputs(), work));
   return report;

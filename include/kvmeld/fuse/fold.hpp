@@ -13,23 +13,15 @@ enum class Weighting : std::uint8_t {
 /// Σ w·x / Σ w over the contributions that are there, so that missing ones renormalise.
 ///
 /// The mean of keys is taken where they share a position (docs/numerics.md). Means of unrelated tokens destroy answers
-/// (docs/quality.md): use it for tokens that several agents read alike.
+/// (docs/quality.md): use it for tokens that several agents read alike. Weights are at least 0; see also `AgentWeights` and
+/// `FragmentWeights`.
 struct WeightedMean {
   static constexpr bool reproducible = true;
-  static constexpr bool rotation_equivariant = true;
-  static constexpr bool keeps_single = true;
-  static constexpr bool normalises = true;
   static constexpr MetadataFields metadata = MetadataFields::confidence;
   Weighting weighting = Weighting::uniform;
 
   [[nodiscard]] float weight(const Source& source) const {
     return weighting == Weighting::confidence ? source.metadata->best_confidence() : 1.0F;
-  }
-  [[nodiscard]] KVMELD_HD constexpr float init() const noexcept { return 0.0F; }
-  [[nodiscard]] KVMELD_HD float absorb(float acc, float value, float weight) const noexcept { return fma(weight, value, acc); }
-  [[nodiscard]] KVMELD_HD constexpr float join(float a, float b) const noexcept { return a + b; }
-  [[nodiscard]] KVMELD_HD float finish(float acc, float total_weight, int) const noexcept {
-    return detail::divide(acc, 1.0F / total_weight, total_weight);
   }
   void digest(Hasher& hasher) const {
     hasher.text("kvmeld.WeightedMean");

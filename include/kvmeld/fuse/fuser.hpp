@@ -1,34 +1,86 @@
 #pragma once
 
 #include <concepts>
+#include <span>
 #include <type_traits>
 #include <utility>
 
 #include <kvmeld/align/alignment.hpp>
 #include <kvmeld/config.hpp>
+#include <kvmeld/fuse/ordered_values.hpp>
+#include <kvmeld/fuse/score.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Reduces the contributions of one output row, channel by channel, as a fold.
+/// Reduces a row channel by channel as a fold: `init()` starts an accumulator; `absorb(acc, value, weight)` takes one
+/// contribution; `join(a, b)` merges accumulators of different chunks; `finish(acc, total_weight, count)` yields the channel.
 ///
-/// `init()` starts an accumulator; `absorb(acc, value, weight)` takes one contribution; `join(a, b)` merges accumulators of
-/// different chunks; `finish(acc, total_weight, count)` yields the channel. Contributions are absorbed in fixed chunks of 64
-/// and the chunks joined by a fixed tree, so bytes do not depend on threads. All four run on host and device
-/// (`KVMELD_HD`), in f32; a product may reach an addition only through `kvmeld::fma`.
-///
-/// Semantic requirements: `rotation_equivariant` is true only if rotating all inputs alike rotates the output (a weighted
-/// mean is; a maximum is not). Optional: `static constexpr bool keeps_single` (one contribution is its own result),
-/// `static constexpr bool normalises` (`finish` divides by the total weight: plans refuse rows where it is not in (2^-100, 2^100)),
-/// `float weight(const Source&) const` (multiplies the aligner's weights).
+/// Contributions are absorbed in fixed chunks of 64 and the chunks joined by a fixed tree, so bytes do not depend on threads.
+/// All four run on host and device (`KVMELD_HD`), in f32; a product may reach an addition only through `kvmeld::fma`.
+/// `rotation_equivariant` is true only if rotating all inputs alike rotates the output (a weighted mean is; a maximum is not).
 template <class F>
-concept FusePolicy =
-    Policy<F> && std::is_trivially_copyable_v<F> &&
-    requires(const F& fuser, decltype(std::declval<const F&>().init()) acc, float value, float weight, int count) {
-      { F::rotation_equivariant } -> std::convertible_to<bool>;
-      { fuser.absorb(acc, value, weight) } -> std::same_as<decltype(fuser.init())>;
-      { fuser.join(acc, acc) } -> std::same_as<decltype(fuser.init())>;
-      { fuser.finish(acc, weight, count) } -> std::same_as<float>;
-    };
+concept FoldForm = std::is_trivially_copyable_v<F> &&
+                   requires(const F& fuser, decltype(std::declval<const F&>().init()) acc, float value, float weight, int count) {
+                     { F::rotation_equivariant } -> std::convertible_to<bool>;
+                     { fuser.absorb(acc, value, weight) } -> std::same_as<decltype(fuser.init())>;
+                     { fuser.join(acc, acc) } -> std::same_as<decltype(fuser.init())>;
+                     { fuser.finish(acc, weight, count) } -> std::same_as<float>;
+                   };
+
+/// Reduces a row channel by channel from all of a channel's values in order: `select(values)` yields the channel.
+///
+/// Runs on host and device (`KVMELD_HD`); weights do not reach it; keys are compared un-rotated. At most 64 contributions. Where
+/// `select` is `mean_of(values, ranks(values.size()))`, a member `Ranks ranks(int count) const` lets hosts do whole vectors of it.
+template <class F>
+concept SelectForm = std::is_trivially_copyable_v<F> && requires(const F& fuser, OrderedValues values) {
+  { fuser.select(values) } -> std::same_as<float>;
+};
+
+/// Weighs the contributions of each output token that has two or more, once, when the plan is made: `score` finds the aligner's
+/// weights in `weights` and leaves its own there, which keys and values of all layers then share.
+///
+/// A weight of 0 drops the contribution, so that one survivor is copied byte by byte. Runs on the host; an error refuses the plan.
+template <class F>
+concept ScoreForm = requires(const F& fuser, const Scoring& scoring, std::span<double> weights) {
+  { fuser.score(scoring, weights) } -> std::same_as<Status>;
+};
+
+/// Weighs whole fragments: `weight(source)` yields a float, or `Result<float>`, that multiplies the aligner's weights.
+template <class F>
+concept WeightForm = requires(const F& fuser, const Source& source) {
+  { fuser.weight(source) } -> std::convertible_to<Result<float>>;
+};
+
+namespace detail {
+
+// Names that a type has, whatever their signatures: what was meant, and must then fit.
+template <class F>
+inline constexpr bool names_fold = requires { &F::init; } || requires { &F::absorb; } || requires { &F::finish; };
+template <class F>
+inline constexpr bool names_select = requires { &F::select; };
+template <class F>
+inline constexpr bool names_score = requires { &F::score; };
+
+template <class F>
+inline constexpr bool fold_fits = !names_fold<F> || (FoldForm<F> && Policy<F>);
+template <class F>
+inline constexpr bool select_fits = !names_select<F> || (SelectForm<F> && Policy<F>);
+template <class F>
+inline constexpr bool score_fits = !names_score<F> || (ScoreForm<F> && Policy<F>);
+template <class F>
+inline constexpr bool has_form = (FoldForm<F> || SelectForm<F> || ScoreForm<F> || WeightForm<F>)&&Policy<F>;
+
+}  // namespace detail
+
+/// Reduces the contributions of one output row.
+///
+/// A policy has a row form, `FoldForm` or `SelectForm`, and may add `score` and `weight`. A policy of `score` or `weight` alone
+/// is a weighted mean by them. Optional besides: `static constexpr bool keeps_single` (one contribution is its own result),
+/// `static constexpr bool normalises` (`finish` divides by the total weight: plans refuse rows where it is not in (2^-100, 2^100)),
+/// `Status check(std::int64_t contributions) const` (whether a row of so many, as the row form gets them, can be fused).
+template <class F>
+concept FusePolicy = detail::has_form<F> && detail::fold_fits<F> && detail::select_fits<F> && detail::score_fits<F> &&
+                     !(FoldForm<F> && SelectForm<F>);
 
 /// Names a policy as the fuse slot of a merger: `Fuser{WeightedMean{}}`.
 ///
@@ -36,10 +88,21 @@ concept FusePolicy =
 template <class P>
 class Fuser {
  public:
-  static_assert(FusePolicy<P>,
+  static_assert(detail::fold_fits<P>,
                 "kvmeld: this type is no FusePolicy: it needs 'init() const', 'absorb(acc, float, float) const', 'join(acc, acc) const', "
                 "'float finish(acc, float, int) const', 'void digest(Hasher&) const', and 'static constexpr bool' "
-                "'rotation_equivariant' and 'reproducible'");
+                "'rotation_equivariant' and 'reproducible', and must be trivially copyable");
+  static_assert(detail::select_fits<P>,
+                "kvmeld: this type is no FusePolicy: it needs 'float select(OrderedValues) const', 'void digest(Hasher&) const' and "
+                "'static constexpr bool reproducible', and must be trivially copyable");
+  static_assert(detail::score_fits<P>,
+                "kvmeld: this type is no FusePolicy: it needs 'Status score(const Scoring&, std::span<double>) const', "
+                "'void digest(Hasher&) const' and 'static constexpr bool reproducible'");
+  static_assert(!(FoldForm<P> && SelectForm<P>), "kvmeld: this type is no FusePolicy: it is a fold and has 'select'; one of them must go");
+  static_assert(detail::has_form<P> || !detail::fold_fits<P> || !detail::select_fits<P> || !detail::score_fits<P>,
+                "kvmeld: this type is no FusePolicy: it needs one of 'float select(OrderedValues) const', 'Status score(const Scoring&, "
+                "std::span<double>) const', 'float weight(const Source&) const', or the fold 'init', 'absorb', 'join', 'finish'; and "
+                "'void digest(Hasher&) const' and 'static constexpr bool reproducible'");
   using policy_type = P;
 
   Fuser() = default;
@@ -73,6 +136,43 @@ template <class F>
 [[nodiscard]] KVMELD_HD inline float divide(float a, float reciprocal, float b) noexcept {
   const float q = a * reciprocal;
   return fma(fma(-q, b, a), reciprocal, q);
+}
+
+/// Σ w·x / Σ w: the row form of every policy that has none of its own, so that they share one kernel.
+struct MeanRows {
+  static constexpr bool rotation_equivariant = true;
+  static constexpr bool keeps_single = true;
+  static constexpr bool normalises = true;
+
+  [[nodiscard]] KVMELD_HD constexpr float init() const noexcept { return 0.0F; }
+  [[nodiscard]] KVMELD_HD float absorb(float acc, float value, float weight) const noexcept { return fma(weight, value, acc); }
+  [[nodiscard]] KVMELD_HD constexpr float join(float a, float b) const noexcept { return a + b; }
+  [[nodiscard]] KVMELD_HD float finish(float acc, float total_weight, int) const noexcept {
+    return divide(acc, 1.0F / total_weight, total_weight);
+  }
+};
+
+/// What runs on rows: the policy itself, or a weighted mean.
+template <class F>
+using RowForm = std::conditional_t<FoldForm<F> || SelectForm<F>, F, MeanRows>;
+
+template <class F>
+[[nodiscard]] constexpr RowForm<F> row_form([[maybe_unused]] const F& fuser) {
+  if constexpr (FoldForm<F> || SelectForm<F>) {
+    return fuser;
+  } else {
+    return {};
+  }
+}
+
+/// Whether rows may be fused as they lie where they are equally turned.
+template <class F>
+[[nodiscard]] constexpr bool rotation_equivariant() noexcept {
+  if constexpr (SelectForm<F>) {
+    return false;
+  } else {
+    return F::rotation_equivariant;
+  }
 }
 
 }  // namespace detail

@@ -1,0 +1,73 @@
+// Fusers against the speed of memory: order statistics, and rules that weigh whole tokens. The rules read the keys when a
+// plan is made, so that their time is the plan's and the run's; the triad a[i] = b[i] + s * c[i] is the baseline.
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "caches.hpp"
+#include "paired.hpp"
+
+namespace {
+
+using kvmeld::ElementType;
+
+struct Triad {
+  std::vector<float> a, b, c;
+
+  explicit Triad(std::int64_t bytes) : a(static_cast<std::size_t>(bytes / 4)), b(a.size(), 1.0F), c(a.size(), 2.0F) {}
+  void operator()() {
+    float* const x = a.data();
+    const float* const y = b.data();
+    const float* const z = c.data();
+    for (std::size_t i = 0; i < a.size(); ++i) x[i] = y[i] + 3.0F * z[i];
+  }
+};
+
+// Every input byte counts once and every output byte once, though a rule that copies one agent's values reads no other's.
+template <class F>
+void fuse(benchmark::State& state, const F& fuser, ElementType type, int agents, std::int64_t mebibytes, bool rotary) {
+  const auto geometry = rotary ? bench::small_model(type) : bench::plain_layer(type);
+  const std::int64_t tokens = mebibytes * bench::mebibyte / bench::token_bytes(*geometry);
+  const auto set = bench::agents(geometry, agents, tokens);
+  const auto merger = kvmeld::merger(kvmeld::ById{}, kvmeld::Aligner{kvmeld::TokenMatch{}}, kvmeld::Fuser{fuser});
+  auto render = bench::rendering(set, geometry, merger);
+  kvmeld::Target target{*geometry};
+  target.first_position = 100;
+  Triad triad(render.plan.bytes());
+  const auto work = [&] {
+    if constexpr (kvmeld::ScoreForm<F>) {
+      auto plan = kvmeld::plan(set, merger, target);
+      if (!plan) std::abort();
+      render.plan = *std::move(plan);
+    }
+    render.run(kvmeld::exec::seq);
+  };
+  bench::paired(state, (agents + 1) * render.plan.bytes(), work, 3 * render.plan.bytes(), [&] { triad(); });
+}
+
+const bool registered = [] {
+  using bench::add;
+  using bench::mib;
+  using bench::name;
+  for (const ElementType type : {ElementType::f16, ElementType::bf16, ElementType::f32}) {
+    const std::string_view dtype = kvmeld::to_string(type);
+    for (const std::int64_t size : {1, 16}) {
+      add(name({"fuse/median/", dtype, mib(size), "/agents:5"}), fuse<kvmeld::Median>, kvmeld::Median{}, type, 5, size, false);
+    }
+    add(name({"fuse/trimmed_mean/", dtype, mib(16), "/agents:5"}), fuse<kvmeld::TrimmedMean>, kvmeld::TrimmedMean{}, type, 5, std::int64_t{16}, false);
+    for (const std::int64_t size : {1, 16}) {
+      add(name({"fuse/krum/", dtype, mib(size), "/agents:5"}), fuse<kvmeld::Krum>, kvmeld::Krum{}, type, 5, size, false);
+      add(name({"fuse/medoid/", dtype, mib(size), "/agents:5"}), fuse<kvmeld::Medoid>, kvmeld::Medoid{}, type, 5, size, false);
+    }
+  }
+  const auto bf16 = ElementType::bf16;
+  add("fuse/median/bf16/MiB:16/agents:15", fuse<kvmeld::Median>, kvmeld::Median{}, bf16, 15, std::int64_t{16}, false);
+  add("fuse/median_rotary/bf16/MiB:16/agents:5", fuse<kvmeld::Median>, kvmeld::Median{}, bf16, 5, std::int64_t{16}, true);
+  add("fuse/krum_rotary/bf16/MiB:16/agents:5", fuse<kvmeld::Krum>, kvmeld::Krum{}, bf16, 5, std::int64_t{16}, true);
+  add("fuse/geometric_median/bf16/MiB:16/agents:5", fuse<kvmeld::GeometricMedian>, kvmeld::GeometricMedian{}, bf16, 5, std::int64_t{16}, false);
+  add("fuse/bulyan/bf16/MiB:16/agents:7", fuse<kvmeld::Bulyan>, kvmeld::Bulyan{}, bf16, 7, std::int64_t{16}, false);
+  return true;
+}();
+
+}  // namespace

@@ -1,0 +1,114 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/tensor/isa.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+namespace detail {
+
+/// The member with the smallest weighted sum of distances (not squared) to the members, ties to the smaller index.
+KVMELD_LAZY [[nodiscard]] std::size_t medoid_of(const Scoring& scoring, std::span<const std::size_t> members, std::span<const double> mass) {
+  std::size_t best = members[0];
+  double least = INFINITY;
+  for (const std::size_t i : members) {
+    double sum = 0;
+    for (const std::size_t j : members) sum = fma(mass[j], math::sqrt(scoring.distance(i, j)), sum);
+    if (sum < least) {
+      least = sum;
+      best = i;
+    }
+  }
+  return best;
+}
+
+/// Weiszfeld's iteration on weights. Compiled for FMA too, since each `fma` is a call without it.
+KVMELD_ALWAYS_INLINE void weiszfeld_body(const double* distances, const double* mass, std::size_t n, int steps, double smoothing, double* to,
+                                         double* weights) noexcept {
+  const auto normalise = [&] {
+    double total = 0;
+    for (std::size_t j = 0; j < n; ++j) total += weights[j];
+    for (std::size_t j = 0; j < n; ++j) weights[j] /= total;
+  };
+  normalise();
+  for (int step = 0; step < steps; ++step) {
+    double within = 0;
+    for (std::size_t j = 0; j < n; ++j) to[j] = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+      for (std::size_t j = 0; j < n; ++j) to[j] = fma(weights[i], distances[i * n + j], to[j]);
+    }
+    for (std::size_t j = 0; j < n; ++j) within = fma(weights[j], to[j], within);
+    for (std::size_t j = 0; j < n; ++j) {
+      const double square = to[j] - within / 2;
+      weights[j] = mass[j] / math::sqrt((square > 0 ? square : 0.0) + smoothing);
+    }
+    normalise();
+  }
+}
+KVMELD_NOINLINE inline void weiszfeld_baseline(const double* distances, const double* mass, std::size_t n, int steps, double smoothing, double* to,
+                                               double* weights) noexcept {
+  weiszfeld_body(distances, mass, n, steps, smoothing, to, weights);
+}
+KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void weiszfeld_avx2(const double* distances, const double* mass, std::size_t n, int steps, double smoothing,
+                                                              double* to, double* weights) noexcept {
+  weiszfeld_body(distances, mass, n, steps, smoothing, to, weights);
+}
+
+}  // namespace detail
+
+/// Keeps, for each token, the contribution that is nearest to all: K and V of all layers are one agent's.
+///
+/// The smallest sum of distances, weighted by the aligner's weights; equal sums keep the smaller fragment id. Holds while the liars
+/// weigh less than half. No number of liars need be named. O(n² · channels) a token. (Kaufman & Rousseeuw, Clustering by means of
+/// medoids, 1987.)
+struct Medoid {
+  static constexpr bool reproducible = true;
+
+  [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
+    std::vector<std::size_t> everyone(scoring.count());
+    for (std::size_t i = 0; i < everyone.size(); ++i) everyone[i] = i;
+    const std::size_t best = detail::medoid_of(scoring, everyone, weights);
+    std::fill(weights.begin(), weights.end(), 0.0);
+    weights[best] = 1.0;
+    return {};
+  }
+  void digest(Hasher& hasher) const { hasher.text("kvmeld.Medoid"); }
+};
+
+/// The point with the smallest sum of distances to all contributions, weighted by the aligner's weights: a mean whose weights,
+/// one for each token, K and V of all layers share.
+///
+/// 32 steps of Weiszfeld's iteration on the weights alone: w_j ∝ m_j / √(d_j² + ε²), d_j² = Σ w_i D_ji − ½ Σ w_i w_k D_ik, so
+/// that no row is read twice; ε² is 10^-12 of the smallest distance between different contributions. Holds while the liars weigh
+/// less than half. O(n² · channels) for distances, O(32 n²) a token. (Weiszfeld 1937; smoothed as by Pillutla et al., Robust
+/// Aggregation for Federated Learning, 2022.)
+struct GeometricMedian {
+  static constexpr bool reproducible = true;
+  static constexpr int steps = 32;
+
+  [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
+    const std::size_t n = scoring.count();
+    double smallest = INFINITY;
+    for (const double d : scoring.distances) {
+      if (d > 0 && d < smallest) smallest = d;
+    }
+    if (smallest == INFINITY) return {};  // all alike: any weights do
+    std::vector<double> mass(weights.begin(), weights.end());
+    std::vector<double> to(n);
+    (best_isa() == Isa::baseline ? detail::weiszfeld_baseline : detail::weiszfeld_avx2)(scoring.distances.data(), mass.data(), n, steps,
+                                                                                          smallest / 1e12, to.data(), weights.data());
+    return {};
+  }
+  void digest(Hasher& hasher) const {
+    hasher.text("kvmeld.GeometricMedian");
+    hasher.value(steps);
+  }
+};
+
+KVMELD_NAMESPACE_END
