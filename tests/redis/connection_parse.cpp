@@ -180,6 +180,24 @@ TEST_CASE("a server that talks nonsense is an error, and harms nobody") {
     if (reply) CHECK((*reply)[1].number() == 12);
     if (reply) CHECK((*reply)[2].is_nil());
   }
+  // A long string that ends too soon, twice; then one that is whole, and what follows it.
+  for (const std::string& size : {std::string("400000"), std::string("536870912"), std::string("536870913"), std::string("99999999999")}) {
+    const Stranger stranger({"+PONG\r\n", "$" + size + "\r\n" + std::string(1000, 'x')});
+    RedisConnection connection(stranger.options);
+    for (int i = 0; i < 2; ++i) {
+      CHECK(connection.command({"GET", "a"}).error().code() == ErrorCode::unavailable);
+      CHECK_FALSE(connection.connected());
+    }
+  }
+  const std::string whole(400'000, 'y');
+  const Stranger slow({"+PONG\r\n", "$400000\r\n" + whole + "\r\n", ":7\r\n"});
+  RedisConnection connection(slow.options);
+  const auto long_one = connection.command({"GET", "a"});
+  REQUIRE(long_one.ok());
+  CHECK((long_one->text() == whole));
+  const auto next = connection.command({"GET", "b"});  // in step behind it
+  REQUIRE(next.ok());
+  CHECK(next->number() == 7);
   // Good answers of other kinds than a store expects.
   const std::vector<std::string> kinds{":1\r\n:1\r\n:1\r\n", "*0\r\n*-1\r\n*1\r\n*0\r\n", "$-1\r\n$-1\r\n+x\r\n"};
   for (const std::string& answer : kinds) {

@@ -126,6 +126,16 @@ TEST_CASE("what is known is not sent again, whoever brought it") {
   std::iota(reinterpret_cast<std::uint32_t*>(whole.data()), reinterpret_cast<std::uint32_t*>(whole.data() + whole.size()), 7U);
   REQUIRE(store->put(test::blob_key(60, 0), whole).ok());
   CHECK(test::equal(*store->get(test::blob_key(60, 0)), whole));
+  // Many at once, of all sizes and some that are not there.
+  std::vector<kvmeld::BlobKey> all;
+  for (std::uint64_t n = 0; n < 200; ++n) all.push_back(test::blob_key(70, n));
+  for (std::uint64_t n = 0; n < 200; n += 3) REQUIRE(store->put(all[n], test::blob_bytes(n, n % 7 == 0 ? 300'000 + n : n * 50)).ok());
+  const auto got = store->get_all(all);
+  REQUIRE((got.ok() && got->size() == 200));
+  for (std::uint64_t n = 0; n < 200; ++n) {
+    CHECK(((*got)[n].data != nullptr) == (n % 3 == 0));
+    if (n % 3 == 0) CHECK(test::equal((*got)[n], test::blob_bytes(n, n % 7 == 0 ? 300'000 + n : n * 50)));
+  }
   CHECK(*store->contains_all(std::vector{test::blob_key(60, 0), test::blob_key(60, 1)}) == std::vector<bool>{true, false});
 }
 

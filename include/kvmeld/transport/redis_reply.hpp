@@ -11,6 +11,7 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <utility>
 
 #include <kvmeld/status.hpp>
 
@@ -24,6 +25,20 @@ class RedisReply {
   RedisReply() = default;
   /// Takes ownership of what hiredis parsed.
   explicit RedisReply(redisReply* reply) : reply_(reply, [](redisReply* r) { freeReplyObject(r); }) {}
+
+  /// A string whose bytes are already where they shall stay.
+  RedisReply(std::unique_ptr<char[]> bytes, std::size_t size) {
+    struct Owner {
+      redisReply reply{};
+      std::unique_ptr<char[]> bytes;
+    };
+    const auto owner = std::make_shared<Owner>();
+    owner->bytes = std::move(bytes);
+    owner->reply.type = REDIS_REPLY_STRING;
+    owner->reply.str = owner->bytes.get();
+    owner->reply.len = size;
+    reply_ = std::shared_ptr<redisReply>(owner, &owner->reply);
+  }
 
   [[nodiscard]] bool is_nil() const noexcept { return reply_ == nullptr || reply_->type == REDIS_REPLY_NIL; }
   [[nodiscard]] bool is_error() const noexcept { return reply_ != nullptr && reply_->type == REDIS_REPLY_ERROR; }

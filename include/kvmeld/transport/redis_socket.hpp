@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <kvmeld/transport/redis_options.hpp>
@@ -60,7 +61,10 @@ class RedisSocket {
   RedisTraffic traffic{};
 
   [[nodiscard]] bool is_open() const noexcept { return context_ != nullptr; }
-  void close() noexcept { context_.reset(); }
+  void close() noexcept {
+    context_.reset();
+    large_.reset();
+  }
 
   [[nodiscard]] Status open(const RedisOptions& options) {
     address_ = redis_address(options);
@@ -108,18 +112,29 @@ class RedisSocket {
   /// Takes what is there, if anything.
   [[nodiscard]] Status receive(bool& moved) {
     if (buffer_ == nullptr) buffer_ = std::make_unique<char[]>(receive_bytes);
-    const ssize_t n = recv(context_->fd, buffer_.get(), receive_bytes, MSG_DONTWAIT);
+    char* const to = large_ == nullptr ? buffer_.get() : large_.get() + large_here_;
+    const ssize_t n = recv(context_->fd, to, large_ == nullptr ? receive_bytes : large_size_ + 2 - large_here_, MSG_DONTWAIT);
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return {};
     if (n < 0) return lose_by_errno("receive", errno);
     if (n == 0) return lose(ErrorCode::unavailable, "the server closed the connection (errno ", ECONNRESET, ")");
     moved = true;
-    traffic.bytes_received += static_cast<std::uint64_t>(n);
-    return redisReaderFeed(context_->reader, buffer_.get(), static_cast<std::size_t>(n)) == REDIS_OK ? Status() : unreadable();
+    const auto size = static_cast<std::size_t>(n);
+    traffic.bytes_received += size;
+    if (large_ != nullptr) {
+      large_here_ += size;
+      return {};
+    }
+    if (begin_large(size)) return {};
+    return redisReaderFeed(context_->reader, buffer_.get(), size) == REDIS_OK ? Status() : unreadable();
   }
 
   /// The next answer, where it is here whole.
   [[nodiscard]] Status parse(std::optional<RedisReply>& out) {
     out.reset();
+    if (large_ != nullptr) {
+      if (large_here_ == large_size_ + 2) out.emplace(std::exchange(large_, nullptr), large_size_);
+      return {};
+    }
     void* reply = nullptr;
     if (redisReaderGetReply(context_->reader, &reply) != REDIS_OK) return unreadable();
     if (reply != nullptr) out.emplace(static_cast<redisReply*>(reply));
@@ -135,6 +150,26 @@ class RedisSocket {
  private:
   static constexpr std::size_t receive_bytes = std::size_t{256} << 10U;
 
+  /// Where the buffer begins with a string that is an answer of its own, and longer than the buffer, the rest is received to where
+  /// it will stay: hiredis would copy it twice.
+  [[nodiscard]] bool begin_large(std::size_t size) {
+    const redisReader& reader = *context_->reader;
+    const bool between_answers = reader.len == reader.pos && reader.ridx < 0;
+    if (!between_answers || buffer_[0] != '$') return false;
+    std::size_t length = 0;
+    std::size_t at = 1;
+    for (; at < size && at < 11 && buffer_[at] >= '0' && buffer_[at] <= '9'; ++at) length = length * 10 + static_cast<std::size_t>(buffer_[at] - '0');
+    if (at + 1 >= size || buffer_[at] != '\r' || buffer_[at + 1] != '\n') return false;
+    at += 2;
+    constexpr std::size_t most = std::size_t{512} << 20U;  // the protocol's own limit
+    if (length > most || length < receive_bytes) return false;  // shorter ones come several at a time
+    large_.reset(new char[length + 2]);
+    large_size_ = length;
+    large_here_ = size - at;
+    std::memcpy(large_.get(), buffer_.get() + at, large_here_);
+    return true;
+  }
+
   struct Free {
     void operator()(redisContext* context) const noexcept { redisFree(context); }
   };
@@ -149,6 +184,9 @@ class RedisSocket {
   std::string address_;
   std::unique_ptr<redisContext, Free> context_;
   std::unique_ptr<char[]> buffer_;
+  std::unique_ptr<char[]> large_;  // a string on its way, and its \r\n
+  std::size_t large_size_ = 0;
+  std::size_t large_here_ = 0;
 };
 
 }  // namespace detail

@@ -111,20 +111,27 @@ class RedisStore {
     return std::move((*blobs)[0]);
   }
 
-  /// In one round trip; null `data` for what is not there.
+  /// As many in a round trip as make about a MiB, since more at once only fill the server's buffers; null `data` for what is not there.
   Result<std::vector<Blob>> get_all(std::span<const BlobKey> keys) {
     State& s = *state_;
     const std::lock_guard lock(s.mutex);
     return s.attempt([&]() -> Result<std::vector<Blob>> {
-      std::vector<std::size_t> order;
-      for (const BlobKey& key : keys) {
-        s.connection.queue({"GET", s.key_of(key)});
-        order.push_back(order.size());
-      }
       std::vector<Blob> blobs(keys.size());
-      KVMELD_TRY(s.for_each_reply(order, [&](std::size_t i, const RedisReply& reply) {
-        if (!reply.is_nil()) blobs[i] = {reply.shared_bytes(), reply.bytes().size()};
-      }));
+      std::vector<std::size_t> order;
+      for (std::size_t next = 0, together = 1; next < keys.size();) {
+        order.clear();
+        for (; next < keys.size() && order.size() < together; ++next) {
+          s.connection.queue({"GET", s.key_of(keys[next])});
+          order.push_back(next);
+        }
+        std::size_t bytes = 0;
+        KVMELD_TRY(s.for_each_reply(order, [&](std::size_t i, const RedisReply& reply) {
+          if (!reply.is_nil()) blobs[i] = {reply.shared_bytes(), reply.bytes().size()};
+          bytes += blobs[i].size;
+        }));
+        if (bytes < (std::size_t{1} << 18U)) together *= 4;
+        if (bytes > (std::size_t{1} << 21U) && together > 1) together /= 2;
+      }
       return blobs;
     });
   }
