@@ -2,6 +2,7 @@
 
 /// llama.cpp under an `AgentSession`: the worker makes the bytes of a sequence, the generating thread imports them at a safe point.
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -32,6 +33,7 @@ struct MemoryOptions {
   llama_seq_id live = 0;               ///< what the agent generates in
   llama_seq_id staging = 1;            ///< empty; takes an import until all of it is there
   llama_seq_id scratch = 2;            ///< empty between calls
+  std::int64_t kept_positions = 0;     ///< of the live sequence, from 0 on: the prefix, where `Target::prefix_in_place` renders spans alone
   Verify verify = Verify::positions;
   std::int64_t max_import_bytes = 0;   ///< larger states are refused at the safe point; 0: any
   bool recompute_holes = true;         ///< decode what a render left open before going on
@@ -75,13 +77,16 @@ class EngineMemory {
     InstallReport report;
     report.import_bytes = bytes;
     const double begin = steady_ms();
-    if (carried.empty() && (next->holes.empty() || !options_.recompute_holes)) {  // nothing to come behind it: one move less
+    const llama_memory_t memory = llama_get_memory(context_);
+    if (options_.kept_positions > 0) {
+      llama_memory_seq_cp(memory, options_.live, options_.staging, 0, static_cast<llama_pos>(options_.kept_positions));
+      if (Status status = llama::append(context_, options_.staging, options_.scratch, *next->buffer, options_.verify); !status) return status;
+    } else if (carried.empty() && (next->holes.empty() || !options_.recompute_holes)) {  // nothing to come behind it: one move less
       if (Status status = write(context_, options_.live, options_.staging, *next->buffer, options_.verify); !status) return status;
       report.next_position = next->next_position(first_position);
       report.import_ms = steady_ms() - begin;
       return report;
-    }
-    if (!next->positions.empty()) {
+    } else if (!next->positions.empty()) {
       if (Status status = write(context_, options_.staging, options_.scratch, *next->buffer, options_.verify); !status) return status;
     }
     const double imported = steady_ms();
@@ -91,11 +96,10 @@ class EngineMemory {
       report.recomputed_tokens = done->tokens;
       report.recompute_ms = steady_ms() - imported;
     }
-    report.next_position = next->next_position(first_position);
+    report.next_position = next->next_position((std::max)(first_position, options_.kept_positions));
     for (const Fragment& fragment : carried) {
       if (Status status = carry(fragment, report); !status) return status;
     }
-    const llama_memory_t memory = llama_get_memory(context_);
     (void)llama_memory_seq_rm(memory, options_.live, -1, -1);
     llama_memory_seq_cp(memory, options_.staging, options_.live, -1, -1);
     report.import_ms = steady_ms() - begin - report.recompute_ms;

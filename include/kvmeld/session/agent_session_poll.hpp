@@ -149,6 +149,7 @@ KVMELD_SESSION_MEMBER(Status)::publish(std::int64_t now_ms) {
   const std::uint64_t number = round_->number();
   auto cut = make_cut(set(), options_.replica.merger, options_.rounds.session, number, options_.replica.self);
   if (!cut) return cut.error();
+  if (cut->set.empty()) return {};  // nothing to merge: members keep what they have
   const std::vector<std::byte> bytes = encode(*cut);
   if (bytes.size() + 1024 > transport_->max_message_bytes()) {
     return detail::error(ErrorCode::oversized, "a cut of ", cut->set.size(), " fragments takes ", bytes.size(), " bytes, a message at most ",
@@ -195,7 +196,7 @@ KVMELD_SESSION_MEMBER(Status)::pursue_cut(std::int64_t now_ms) {
 /// Asks the worker for a cache of everything that is here, where that has changed.
 KVMELD_SESSION_MEMBER(void)::render_behind() {
   const std::pair now(set().digest(), arrivals());
-  if (asked_for_ == now) return;
+  if (asked_for_ == now || (!asked_for_ && set().empty())) return;  // nothing was ever said: the agent keeps what it has
   asked_for_ = now;
   std::size_t missing = 0;
   for (const FragmentSet::Entry& entry : set().entries()) missing += entry.complete() ? 0U : 1U;
