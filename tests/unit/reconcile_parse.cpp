@@ -1,8 +1,10 @@
 // Hostile messages of a reconciliation: an error or a right result, in bounded steps.
 
 #include <kvmeld/state/reconcile.hpp>
+#include <kvmeld/state/reconcile_set.hpp>
 
 #include "support/catch.hpp"
+#include "support/random_cache.hpp"
 #include "support/reconcile_sets.hpp"
 
 namespace {
@@ -204,4 +206,41 @@ TEST_CASE("a session is begun once, by ascending items within the limit") {
   std::swap(pair.a[4], pair.a[5]);
   CHECK(Reconciliation(pair.a).start(1).error().code() == ErrorCode::invalid_argument);
   CHECK(code_of(Reconciliation(pair.a).receive(hello(20))) == ErrorCode::invalid_argument);
+}
+
+TEST_CASE("sets without provenance meet by the ids in which they differ") {
+  const auto fragment = [](std::uint64_t seed) {
+    return test::sealed(test::geometry({.layers = 1, .heads = 1, .channels = 32}), 1, seed).fragment;
+  };
+  kvmeld::FragmentSet sets[2];
+  for (std::uint64_t i = 0; i < 40; ++i) {
+    if (i % 5 != 0) REQUIRE(sets[0].insert(fragment(i)).ok());
+    if (i % 7 != 0) REQUIRE(sets[1].insert(fragment(i)).ok());
+  }
+  REQUIRE(sets[1].insert(fragment(1), {4, 0}, 0.5F).ok());  // known on both sides, and more on one
+  const auto mine = reconcile_items(sets[0]), theirs = reconcile_items(sets[1]);
+  kvmeld::Reconciliation a(mine), b(theirs);
+  auto message = a.start(7);
+  REQUIRE(message.ok());
+  std::optional<std::vector<std::byte>> next = *message;
+  for (bool to_b = true; next; to_b = !to_b) {
+    const auto reply = (to_b ? b : a).receive(*next);
+    REQUIRE(reply.ok());
+    next = reply->message;
+  }
+  REQUIRE((a.done() && b.done()));
+  CHECK(a.result().different == std::vector<kvmeld::FragmentId>{fragment(1).id()});
+  const auto send = [](const kvmeld::FragmentSet& from, const kvmeld::ReconcileDifference& found, kvmeld::FragmentSet& to) {
+    auto ids = found.mine_only;
+    ids.insert(ids.end(), found.different.begin(), found.different.end());
+    const auto part = part_of(from, ids);
+    REQUIRE(part.ok());
+    REQUIRE(to.join(*part).ok());
+  };
+  const kvmeld::FragmentSet before = sets[0];
+  send(before, a.result(), sets[1]);
+  send(sets[1], b.result(), sets[0]);
+  CHECK(sets[0] == sets[1]);
+  CHECK(sets[0].digest() == sets[1].digest());
+  CHECK(sets[0].size() == 38);
 }

@@ -20,7 +20,7 @@ KVMELD_NAMESPACE_BEGIN
 ///
 /// Cost, both ways together, for sets to 100,000 ids: at most 1.3 × 32 bytes for each id that differs, and 256 bytes more for the
 /// session. 32 of them are the id itself, sent once where one side lacks it, and not at all where both hold it with different
-/// tags. The estimate behind it is random: none of some 50,000 sessions measured cost more, but an unlucky salt could.
+/// tags. The estimate behind it is random: none of some 36,000 sessions measured cost more, but an unlucky salt could.
 /// Messages: about 16 + 2 log2(1 + differing) at most, for each window of cells that `ReconcileLimits::message_bytes` sets. Work:
 /// O(n) hashes and, where few of many differ, about 60 products in GF(2^32) for an item; memory: O(n) and the message.
 ///
