@@ -80,12 +80,14 @@ class Simulation {
     [[nodiscard]] bool up() const noexcept { return replica != nullptr; }
   };
 
-  // simulation_run.hpp: time, messages, processes
+  // simulation_run.hpp: from the first event to the report
   void set_up();
   void step(std::int64_t ms);
   void deliver(const Delivery& delivery);
   void tick(Member& member);
   void flush(Member& member);
+
+  // simulation_process.hpp: processes, disks, words
   void start(Member& member);
   void crash(Member& member, const char* why);
   void lose(const SimulatedDisk& disk);
@@ -93,6 +95,11 @@ class Simulation {
   template <class... Parts>
   void say(const Parts&... parts);
   void fail(std::string sentence);
+  [[nodiscard]] static std::string describe(std::span<const std::byte> bytes);
+  [[nodiscard]] static CausalContext context_of(const SimulatedDisk& disk);
+  [[nodiscard]] std::vector<Member*> up();
+  [[nodiscard]] Member* any_up();
+  [[nodiscard]] const Fragment* fragment(const FragmentId& id) const;
 
   // simulation_faults.hpp: what agents do and what goes wrong
   void operate();
@@ -114,11 +121,6 @@ class Simulation {
   void check_rendered(const M& merger);
   void sum_counters(const Node& replica);
 
-  [[nodiscard]] static std::string describe(std::span<const std::byte> bytes);
-  [[nodiscard]] static CausalContext context_of(const SimulatedDisk& disk);
-  [[nodiscard]] std::vector<Member*> up();
-  [[nodiscard]] Member* any_up();
-  [[nodiscard]] const Fragment* fragment(const FragmentId& id) const;
   [[nodiscard]] bool once(double per_second, std::int64_t ms) { return random_.chance(per_second * static_cast<double>(ms) / 1000); }
   void count(Fault fault) { ++report_.faults[fault]; }
 
@@ -150,8 +152,7 @@ class Simulation {
 }  // namespace testing
 KVMELD_NAMESPACE_END
 
-#include <kvmeld/testing/simulation_run.hpp>
-
-#include <kvmeld/testing/simulation_faults.hpp>
-
 #include <kvmeld/testing/simulation_check.hpp>
+#include <kvmeld/testing/simulation_faults.hpp>
+#include <kvmeld/testing/simulation_process.hpp>
+#include <kvmeld/testing/simulation_run.hpp>
