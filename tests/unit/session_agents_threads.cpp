@@ -41,6 +41,21 @@ struct CountingTransport {
   }
 };
 
+/// Renders only while it is open.
+struct Gate {
+  static constexpr bool on_device = false;
+  std::shared_ptr<std::atomic<bool>> open = std::make_shared<std::atomic<bool>>(true);
+  std::shared_ptr<std::atomic<int>> runs = std::make_shared<std::atomic<int>>(0);
+
+  template <RowWork W>
+  Status bulk(std::int64_t rows, const W& work) const {
+    while (!open->load()) std::this_thread::yield();
+    const Status status = exec::seq.bulk(rows, work);
+    ++*runs;
+    return status;
+  }
+};
+
 using Session = AgentSession<std::remove_const_t<decltype(merging)>, MemoryStore, CountingTransport>;
 
 struct Agent {
@@ -307,4 +322,70 @@ TEST_CASE("what cannot be swapped in leaves the old cache") {
   const std::int64_t before = agent.session.next_position();
   CHECK(agent.session.append(many.ref()).code() == ErrorCode::output_too_small);
   CHECK(agent.session.next_position() == before);
+}
+
+TEST_CASE("words of which only a later render knows are carried over the swap to an earlier one") {
+  MemoryHub hub;
+  MemoryStore store;
+  auto transport = hub.join(1);
+  const Gate gate;
+  AgentSession session(merging, store, *transport, g, options_for(1, 1), HostMemory({.spare_tokens = 64}), gate);
+  const auto say = [&](std::int64_t tokens, std::uint64_t seed) {
+    test::TestCache words(g, tokens);
+    words.fill(seed);
+    REQUIRE(session.append(words.ref()).ok());
+    REQUIRE(session.end_span().ok());
+    REQUIRE(session.poll(now_ms()).ok());
+  };
+  say(5, 1);
+  while (gate.runs->load() < 1) std::this_thread::yield();
+  *gate.open = false;
+  say(3, 2);  // its render waits at the gate
+  std::optional<SwapReport> swap;
+  while (!swap) {
+    auto tried = session.try_swap();
+    REQUIRE(tried.ok());
+    swap = *tried;
+  }
+  CHECK(swap->render.tokens == 5);
+  CHECK(swap->install.carried_tokens == 3);
+  CHECK(session.current().tokens == 8);
+  *gate.open = true;
+  for (swap.reset(); !swap; swap = *session.try_swap()) std::this_thread::yield();
+  CHECK(swap->render.tokens == 8);
+  CHECK(swap->install.carried_tokens == 0);
+  CHECK(session.next_position() == 8);
+}
+
+TEST_CASE("own words that were replaced are not carried, those said at the barrier are") {
+  MemoryHub hub;
+  auto options = options_for(1, 1);
+  options.background = false;
+  Agent agent(1, hub, options);
+  REQUIRE(agent.say(5));
+  const auto said = agent.session.end_span();
+  REQUIRE((said.ok() && said->has_value()));
+  REQUIRE(agent.session.poll(now_ms()).ok());
+  const Fragment summary = test::sealed(g, 2, 99).fragment;
+  REQUIRE(agent.session.insert(summary).ok());
+  REQUIRE(agent.session.replica().supersede(**said, summary.id()).ok());
+  REQUIRE(agent.say(3));
+  const auto report = agent.session.synchronize(now_ms);
+  REQUIRE((report.ok() && report->swapped));
+  CHECK(report->swap->render.tokens == 2);
+  CHECK(report->swap->install.carried_tokens == 3);
+  CHECK(agent.session.next_position() == 5);
+  // The barrier of an agent without others' words, and then of one that has nothing at all.
+  CHECK(agent.session.synchronize(now_ms)->swap->render.tokens == 5);
+  Agent mute(2, hub, [] {
+    auto o = options_for(2, 0);
+    o.rounds.members = {2};
+    o.rounds.soft_ms = o.rounds.cut_ms = o.rounds.timeout_ms = 5;
+    o.background = false;
+    return o;
+  }());
+  const auto nothing = mute.session.synchronize(now_ms);
+  REQUIRE(nothing.ok());
+  CHECK_FALSE(nothing->swapped);
+  CHECK(nothing->status.code() == ErrorCode::timed_out);
 }

@@ -211,7 +211,10 @@ KVMELD_SESSION_MEMBER(std::uint64_t)::request(FragmentSet part, std::size_t miss
   const std::lock_guard lock(mutex_);  // the outcome waits until it is known what it has
   std::vector<Said*> fresh;
   for (Said& said : said_) {
-    const bool gone = said.stored && set().find(said.fragment.id()) == nullptr;  // removed by somebody
+    const FragmentSet::Entry* const entry = set().find(said.fragment.id());
+    const bool gone = said.stored && (entry == nullptr || std::ranges::any_of(entry->metadata.marks, [&](const Mark& mark) {
+                        return !mark.superseded_by.empty() && part.find(mark.superseded_by) != nullptr;
+                      }));  // removed, or replaced, by somebody
     if (said.since == 0 && (gone || part.find(said.fragment.id()) != nullptr)) fresh.push_back(&said);
   }
   const std::uint64_t number = worker_.request(std::move(part), options_.target);
