@@ -1,12 +1,17 @@
-// The code of docs/convergence.md: a fusion policy of one's own under the simulation.
+// The code of docs/convergence.md, word for word: a fusion policy of one's own under the simulation.
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <string>
+#include <vector>
 
 #include <kvmeld/kvmeld.hpp>
 #include <kvmeld/testing.hpp>
 
 #include "support/catch.hpp"
 
-// example-begin own-policy
+// example-begin: own-policy
 /// Keeps, channel by channel, the value of the largest magnitude; equal magnitudes keep the first fragment's.
 struct Strongest {
   static constexpr bool reproducible = true;
@@ -32,7 +37,7 @@ TEST_CASE("members that fuse by Strongest end with the same bytes") {
 // example-end
 
 TEST_CASE("fragments and faults of one's own") {
-  // example-begin own-faults
+  // example-begin: own-faults
   kvmeld::testing::CheckOptions options;
   options.seeds = 20;
   options.simulation.most_replicas = 3;
@@ -49,4 +54,30 @@ TEST_CASE("fragments and faults of one's own") {
   CHECK(report.ok());
   if (std::getenv("KVMELD_SIM_SEED") == nullptr) CHECK(report.faults[kvmeld::testing::Fault::drop] > 0);
   CHECK(report.faults[kvmeld::testing::Fault::crash] == 0);
+}
+
+TEST_CASE("docs/convergence.md shows this code") {
+  const auto lines_of = [](const char* path) {
+    std::ifstream file(path);
+    std::vector<std::string> lines;
+    for (std::string line; std::getline(file, line);) {
+      line.erase(0, (std::min)(line.find_first_not_of(' '), line.size()));
+      lines.push_back(line);
+    }
+    return lines;
+  };
+  const std::vector<std::string> page = lines_of("docs/convergence.md"), source = lines_of("tests/sim/own_policy.cpp");
+  if (page.empty() || source.empty()) {
+    WARN("run from the project's root to compare docs/convergence.md");
+    return;
+  }
+  std::ptrdiff_t tested = 0;
+  for (auto line = source.begin(); line != source.end(); ++line) {
+    if (line->rfind("// example-begin: ", 0) != 0) continue;
+    ++tested;
+    const auto end = std::find(line, source.end(), "// example-end");
+    INFO(*line);
+    CHECK(std::search(page.begin(), page.end(), line + 1, end) != page.end());
+  }
+  CHECK(std::count(page.begin(), page.end(), "```cpp") == tested);
 }
