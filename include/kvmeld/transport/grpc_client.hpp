@@ -33,6 +33,7 @@ struct CoordinatorClientOptions {
   SetHash set_hash{Hash::tag, nullptr};
   TlsOptions tls{};
   std::size_t max_message_bytes = std::size_t{1} << 24;
+  std::uint64_t max_update_bytes = 1U << 28U;  ///< raw payloads that one update carries; more of them take several
   std::int64_t timeout_ms = 30'000;          ///< of one call of this class, all its attempts together
   std::int64_t retry_ms = 50;                ///< before the second attempt; doubled each time
   std::int64_t max_retry_ms = 2'000;
@@ -94,7 +95,7 @@ class CoordinatorClient {
   /// Gives the coordinator every operation and every payload of a set that it lacks. Durable there when it returns without error.
   ///
   /// Errors: `timed_out`, `unavailable`, `unauthenticated`, `quota_exceeded`, `payload_missing` where neither side has a payload, and what
-  /// the coordinator says. It has then taken over all or nothing of the last attempt.
+  /// the coordinator says. It has then taken over all or nothing of each update; removals and supersessions come with the last.
   [[nodiscard]] Result<StateVersion> publish(const FragmentSet& set);
 
   /// Joins what the coordinator has and fetches the payloads that the set lacks, verified.

@@ -158,8 +158,29 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::publish(const FragmentSet
   // Entries without provenance are in every delta; where the coordinator has their payload, it has them.
   if (leq(delta.context(), known.version->context) && payloads.empty()) return *std::move(known.version);
   detail::rpc::UpdateReply reply;
-  KVMELD_TRY(send(delta, payloads, reply));
-  traffic_.fragments_sent += payloads.size();
+  std::vector<Fragment> batch;
+  std::uint64_t bytes = 0;
+  for (Fragment& fragment : payloads) {
+    std::uint64_t more = 0;
+    for (const Payload& payload : fragment.payloads()) more += payload.byte_count;
+    if (!batch.empty() && bytes + more > options_.max_update_bytes) {
+      std::vector<FragmentSet::Entry> entries;
+      for (const Fragment& one : batch) {
+        if (const FragmentSet::Entry* const entry = delta.find(one.id())) entries.push_back(*entry);
+      }
+      std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
+      const auto part = FragmentSet::from_parts(delta.hash(), std::move(entries), {}, {});
+      if (!part) return part.error();
+      KVMELD_TRY(send(*part, batch, reply));
+      traffic_.fragments_sent += batch.size();
+      batch.clear();
+      bytes = 0;
+    }
+    bytes += more;
+    batch.push_back(std::move(fragment));
+  }
+  KVMELD_TRY(send(delta, batch, reply));
+  traffic_.fragments_sent += batch.size();
   if (reply.lacking_size() > 0) {
     return detail::error(ErrorCode::payload_missing, "neither this member nor the coordinator has the payloads of ", reply.lacking_size(), " fragments");
   }

@@ -45,7 +45,7 @@ template <ContentHash Hash = Xxh3_128>
 
   const std::vector<std::byte> mine = detail::encode_holdings(set);
   detail::MergeHello hello{mine.size(), merger, options.name_space, options.message_bytes, std::uint64_t{set.hash().tag} << 8U | Hash::tag};
-  const auto greetings = ranks.all_gather(detail::raw(hello));
+  const auto greetings = ranks.all_gather(detail::raw_of(hello));
   KVMELD_TRY(ranks.status());
   std::vector<std::uint64_t> sizes;
   Status status;
@@ -102,10 +102,10 @@ template <ContentHash Hash = Xxh3_128>
     if (holders.owner < 0 || holders.lacking.empty()) continue;
     detail::PieceRoute route(ranks, holders.owner, holders.lacking);
     if (route.sends()) {
-      const Status given = detail::give<Hash>(route, after.payload(id), holders.lacking.size(), report);
+      const Status given = detail::give_fragment<Hash>(route, after.payload(id), holders.lacking.size(), report);
       if (status) status = given;
     } else if (route.receives()) {
-      const auto fragment = detail::take<Hash>(route, id, options.max_payload_bytes, report);
+      const auto fragment = detail::take_fragment<Hash>(route, id, options.max_payload_bytes, report);
       if (status) status = fragment ? after.restore(*fragment) : fragment.status();
     }
   }

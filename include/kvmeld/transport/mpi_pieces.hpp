@@ -48,7 +48,7 @@ struct PieceHead {
 };
 
 template <class T>
-[[nodiscard]] std::span<std::byte> raw(T& value) noexcept {
+[[nodiscard]] std::span<std::byte> raw_of(T& value) noexcept {
   return std::as_writable_bytes(std::span(&value, 1));
 }
 
@@ -89,14 +89,14 @@ class PieceRoute {
 
 /// Sends a fragment that is whole here; says so to the others where it cannot.
 template <ContentHash Hash>
-[[nodiscard]] Status give(PieceRoute& route, const Fragment& fragment, std::size_t ranks, AllMergeReport& report) {
+[[nodiscard]] Status give_fragment(PieceRoute& route, const Fragment& fragment, std::size_t ranks, AllMergeReport& report) {
   // Chunks as large as they may be: their keys are not needed here, since payloads are hashed whole.
   const auto manifest = make_manifest<Hash>(fragment, max_chunk_bytes);
   std::vector<std::byte> bytes;
   if (manifest) bytes = encode_manifest(*manifest);
   PieceHead head{bytes.size(), {}};
   for (std::size_t p = 0; p < fragment.payloads().size(); ++p) head.payload_bytes[p] = fragment.payloads()[p].byte_count;
-  route.move(raw(head));
+  route.move(raw_of(head));
   if (!manifest) return manifest.error();
   route.move(bytes);
   for (const Payload& payload : fragment.payloads()) {
@@ -110,9 +110,9 @@ template <ContentHash Hash>
 
 /// Receives a fragment. What cannot be believed or kept is received all the same, so that the ranks stay in step.
 template <ContentHash Hash>
-[[nodiscard]] Result<Fragment> take(PieceRoute& route, const FragmentId& id, std::uint64_t max_payload_bytes, AllMergeReport& report) {
+[[nodiscard]] Result<Fragment> take_fragment(PieceRoute& route, const FragmentId& id, std::uint64_t max_payload_bytes, AllMergeReport& report) {
   PieceHead head;
-  route.move(raw(head));
+  route.move(raw_of(head));
   if (head.manifest_bytes == 0) return error(ErrorCode::payload_missing, "the rank that has fragment ", id.hex(), " could not send it");
   std::vector<std::byte> bytes(static_cast<std::size_t>(head.manifest_bytes));
   route.move(bytes);
