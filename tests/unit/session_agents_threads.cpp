@@ -357,6 +357,37 @@ TEST_CASE("words of which only a later render knows are carried over the swap to
   CHECK(session.next_position() == 8);
 }
 
+TEST_CASE("a round's cache that is rendered after the deadline is never swapped in") {
+  MemoryHub hub;
+  MemoryStore store;
+  auto transport = hub.join(1);
+  const Gate gate;
+  auto options = options_for(1, 1);
+  options.background = false;
+  AgentSession session(merging, store, *transport, g, options, HostMemory({.spare_tokens = 64}), gate);
+  test::TestCache words(g, 4);
+  words.fill(1);
+  REQUIRE(session.append(words.ref()).ok());
+  REQUIRE(session.end_span().ok());
+  *gate.open = false;
+  REQUIRE(session.begin_round(0).ok());
+  for (const std::int64_t now : {0, 10}) REQUIRE(session.poll(now).ok());
+  REQUIRE(session.round()->state() == RoundState::cut);
+  REQUIRE(session.poll(9'001).ok());
+  CHECK(session.round()->status().code() == ErrorCode::timed_out);
+  *gate.open = true;
+  while (gate.runs->load() == 0) std::this_thread::yield();
+  for (int i = 0; i < 200; ++i) {
+    const auto swap = session.try_swap();
+    REQUIRE(swap.ok());
+    REQUIRE_FALSE(swap->has_value());
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  CHECK_FALSE(session.current());
+  CHECK(session.accounting().rounds_kept == 1);
+  CHECK(session.synchronize(now_ms)->swapped);  // a clock far ahead of the test's: it only has to go forward
+}
+
 TEST_CASE("own words that were replaced are not carried, those said at the barrier are") {
   MemoryHub hub;
   auto options = options_for(1, 1);
