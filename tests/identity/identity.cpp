@@ -1,5 +1,5 @@
 // One digest over everything whose bytes must not depend on how it was built or run: a fixed set concatenated, matched and
-// fused (per token and per channel), in every element type and layout, in every executor, with the rope's and the conversions' own bytes. tests/identity.cmake builds
+// fused (per token, per channel, and by robust rules), in every element type and layout, in every executor, with the rope's and the conversions' own bytes. tests/identity.cmake builds
 // this program many times and compares what it prints; within one build, executors are compared here.
 #include <cstdio>
 #include <cstdlib>
@@ -100,7 +100,27 @@ void render_all(Sink& sink, const test::Model& model, std::span<const Layout> la
     render(sink, set, merger(Aligner{AnyAligner{false}}, mean), target, layout);
     render(sink, set, merger(Aligner{AnyAligner{true}}, mean), target, layout);
     render(sink, set, merger(Aligner{AnyAligner{true}}, Fuser{kvmeld::Max{}}), target, layout);
+    render(sink, set, merger(Aligner{AnyAligner{true}}, Fuser{kvmeld::Median{}}), target, layout);
   }
+}
+
+// Rules that choose or weigh whole tokens by distances: seven fragments at positions of their own, so that keys are turned
+// before they are compared.
+void render_rules(Sink& sink, const test::Model& model, Layout layout) {
+  const auto g = test::geometry(model);
+  kvmeld::FragmentSet set;
+  for (std::uint64_t s = 0; s < 7; ++s) {
+    const auto positions = test::gapped_positions(3, static_cast<std::int64_t>(5 * s));
+    const auto span = test::sealed(g, 3, 40 + s, {.positions = positions});
+    require(span.fragment.valid() && set.insert(span.fragment, {s, s}).ok(), "seal failed");
+  }
+  kvmeld::Target target;
+  target.geometry = *g;
+  target.first_position = 131;
+  using kvmeld::Aligner, kvmeld::Fuser, kvmeld::merger;
+  render(sink, set, merger(Aligner{AnyAligner{true}}, Fuser{kvmeld::Krum{.f = 2}}), target, layout);
+  render(sink, set, merger(Aligner{AnyAligner{true}}, Fuser{kvmeld::GeometricMedian{}}), target, layout);
+  render(sink, set, merger(Aligner{AnyAligner{true}}, Fuser{kvmeld::Bulyan{.f = 1}}), target, layout);
 }
 
 // 1000 contributions to one output: chunks, and the tree that joins them.
@@ -130,6 +150,8 @@ int main() {
   render_all(sink, {.type = ElementType::bf16, .heads = 3, .channels = 80, .value_channels = 40, .first = 6, .rotary = 50,
                     .pairing = kvmeld::RopePairing::interleaved, .base = 500000.0}, test::all_layouts);
   render_many(sink);
+  render_rules(sink, {.type = ElementType::bf16, .heads = 2, .channels = 80, .value_channels = 40, .first = 6, .rotary = 50}, Layout::paged);
+  render_rules(sink, {.type = ElementType::q8_0, .heads = 1, .channels = 288, .pairing = kvmeld::RopePairing::interleaved}, Layout::canonical);
 #if __has_include("support/identity_rope.hpp")
   rope_identity(sink);
 #endif

@@ -27,6 +27,7 @@ enum class ClusterResult : std::uint8_t {
 /// Errors: `invalid_argument` for a threshold outside [−1, 1], k below 0 or above the number of contributions.
 struct Cluster {
   static constexpr bool reproducible = true;
+  static constexpr bool reads_norms = true;
   float threshold = 0.85F;
   std::int32_t k = 0;
   ClusterResult result = ClusterResult::medoid;

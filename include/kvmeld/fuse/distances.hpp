@@ -1,6 +1,7 @@
 #pragma once
 
-/// Squared distances between rows in f64, by the 32-lane rule (docs/numerics.md).
+/// Squared distances between rows in f64, by the 32-lane rule (docs/numerics.md): lane l takes channels l, l + 32, …, and the
+/// lanes are joined by the tree 16, 8, 4, 2, 1.
 
 #include <cstddef>
 
@@ -11,89 +12,83 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// Joins 32 lanes by the tree 16, 8, 4, 2, 1.
-KVMELD_ALWAYS_INLINE double join_lane_sums(double* lanes) noexcept {
+/// Channels that are compared in one go: of a dozen rows they fit into the first cache as doubles.
+inline constexpr std::size_t compared_channels = 256;
+
+/// How rows are widened, and how squares of differences are added to 32 lanes. Counts are multiples of 32.
+struct DistanceSteps {
+  void (*widen)(const float* in, std::size_t n, double* out) noexcept;
+  void (*add)(const double* a, const double* b, std::size_t n, double* lanes) noexcept;
+};
+
+KVMELD_NOINLINE inline void widen_baseline(const float* __restrict in, std::size_t n, double* __restrict out) noexcept {
+  for (std::size_t c = 0; c < n; ++c) out[c] = static_cast<double>(in[c]);
+}
+KVMELD_NOINLINE inline void add_squares_baseline(const double* __restrict a, const double* __restrict b, std::size_t n, double* __restrict lanes) noexcept {
+  for (std::size_t at = 0; at < n; at += 32) {
+    for (std::size_t l = 0; l < 32; ++l) {
+      const double d = a[at + l] - b[at + l];
+      lanes[l] = fma(d, d, lanes[l]);
+    }
+  }
+}
+
+#if KVMELD_X86_DISPATCH
+
+// Accumulators are named: compilers keep an array of them in memory.
+#define KVMELD_DISTANCE_STEPS(NAME, TARGET, BYTES, FMA)                                                                       \
+  TARGET KVMELD_NOINLINE inline void widen_##NAME(const float* in, std::size_t n, double* out) noexcept {                     \
+    for (std::size_t c = 0; c < n; c += BYTES / 8) {                                                                          \
+      *reinterpret_cast<unaligned_vector_t<double, BYTES>*>(out + c) = __builtin_convertvector(                               \
+          *reinterpret_cast<const unaligned_vector_t<float, BYTES / 2>*>(in + c), vector_t<double, BYTES>);                   \
+    }                                                                                                                         \
+  }                                                                                                                           \
+  TARGET KVMELD_NOINLINE inline void add_squares_##NAME(const double* a, const double* b, std::size_t n, double* lanes) noexcept { \
+    using Doubles = vector_t<double, BYTES>;                                                                                  \
+    using Stored = unaligned_vector_t<double, BYTES>;                                                                         \
+    constexpr std::size_t step = BYTES / 8;                                                                                   \
+    for (std::size_t l = 0; l < 32; l += 4 * step) {                                                                          \
+      auto* const sums = reinterpret_cast<Stored*>(lanes + l);                                                                \
+      Doubles s0 = sums[0], s1 = sums[1], s2 = sums[2], s3 = sums[3];                                                         \
+      for (std::size_t at = l; at < n; at += 32) {                                                                            \
+        const auto* const x = reinterpret_cast<const Stored*>(a + at);                                                        \
+        const auto* const y = reinterpret_cast<const Stored*>(b + at);                                                        \
+        const Doubles d0 = x[0] - y[0], d1 = x[1] - y[1], d2 = x[2] - y[2], d3 = x[3] - y[3];                                 \
+        s0 = FMA(d0, s0);                                                                                                     \
+        s1 = FMA(d1, s1);                                                                                                     \
+        s2 = FMA(d2, s2);                                                                                                     \
+        s3 = FMA(d3, s3);                                                                                                     \
+      }                                                                                                                       \
+      sums[0] = s0;                                                                                                           \
+      sums[1] = s1;                                                                                                           \
+      sums[2] = s2;                                                                                                           \
+      sums[3] = s3;                                                                                                           \
+    }                                                                                                                         \
+  }
+#define KVMELD_SQUARE_256(d, s) __builtin_ia32_vfmaddpd256(d, d, s)
+#define KVMELD_SQUARE_512(d, s) __builtin_ia32_vfmaddpd512_mask(d, d, s, 0xff, 4)
+KVMELD_DISTANCE_STEPS(avx2, KVMELD_TARGET_AVX2, 32, KVMELD_SQUARE_256)
+KVMELD_DISTANCE_STEPS(avx512, KVMELD_TARGET_AVX512, 64, KVMELD_SQUARE_512)
+#undef KVMELD_SQUARE_256
+#undef KVMELD_SQUARE_512
+#undef KVMELD_DISTANCE_STEPS
+
+#endif  // KVMELD_X86_DISPATCH
+
+[[nodiscard]] inline DistanceSteps distance_steps([[maybe_unused]] Isa isa) noexcept {
+#if KVMELD_X86_DISPATCH
+  if (isa == Isa::avx512) return {widen_avx512, add_squares_avx512};
+  if (isa == Isa::avx2) return {widen_avx2, add_squares_avx2};
+#endif
+  return {widen_baseline, add_squares_baseline};
+}
+
+/// The sum of 32 lanes, by the tree.
+[[nodiscard]] inline double join_lane_sums(double* lanes) noexcept {
   for (int half = 16; half > 0; half /= 2) {
     for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
   }
   return lanes[0];
-}
-
-/// |a − b|² over n channels, a multiple of 32: lane l takes channels l, l + 32, …, then the tree.
-KVMELD_NOINLINE inline double lane_distance_baseline(const float* a, const float* b, std::ptrdiff_t n) noexcept {
-  alignas(64) double lanes[32] = {};
-  for (std::ptrdiff_t at = 0; at < n; at += 32) {
-    for (std::ptrdiff_t l = 0; l < 32; ++l) {
-      const double d = static_cast<double>(a[at + l]) - static_cast<double>(b[at + l]);
-      lanes[l] = fma(d, d, lanes[l]);
-    }
-  }
-  return join_lane_sums(lanes);
-}
-
-#if KVMELD_X86_DISPATCH
-
-// Accumulators in named registers: compilers keep an array of them in memory.
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline double lane_distance_avx2(const float* a, const float* b, std::ptrdiff_t n) noexcept {
-  using Doubles = vector_t<double, 32>;
-  using Floats = unaligned_vector_t<float, 16>;
-  Doubles s0{}, s1{}, s2{}, s3{}, s4{}, s5{}, s6{}, s7{};
-  for (std::ptrdiff_t at = 0; at < n; at += 32) {
-    const auto* x = reinterpret_cast<const Floats*>(a + at);
-    const auto* y = reinterpret_cast<const Floats*>(b + at);
-#define KVMELD_ADD_SQUARES(sum, i)                                                                                     \
-  {                                                                                                                    \
-    const Doubles d = __builtin_convertvector(x[i], Doubles) - __builtin_convertvector(y[i], Doubles);                 \
-    sum = __builtin_ia32_vfmaddpd256(d, d, sum);                                                                       \
-  }
-    KVMELD_ADD_SQUARES(s0, 0)
-    KVMELD_ADD_SQUARES(s1, 1)
-    KVMELD_ADD_SQUARES(s2, 2)
-    KVMELD_ADD_SQUARES(s3, 3)
-    KVMELD_ADD_SQUARES(s4, 4)
-    KVMELD_ADD_SQUARES(s5, 5)
-    KVMELD_ADD_SQUARES(s6, 6)
-    KVMELD_ADD_SQUARES(s7, 7)
-#undef KVMELD_ADD_SQUARES
-  }
-  s0 = (s0 + s4) + (s2 + s6);
-  s1 = (s1 + s5) + (s3 + s7);
-  s0 = s0 + s1;
-  return (s0[0] + s0[2]) + (s0[1] + s0[3]);
-}
-KVMELD_TARGET_AVX512 KVMELD_NOINLINE inline double lane_distance_avx512(const float* a, const float* b, std::ptrdiff_t n) noexcept {
-  using Doubles = vector_t<double, 64>;
-  using Floats = unaligned_vector_t<float, 32>;
-  constexpr int current_rounding = 4;
-  Doubles s0{}, s1{}, s2{}, s3{};
-  for (std::ptrdiff_t at = 0; at < n; at += 32) {
-    const auto* x = reinterpret_cast<const Floats*>(a + at);
-    const auto* y = reinterpret_cast<const Floats*>(b + at);
-#define KVMELD_ADD_SQUARES(sum, i)                                                                                     \
-  {                                                                                                                    \
-    const Doubles d = __builtin_convertvector(x[i], Doubles) - __builtin_convertvector(y[i], Doubles);                 \
-    sum = __builtin_ia32_vfmaddpd512_mask(d, d, sum, 0xff, current_rounding);                                          \
-  }
-    KVMELD_ADD_SQUARES(s0, 0)
-    KVMELD_ADD_SQUARES(s1, 1)
-    KVMELD_ADD_SQUARES(s2, 2)
-    KVMELD_ADD_SQUARES(s3, 3)
-#undef KVMELD_ADD_SQUARES
-  }
-  s0 = (s0 + s2) + (s1 + s3);
-  const double f0 = s0[0] + s0[4], f1 = s0[1] + s0[5], f2 = s0[2] + s0[6], f3 = s0[3] + s0[7];
-  return (f0 + f2) + (f1 + f3);
-}
-
-#endif  // KVMELD_X86_DISPATCH
-
-using LaneDistance = double (*)(const float*, const float*, std::ptrdiff_t) noexcept;
-[[nodiscard]] inline LaneDistance lane_distance([[maybe_unused]] Isa isa) noexcept {
-#if KVMELD_X86_DISPATCH
-  if (isa == Isa::avx512) return lane_distance_avx512;
-  if (isa == Isa::avx2) return lane_distance_avx2;
-#endif
-  return lane_distance_baseline;
 }
 
 }  // namespace detail

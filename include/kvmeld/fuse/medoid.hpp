@@ -13,22 +13,34 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
+/// Σ_j m_j √D_ji for every i. Compiled for FMA too, since each `fma` is a call without it.
+KVMELD_ALWAYS_INLINE void distance_sums_body(const double* distances, const double* mass, std::size_t n, double* sums) noexcept {
+  for (std::size_t j = 0; j < n; ++j) {
+    if (mass[j] == 0) continue;
+    for (std::size_t i = 0; i < n; ++i) sums[i] = fma(mass[j], math::sqrt(distances[j * n + i]), sums[i]);
+  }
+}
+KVMELD_NOINLINE inline void distance_sums_baseline(const double* distances, const double* mass, std::size_t n, double* sums) noexcept {
+  distance_sums_body(distances, mass, n, sums);
+}
+KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void distance_sums_avx2(const double* distances, const double* mass, std::size_t n, double* sums) noexcept {
+  distance_sums_body(distances, mass, n, sums);
+}
+
 /// The member with the smallest weighted sum of distances (not squared) to the members, ties to the smaller index.
 KVMELD_LAZY [[nodiscard]] std::size_t medoid_of(const Scoring& scoring, std::span<const std::size_t> members, std::span<const double> mass) {
+  const std::size_t n = scoring.count();
+  std::vector<double> both(2 * n, 0.0);  // masses of the members, then sums
+  for (const std::size_t i : members) both[i] = mass[i];
+  (best_isa() == Isa::baseline ? distance_sums_baseline : distance_sums_avx2)(scoring.distances.data(), both.data(), n, both.data() + n);
   std::size_t best = members[0];
-  double least = INFINITY;
   for (const std::size_t i : members) {
-    double sum = 0;
-    for (const std::size_t j : members) sum = fma(mass[j], math::sqrt(scoring.distance(i, j)), sum);
-    if (sum < least) {
-      least = sum;
-      best = i;
-    }
+    if (both[n + i] < both[n + best]) best = i;
   }
   return best;
 }
 
-/// Weiszfeld's iteration on weights. Compiled for FMA too, since each `fma` is a call without it.
+/// Weiszfeld's iteration on weights.
 KVMELD_ALWAYS_INLINE void weiszfeld_body(const double* distances, const double* mass, std::size_t n, int steps, double smoothing, double* to,
                                          double* weights) noexcept {
   const auto normalise = [&] {

@@ -205,7 +205,9 @@ void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::i
       const std::int64_t n = all - at < selected_channels ? all - at : selected_channels;
       const std::int64_t offset = byte_size(shape.type, at);
       for (int i = 0; i < count; ++i) {
-        load_row(shape.type, mode.isa, task.input(inputs[i], 0) + offset, n, values + i * selected_channels);
+        const std::byte* const in = task.input(inputs[i], 0) + offset;
+        for (std::int64_t b = 0; b < byte_size(shape.type, n); b += 64) __builtin_prefetch(in + 2048 + b);  // the next tokens' rows
+        load_row(shape.type, mode.isa, in, n, values + i * selected_channels);
         pad(values + i * selected_channels, n);
       }
       select_rows(fuser, mode.isa, values, count, blocks(n), fused);

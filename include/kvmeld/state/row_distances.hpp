@@ -1,0 +1,184 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/cache/turn_rows.hpp>
+#include <kvmeld/fuse/distances.hpp>
+#include <kvmeld/state/plan_core.hpp>
+
+/// Distances between the contributions of one output token: of their keys without position, over heads and layers.
+
+KVMELD_NAMESPACE_BEGIN
+namespace detail {
+
+/// One output whose contributions are compared in pairs.
+struct ScoredRow {
+  std::size_t output = 0;
+  std::size_t begin = 0;   ///< its part of the batch's inputs
+  std::size_t count = 0;
+  std::size_t pairs = 0;   ///< its part of the batch's distances
+  bool turned = false;     ///< positions differ: keys are compared un-rotated
+};
+
+/// Rows that are compared in one pass over the layers, so that payloads are read in order.
+struct ScoreBatch {
+  std::vector<ScoredRow> rows;
+  std::vector<Contribution> inputs;     ///< of each row ascending by fragment id, then token
+  std::vector<std::uint32_t> place;     ///< where each of `inputs` stands in the alignment's row
+  std::vector<double> distances;        ///< (count, count) a row
+  std::vector<double> norms;            ///< (count) a row
+
+  void clear() {
+    rows.clear();
+    inputs.clear();
+    place.clear();
+    distances.clear();
+    norms.clear();
+  }
+};
+
+/// Measures squared distances between the contributions of rows: all layers of one group, ascending.
+class RowDistances {
+ public:
+  /// @param layers  those of the group; context_length: picks frequencies where they depend on it.
+  KVMELD_LAZY static Result<RowDistances> of(const PlanCore& core, std::vector<std::size_t> layers, const AlignmentGroup& group,
+                                             std::int64_t context_length) {
+    RowDistances out;
+    out.layers_ = std::move(layers);
+    for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
+      if (!unequal(core, group.row(o))) continue;
+      for (const Contribution& c : group.row(o)) out.shifts_.push_back(-core.sources[c.source].payload().positions[c.token]);
+    }
+    std::sort(out.shifts_.begin(), out.shifts_.end());
+    out.shifts_.erase(std::unique(out.shifts_.begin(), out.shifts_.end()), out.shifts_.end());
+    for (const std::size_t l : out.layers_) {
+      const LayerShape& layer = core.geometry->layers[l];
+      const bool turns = !out.shifts_.empty() && layer.rope.kind != RopeKind::none && layer.key_form == KeyForm::post_rope;
+      std::int32_t table = -1;
+      for (std::size_t p = 0; p < layer.planes.size(); ++p) {
+        if (!turns || !layer.planes[p].rotary || !compared(layer.planes[p].plane)) continue;
+        if (layer.planes[p].hadamard != 0) {
+          return error(ErrorCode::unsupported, "layer ", l, ": keys in a Hadamard basis of ", layer.planes[p].hadamard,
+                       " at different positions cannot be compared; use unquantised keys, or positions that do not differ");
+        }
+        table = 0;
+      }
+      if (table == 0) {
+        std::size_t known = 0;
+        while (known < out.specs_.size() && !(*out.specs_[known] == layer.rope)) ++known;
+        if (known == out.specs_.size()) {
+          auto built = RopeTable::build(layer.rope, out.shifts_, context_length);
+          if (!built) return built.error();
+          out.specs_.push_back(&layer.rope);
+          out.tables_.push_back(*std::move(built));
+        }
+        table = static_cast<std::int32_t>(known);
+      }
+      out.layer_table_.push_back(table);
+    }
+    return out;
+  }
+
+  /// Whether a row's contributions stand at different positions.
+  [[nodiscard]] static bool unequal(const PlanCore& core, std::span<const Contribution> row) {
+    for (const Contribution& c : row) {
+      if (core.sources[c.source].payload().positions[c.token] != core.sources[row[0].source].payload().positions[row[0].token]) return true;
+    }
+    return false;
+  }
+
+  /// Fills distances, and norms where they are read, layer by layer.
+  KVMELD_LAZY void measure(const PlanCore& core, ScoreBatch& batch, bool norms) {
+    batch.norms.assign(batch.inputs.size(), norms ? 0.0 : NAN);
+    std::size_t plane = 0, layer = 0;
+    for (std::size_t i = 0; i < layers_.size(); ++i) {
+      for (; layer < layers_[i]; ++layer) plane += core.geometry->layers[layer].planes.size();
+      const LayerShape& shape = core.geometry->layers[layer];
+      for (std::size_t p = 0; p < shape.planes.size(); ++p) {
+        if (!compared(shape.planes[p].plane)) continue;
+        for (const ScoredRow& row : batch.rows) add(core, batch, row, norms, layer, plane + p, shape.planes[p], layer_table_[i]);
+      }
+    }
+    for (double& d : batch.distances) d = std::isfinite(d) ? d : 1e300;  // what overflows is far from everything
+    for (double& d : batch.norms) d = !norms || std::isfinite(d) ? d : 1e300;
+  }
+
+ private:
+  [[nodiscard]] static bool compared(Plane plane) noexcept {
+    return plane == Plane::key || plane == Plane::latent || plane == Plane::rope_part;
+  }
+
+  KVMELD_LAZY void add(const PlanCore& core, ScoreBatch& batch, const ScoredRow& row, bool norms, std::size_t layer, std::size_t plane,
+                       const PlaneShape& shape, std::int32_t table) {
+    const std::size_t n = row.count;
+    const auto padded = (static_cast<std::size_t>(shape.channels) + 31) / 32 * 32;
+    const std::size_t width = padded * static_cast<std::size_t>(shape.heads);
+    if (rows_.size() < n * width) rows_.resize(n * width);
+    for (std::size_t i = 0; i < n; ++i) {
+      const Contribution& c = batch.inputs[row.begin + i];
+      const Payload& payload = core.sources[c.source].payload();
+      const std::int64_t at = payload_row(payload, layer, c.token);
+      if (at < 0) return;  // a layer that lacks one contribution compares none
+      const std::byte* from = payload.bytes.get() + payload.plane_offsets[plane] + at * shape.heads * row_bytes(shape);
+      float* to = rows_.data() + i * width;
+      if (padded == static_cast<std::size_t>(shape.channels)) {
+        load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width), to);
+      } else {
+        for (std::int32_t h = 0; h < shape.heads; ++h) {
+          float* const head = to + static_cast<std::size_t>(h) * padded;
+          load_row(shape.type, isa_, from + h * row_bytes(shape), shape.channels, head);
+          std::fill(head + shape.channels, head + padded, 0.0F);
+        }
+      }
+      if (!row.turned || !shape.rotary || table < 0) continue;
+      const std::int64_t shift = -payload.positions[c.token];
+      const auto index = static_cast<std::size_t>(std::lower_bound(shifts_.begin(), shifts_.end(), shift) - shifts_.begin());
+      const RopeSpec& rope = core.geometry->layers[layer].rope;
+      const Turn turn{tables_[static_cast<std::size_t>(table)].row(index), shape.channels, rope.first_channel, rope.rotary_channels, rope.pairing};
+      for (std::int32_t h = 0; h < shape.heads && shift != 0; ++h) turn_row(turn, isa_, to + static_cast<std::size_t>(h) * padded);
+    }
+    // Every pair in turn over a few channels, and then the next ones. The pair of a row and itself is its norm.
+    const std::size_t pairs = n * (n + 1) / 2;
+    lanes_.assign(pairs * 32, 0.0);
+    if (wide_.size() < (n + 1) * compared_channels) wide_.resize((n + 1) * compared_channels);
+    if (norms) std::fill_n(wide_.begin() + static_cast<std::ptrdiff_t>(n * compared_channels), compared_channels, 0.0);
+    for (std::size_t at = 0; at < width; at += compared_channels) {
+      const std::size_t part = (std::min)(compared_channels, width - at);
+      for (std::size_t i = 0; i < n; ++i) steps_.widen(rows_.data() + i * width + at, part, wide_.data() + i * compared_channels);
+      double* lanes = lanes_.data();
+      for (std::size_t i = 0; i < n; ++i) {
+        for (std::size_t j = 0; j <= i; ++j, lanes += 32) {
+          if (i == j && !norms) continue;
+          steps_.add(wide_.data() + i * compared_channels, wide_.data() + (i == j ? n : j) * compared_channels, part, lanes);
+        }
+      }
+    }
+    double* lanes = lanes_.data();
+    double* const distances = batch.distances.data() + row.pairs;
+    for (std::size_t i = 0; i < n; ++i) {
+      for (std::size_t j = 0; j < i; ++j, lanes += 32) distances[j * n + i] = distances[i * n + j] += join_lane_sums(lanes);
+      if (norms) batch.norms[row.begin + i] += join_lane_sums(lanes);
+      lanes += 32;
+    }
+  }
+
+  Isa isa_ = best_isa();
+  std::vector<std::size_t> layers_;
+  std::vector<std::int64_t> shifts_;            // distinct, ascending
+  std::vector<const RopeSpec*> specs_;
+  std::vector<RopeTable> tables_;
+  std::vector<std::int32_t> layer_table_;       // −1: keys are not turned
+  DistanceSteps steps_ = distance_steps(isa_);
+  std::vector<float> rows_;    // (contributions, width)
+  std::vector<double> wide_;   // (contributions + 1, compared_channels) the last row: zeros
+  std::vector<double> lanes_;  // (pairs, 32)
+};
+
+}  // namespace detail
+KVMELD_NAMESPACE_END
