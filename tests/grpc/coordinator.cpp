@@ -223,8 +223,8 @@ TEST_CASE("a round waits for all its members, then for a quorum, and for nobody 
   SECTION("no stranger, and no other merger") {
     CHECK(wait(9, 1, 1000).status().code() == ErrorCode::invalid_argument);
     kvmeld::Status alone;
-    std::thread first([&] { alone = wait(1, 1, 1500).status(); });
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    std::thread first([&] { alone = wait(1, 1, 4000).status(); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(1500));
     const auto refused = wait(2, 1, 1000, {1, 1});
     CHECK(refused.status().code() == ErrorCode::merger_mismatch);
     CHECK(refused.status().message().find(test::test_merger.hex()) != std::string::npos);

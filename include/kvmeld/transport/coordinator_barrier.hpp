@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include <kvmeld/codec/blob_key.hpp>
 #include <kvmeld/session/round_cut.hpp>
 
 KVMELD_NAMESPACE_BEGIN
