@@ -33,7 +33,6 @@ Replica::Options options(kvmeld::MemberId self, unsigned char secret) {
   out.self = self;
   out.epoch = 1;
   out.frame.auth = HmacSha256(key(secret));
-  out.set_hash = kvmeld::sha256_set;
   return out;
 }
 

@@ -380,3 +380,122 @@ TEST_CASE("sets survive their bytes, and no damage to those makes another set") 
     if (read) CHECK(encode_set(*read).size() <= bytes.size() + 64);
   }
 }
+
+TEST_CASE("a removal that names the dot of another id ends the same in every order") {
+  const Fragment x = fragment(1), y = fragment(2);
+  kvmeld::FragmentSet with_x;
+  REQUIRE(with_x.insert(x, {1, 0}).ok());
+  const auto removal = kvmeld::FragmentSet::from_parts({}, {}, {{{2, 0}, y.id(), {{1, 0}}}}, {});
+  REQUIRE(removal.ok());
+  kvmeld::FragmentSet first = with_x, second = *removal;
+  REQUIRE(first.join(*removal).ok());
+  REQUIRE(second.join(with_x).ok());
+  CHECK(first == second);
+  CHECK(first.empty());
+  for (const auto& set : {first, second}) CHECK(kvmeld::decode_set(encode_set(set)).ok());
+}
+
+TEST_CASE("an epoch that was used before is noticed, and nothing of it is lost") {
+  MemoryStore store;
+  Replica::Options options;
+  options.self = 1;
+  options.epoch = 5;
+  {
+    Replica before(store, options);
+    REQUIRE(before.open().ok());
+    REQUIRE(before.insert(fragment(1)).ok());
+    REQUIRE(before.insert(fragment(2)).ok());
+  }
+  Replica again(store, options);
+  CHECK(again.open().code() == ErrorCode::dot_reused);
+  CHECK(again.set().size() == 2);
+  const auto dot = again.insert(fragment(3));
+  REQUIRE(dot.ok());
+  CHECK(dot->sequence == 2);
+}
+
+TEST_CASE("what was applied by the host is in a shared store, and what this build cannot read stays there") {
+  MemoryStore store;
+  Replica::Options options;
+  options.self = 1;
+  options.epoch = 1;
+  options.shared_store = true;
+  options.max_records = 2;
+  kvmeld::FragmentSet update;
+  REQUIRE(update.insert(fragment(1), {7, 0, 1}).ok());
+  Replica replica(store, options);
+  REQUIRE(replica.open().ok());
+  REQUIRE(replica.receive(kvmeld::everyone, *kvmeld::encode_frame(3, encode_set(update))).ok());
+  Replica after(store, options);
+  (void)after.open();
+  CHECK(after.set().size() == 1);
+  // A record of a newer version survives, however many follow it.
+  auto newer = encode_set(update);
+  newer[0] = std::byte{99};
+  REQUIRE(store.add_record(kvmeld::encode_record(newer)).ok());
+  for (std::int64_t now = 0; now < 1000; now += 100) REQUIRE(replica.tick(now).ok());
+  const auto records = store.records(0);
+  REQUIRE(records.ok());
+  CHECK(std::count(records->records.begin(), records->records.end(), kvmeld::encode_record(newer)) == 1);
+}
+
+TEST_CASE("a fragment that gains provenance, or loses none, is the same set in either order") {
+  const Fragment x = fragment(1);
+  kvmeld::FragmentSet bare, marked;
+  REQUIRE(bare.insert(x).ok());
+  REQUIRE(marked.insert(x, {7, 0, 1}).ok());
+  MemoryStore stores[2];
+  Replica a(stores[0], {}), b(stores[1], {});
+  const auto give = [](Replica& to, const kvmeld::FragmentSet& set) { REQUIRE(to.receive(9, *kvmeld::encode_frame(3, encode_set(set))).ok()); };
+  give(a, bare);
+  give(a, marked);
+  give(b, marked);
+  give(b, bare);
+  CHECK(a.set().digest() == b.set().digest());
+  Net net(2);  // contexts say nothing of it, digests do
+  give(net.replicas[0], bare);
+  REQUIRE(net.replicas[0].insert(x).ok());
+  net.run();
+  CHECK(net.converged());
+}
+
+TEST_CASE("asks of a few bytes do not fill the memory of who is asked, nor does a store that is away use up dots") {
+  Net net(2, 1000);
+  const Fragment f = fragment(5, 200);
+  REQUIRE(net.replicas[0].insert(f).ok());
+  (void)net.replicas[0].take_outbox();
+  kvmeld::detail::Fetch fetch{f.id(), {}};
+  fetch.chunks.assign(16, make_manifest(f, 1000)->chunks[0][0]);
+  const auto frame = *kvmeld::encode_frame(4, kvmeld::detail::encode(fetch));
+  REQUIRE(net.replicas[0].receive(1, frame).ok());
+  CHECK(net.replicas[0].take_outbox().size() == 1);  // once, however often it is named
+  struct Away : MemoryStore {
+    kvmeld::Result<bool> put(const kvmeld::BlobKey&, std::span<const std::byte>) { return kvmeld::Status(ErrorCode::unavailable, "away"); }
+  };
+  Away away;
+  kvmeld::Replica<Away>::Options options;
+  options.max_operations = 8;
+  kvmeld::Replica<Away> waiting(away, options);
+  for (int i = 0; i < 100; ++i) CHECK(waiting.insert(f).status().code() == ErrorCode::unavailable);
+}
+
+TEST_CASE("a blob that only another build can read is not destroyed") {
+  MemoryStore store;
+  const Fragment f = fragment(3);
+  kvmeld::FragmentFormat<> format;
+  REQUIRE(store_fragment(store, f, format).ok());
+  const auto key = make_manifest(f)->chunks[0][0];
+  auto other = store.get(key)->bytes();
+  std::vector<std::byte> packed(other.begin(), other.end());
+  packed[0] = std::byte{1};  // a compressor that this reader lacks
+  REQUIRE(store.erase(key).ok());
+  REQUIRE(store.put(key, packed).ok());
+  CHECK(load_fragment(store, f.id(), format).status().code() == ErrorCode::not_found);
+  CHECK(*store.contains(key));
+  packed[0] = std::byte{0};
+  packed.back() ^= std::byte{1};  // damage
+  REQUIRE(store.erase(key).ok());
+  REQUIRE(store.put(key, packed).ok());
+  CHECK(load_fragment(store, f.id(), format).status().code() == ErrorCode::not_found);
+  CHECK_FALSE(*store.contains(key));
+}

@@ -45,6 +45,17 @@ template <ContentHash Hash>
   return key;
 }
 
+/// Whether an error proves that bytes are not what their key names. Bytes that this build cannot read may be somebody else's good ones.
+[[nodiscard]] constexpr bool is_damage(ErrorCode code) noexcept {
+  return code == ErrorCode::id_mismatch || code == ErrorCode::corrupt || code == ErrorCode::truncated;
+}
+
+/// Whether an error proves that a blob is not what its key names. One that this build cannot read (another version, another
+/// compressor) may be somebody else's good one, and stays.
+[[nodiscard]] constexpr bool proves_damage(ErrorCode code) noexcept {
+  return code == ErrorCode::id_mismatch || code == ErrorCode::corrupt || code == ErrorCode::truncated;
+}
+
 inline void count(StoredBytes& counted, bool fresh, std::size_t bytes) {
   (fresh ? counted.bytes : counted.dedup_bytes) += bytes;
   counted.dedup_hits += fresh ? 0U : 1U;
@@ -103,7 +114,7 @@ template <BlobStore S, ContentHash Hash, Compressor C>
     status = detail::error(ErrorCode::id_mismatch, "manifest of fragment ", manifest->fragment.id().hex(), " under the key of ", id.hex());
   }
   if (status.ok()) return manifest;
-  (void)store.erase(manifest_key(id));
+  if (detail::proves_damage(status.code())) (void)store.erase(manifest_key(id));
   return status;
 }
 
@@ -140,7 +151,7 @@ template <BlobStore S, ContentHash Hash, Compressor C>
   if (open && open->codec == 0 && open->data.size() == open->raw_bytes && chunk_key<Hash>(open->data) == key) return stored;
   const Status status = decode_chunk<Hash>(stored->bytes(), key, max_chunk_bytes, format.compressor).status();
   if (status.ok()) return stored;
-  (void)store.erase(key);
+  if (detail::proves_damage(status.code())) (void)store.erase(key);
   return status;
 }
 
@@ -155,7 +166,8 @@ Status load_chunks(S& store, Assembler<Hash>& assembler, const FragmentFormat<Ha
       if (stored.error().code() == ErrorCode::not_found) continue;
       return stored.error();
     }
-    if (const auto added = assembler.add(key, stored->bytes(), format.compressor); !added) (void)store.erase(key);
+    const auto added = assembler.add(key, stored->bytes(), format.compressor);
+    if (!added && detail::proves_damage(added.error().code())) (void)store.erase(key);
   }
   return {};
 }

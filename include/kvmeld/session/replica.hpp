@@ -31,11 +31,18 @@ class Replica {
 
   /// Reads the store's records. A record that is damaged costs itself; what it held comes back from peers.
   ///
-  /// Errors: the store's; call again.
+  /// Errors: the store's, call again; `dot_reused` where this agent was in this epoch before: take `fresh_epoch()`.
   Status open() {
-    KVMELD_TRY(read_records());
+    opened_ = false;
+    const Status read = read_records();
+    opened_ = true;
+    KVMELD_TRY(read);
     for (const FragmentSet::Entry& entry : set_.entries()) want(entry);
-    return {};
+    const std::uint64_t used = set_.context().next_sequence(options_.self, options_.epoch);
+    if (used <= next_sequence_) return {};
+    next_sequence_ = used;
+    return detail::error(ErrorCode::dot_reused, "agent ", options_.self, " did ", used, " operations in epoch ", options_.epoch,
+                         " before; an agent takes a fresh epoch whenever it starts");
   }
 
   /// Adds a fragment that this agent produced. Durable, as far as the store is, when it returns without error; told to the others
@@ -43,12 +50,13 @@ class Replica {
   ///
   /// Errors: the store's, `payload_missing`, `hash_mismatch`, `non_finite`, `quota_exceeded`; the set is unchanged then.
   Result<Provenance> insert(const Fragment& fragment, std::optional<float> confidence = std::nullopt, std::int64_t time_ms = 0) {
-    FragmentSet operation(options_.set_hash);
-    const Provenance dot = next_dot();
-    KVMELD_TRY(operation.insert(fragment, dot, confidence, time_ms));
+    KVMELD_TRY(FragmentSet(options_.set_hash).insert(fragment, {options_.self, 0, options_.epoch}, confidence));
     KVMELD_TRY(check_quota());
     const auto stored = store_fragment(*store_, fragment, options_.format);
     if (!stored) return stored.error();
+    FragmentSet operation(options_.set_hash);
+    const Provenance dot = next_dot();  // not before: a store that is away uses up no dots
+    KVMELD_TRY(operation.insert(fragment, dot, confidence, time_ms));
     counters_.stored.bytes += stored->bytes;
     counters_.stored.dedup_bytes += stored->dedup_bytes;
     counters_.stored.dedup_hits += stored->dedup_hits;
@@ -84,12 +92,16 @@ class Replica {
   Status tick(std::int64_t now_ms);
 
   /// Messages to be sent, oldest first. Losing them is no harm.
-  [[nodiscard]] std::vector<Outgoing> take_outbox() { return std::exchange(outbox_, {}); }
+  [[nodiscard]] std::vector<Outgoing> take_outbox() {
+    outbox_bytes_ = 0;
+    return std::exchange(outbox_, {});
+  }
   /// Puts a message of the caller's own into the outbox, framed. Errors: `oversized`.
   Status post(MemberId to, std::uint8_t type, std::span<const std::byte> body) {
     auto frame = encode_frame(type, body, options_.frame);
     if (!frame) return frame.error();
     counters_.sent_bytes[type] += frame->size();
+    outbox_bytes_ += frame->size();
     outbox_.push_back({to, type, *std::move(frame)});
     return {};
   }
@@ -132,6 +144,9 @@ class Replica {
   }
 
  private:
+  static constexpr std::size_t max_peers = 4096;
+  static constexpr std::size_t max_outbox_bytes = std::size_t{64} << 20U;  // of answers; this replica's own words always go out
+
   struct Peer {
     CausalContext context;
     bool other_merger = false;
@@ -139,6 +154,7 @@ class Replica {
     std::int64_t trusted_from = 0;  // not asked before
     std::int64_t next_want = 0;     // no request for a delta before
     std::int64_t next_news = 0;     // no answer by news before
+    std::int64_t next_delta = 0;    // no answer by a delta before
   };
   /// A fragment whose bytes are on their way.
   struct Want {
@@ -155,22 +171,21 @@ class Replica {
 
   [[nodiscard]] Provenance next_dot() noexcept { return {options_.self, next_sequence_++, options_.epoch}; }  // never given out twice, even where it fails
   [[nodiscard]] Status check_quota() const {
-    if (next_sequence_ <= options_.max_operations) return {};
+    if (next_sequence_ < options_.max_operations) return {};
     return detail::error(ErrorCode::quota_exceeded, "agent ", options_.self, " did ", options_.max_operations, " operations in this life; nobody takes more");
   }
   template <class Change>
   Result<Provenance> change(const Change& make) {
-    const Provenance dot = next_dot();
     KVMELD_TRY(check_quota());
+    const Provenance dot = next_dot();
     FragmentSet after = set_;
     KVMELD_TRY(make(after, dot));
     KVMELD_TRY(commit(after.delta_since(set_.context())));
     return dot;
   }
   Status write_down(std::span<const std::byte> set) {
-    KVMELD_TRY(store_->add_record(encode_record(set)));
-    ++records_written_;
-    return {};
+    ++records_written_;  // also where it fails: it may be there
+    return store_->add_record(encode_record(set));
   }
   /// Writes an operation down, joins it, tells everybody.
   Status commit(const FragmentSet& operation) {
@@ -207,6 +222,8 @@ class Replica {
   std::map<MemberId, Peer> peers_;
   std::map<FragmentId, Want> wants_;
   std::vector<Outgoing> outbox_;
+  std::size_t outbox_bytes_ = 0;
+  FragmentId last_pursued_;
   ReplicaCounters counters_;
   std::int64_t last_now_ = 0;
   std::int64_t elapsed_ = 0;  // of this replica's own clock, which only goes forward
@@ -215,6 +232,8 @@ class Replica {
   std::optional<std::uint64_t> generation_;  // of the store
   std::size_t records_read_ = 0;
   std::size_t records_written_ = 0;  // since records were read
+  bool opened_ = true;               // the store's records were read: nobody else has this agent's dots
+  bool keep_records_ = false;        // some were not taken, and are not this replica's to drop
 };
 
 KVMELD_NAMESPACE_END

@@ -101,7 +101,7 @@ Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const st
     return manifest ? &*manifest : nullptr;
   };
   // What rotted in the store is not sent, or the asker would take this replica for a liar; what is in memory takes its place.
-  const auto rotten = [](const Status& loaded) { return loaded.code() != ErrorCode::not_found && loaded.code() != ErrorCode::unavailable; };
+  const auto rotten = [](const Status& loaded) { return detail::proves_damage(loaded.code()); };
   if (fetch->chunks.empty()) {
     const BlobKey key = manifest_key(fetch->id);
     const auto stored = load_manifest(*store_, fetch->id, options_.format);
@@ -113,7 +113,11 @@ Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const st
     return answer(ReplicaMessage::manifest, key, bytes);
   }
   bool lacks = false;
-  for (const BlobKey& key : fetch->chunks) {
+  std::vector<BlobKey> keys = fetch->chunks;
+  std::sort(keys.begin(), keys.end());
+  keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
+  for (const BlobKey& key : keys) {
+    if (outbox_bytes_ > max_outbox_bytes) return {};  // asks of a few bytes do not fill this replica's memory; the asker tries again
     const auto stored = load_chunk(*store_, key, options_.format);
     if (stored) {
       KVMELD_TRY(answer(ReplicaMessage::chunk, key, stored->bytes()));

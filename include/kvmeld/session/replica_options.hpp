@@ -27,7 +27,7 @@ struct ReplicaOptions {
   std::vector<MemberId> members{};           ///< everybody, this one included: removals are compacted once all know them; empty: never
   FrameOptions<Auth> frame{};
   FragmentFormat<Hash, C> format{};
-  SetHash set_hash{Hash::tag, nullptr};
+  SetHash set_hash = set_hash_of<Hash>();
   Digest128 merger{};                        ///< `Merger::digest()` of what this replica renders with
   bool shared_store = false;                 ///< other replicas write to the same store: its records are read at every tick
   std::size_t max_message_bytes = std::size_t{1} << 24;

@@ -43,17 +43,20 @@ Status Replica<Store, Auth, Hash, C>::tick(std::int64_t now_ms) {
   if (options_.shared_store || records_read_ + records_written_ >= options_.max_records) status = read_records();
   if (elapsed_ >= next_news_) {
     next_news_ = elapsed_ + jitter(options_.news_interval_ms);
-    KVMELD_TRY(post_news(everyone));
+    if (Status posted = post_news(everyone); !posted && status) status = posted;
   }
+  // Some a tick, in turn: ids that nobody serves do not keep others waiting.
   std::vector<FragmentId> due;
-  for (const auto& [id, want] : wants_) {
-    if (want.next <= elapsed_) due.push_back(id);
-    if (due.size() == 64) break;  // the rest with the next ticks
+  auto at = wants_.upper_bound(last_pursued_);
+  for (std::size_t seen = 0; seen < wants_.size() && due.size() < 64; ++seen, ++at) {
+    if (at == wants_.end()) at = wants_.begin();
+    if (at->second.next <= elapsed_) due.push_back(at->first);
   }
+  if (!due.empty()) last_pursued_ = due.back();
   for (const FragmentId& id : due) {
     if (Status pursued = pursue(id, wants_.at(id)); !pursued && status) status = pursued;
   }
-  if (!options_.members.empty() && !set_.removals().empty()) {
+  if (!options_.members.empty() && (!set_.removals().empty() || set_.keeps_removed())) {
     CausalContext stable = set_.context();
     for (const MemberId member : options_.members) {
       if (member == options_.self) continue;
@@ -70,7 +73,7 @@ template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(FragmentSet delta) {
   const auto refused = [&](const Provenance& dot) {
     const bool forged = dot.agent == options_.self && dot.epoch == options_.epoch && dot.sequence >= next_sequence_;
-    return forged || dot.sequence >= options_.max_operations;
+    return (opened_ && forged) || dot.sequence >= options_.max_operations;
   };
   const auto ranges = delta.context().ranges();
   if (std::none_of(ranges.begin(), ranges.end(), [&](const DotRange& r) { return refused({r.agent, r.last, r.epoch}); })) return delta;
@@ -87,7 +90,7 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(FragmentSet delta) {
   CausalContext compacted;
   for (DotRange range : delta.compacted().ranges()) {
     std::uint64_t end = options_.max_operations;
-    if (range.agent == options_.self && range.epoch == options_.epoch) end = (std::min)(end, next_sequence_);
+    if (opened_ && range.agent == options_.self && range.epoch == options_.epoch) end = (std::min)(end, next_sequence_);
     if (range.first >= end) continue;
     range.last = (std::min)(range.last, end - 1);
     compacted.append(range);
@@ -95,7 +98,8 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(FragmentSet delta) {
   return FragmentSet::from_parts(delta.hash(), std::move(entries), std::move(removals), compacted);
 }
 
-/// Takes a delta from a peer or from the store; one from a peer is written down first where the store is this replica's own.
+/// Takes a delta from a peer or from the store. One from a peer is written down first, unless its author wrote it to the shared store;
+/// `everyone` as the sender says that it came by another way, and nobody wrote it.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::take(std::span<const std::byte> bytes, MemberId from, bool from_store) {
   auto decoded = from_store ? decode_record(bytes, options_.set_hash) : decode_set(bytes, options_.set_hash);
@@ -104,10 +108,11 @@ Status Replica<Store, Auth, Hash, C>::take(std::span<const std::byte> bytes, Mem
   auto delta = admitted(*std::move(decoded));
   if (!delta) return delta.error();
   const bool news = !leq(delta->context(), set_.context()) || std::any_of(delta->entries().begin(), delta->entries().end(), [&](const auto& entry) {
-    return entry.metadata.unattributed && set_.find(entry.id) == nullptr;
+    const FragmentSet::Entry* const mine = entry.metadata.unattributed ? set_.find(entry.id) : &entry;
+    return mine == nullptr || (entry.metadata.unattributed && !mine->metadata.unattributed);
   });
   if (news) {
-    if (!from_store && !options_.shared_store) KVMELD_TRY(write_down(encode_set(*delta)));
+    if (!from_store && (!options_.shared_store || from == everyone)) KVMELD_TRY(write_down(encode_set(*delta)));
     KVMELD_TRY(set_.join(*delta));
     for (const FragmentSet::Entry& entry : delta->entries()) {
       const FragmentSet::Entry* const mine = set_.find(entry.id);
@@ -132,12 +137,18 @@ Status Replica<Store, Auth, Hash, C>::read_records() {
     generation_ = generation;
   }
   for (const std::vector<std::byte>& record : batch->records) {
-    if (const Status status = take(record, everyone, true); !status && status.code() != ErrorCode::quota_exceeded) ++counters_.corrupt_records;
+    const Status status = take(record, everyone, true);
+    if (status) continue;
+    const ErrorCode code = status.code();
+    if (code != ErrorCode::quota_exceeded) ++counters_.corrupt_records;
+    // Damage may go. What this build does not read, or does not take, others may: it stays in the store.
+    keep_records_ = keep_records_ || code == ErrorCode::quota_exceeded || code == ErrorCode::version_mismatch || code == ErrorCode::unknown_field ||
+                    code == ErrorCode::hash_mismatch;
   }
   cursor_ = batch->cursor;
   records_read_ += batch->records.size();
   records_written_ = 0;
-  if (records_read_ >= options_.max_records) {
+  if (records_read_ >= options_.max_records && !keep_records_) {
     // What is replaced has been joined: the one record that takes its place says as much.
     KVMELD_TRY(store_->replace_records(cursor_, encode_record(encode_set(set_))));
     cursor_ = 0;
@@ -151,10 +162,13 @@ Status Replica<Store, Auth, Hash, C>::on_news(MemberId from, std::span<const std
   auto news = detail::decode_news(body);
   if (!news) return news.error();
   if (from == options_.self) return {};
+  if (peers_.count(from) == 0 && peers_.size() >= max_peers) return detail::error(ErrorCode::quota_exceeded, "news of member ", from, ", one more than ", max_peers);
   Peer& peer = peers_[from];
   peer.other_merger = news->merger != options_.merger;
   peer.context = std::move(news->context);
-  if (!leq(peer.context, set_.context()) && elapsed_ >= peer.next_want) {
+  // Equal contexts of unequal sets: one knows a fragment without provenance, which deltas always carry.
+  const bool lacks = !leq(peer.context, set_.context()) || (news->digest != set_.digest() && leq(set_.context(), peer.context));
+  if (lacks && elapsed_ >= peer.next_want) {
     peer.next_want = elapsed_ + jitter(options_.retry_ms);
     ByteWriter w;
     write_context(w, set_.context());
@@ -172,6 +186,10 @@ Status Replica<Store, Auth, Hash, C>::on_want(MemberId from, std::span<const std
   ByteReader r(body);
   const CausalContext seen = read_context(r);
   KVMELD_TRY(r.finish("want"));
+  if (const auto peer = peers_.find(from); peer != peers_.end()) {  // a whole set for three bytes is not given at any rate
+    if (elapsed_ < peer->second.next_delta) return {};
+    peer->second.next_delta = elapsed_ + options_.retry_ms / 2;
+  }
   const FragmentSet delta = set_.delta_since(seen);
   std::size_t most = 1024;
   while (true) {
@@ -185,7 +203,10 @@ Status Replica<Store, Auth, Hash, C>::on_want(MemberId from, std::span<const std
       most /= 2;
       continue;
     }
-    for (const auto& part : parts) KVMELD_TRY(post(from, ReplicaMessage::delta, part));
+    for (const auto& part : parts) {
+      if (outbox_bytes_ > max_outbox_bytes) break;  // the rest when it asks again
+      KVMELD_TRY(post(from, ReplicaMessage::delta, part));
+    }
     return {};
   }
 }

@@ -234,9 +234,19 @@ class EntryLeaves {
   /// The last leaf that begins at or before an id, or the first.
   KVMELD_LAZY [[nodiscard]] std::size_t leaf_of(const FragmentId& id) const noexcept {
     const Probe key = probe_of(id);
-    auto after = static_cast<std::size_t>(
-        std::upper_bound(firsts_.begin(), firsts_.end(), key, [](const Probe& k, const Probe& first) { return k.before(first); }) - firsts_.begin());
-    while (after > 0 && firsts_[after - 1].same_prefix(key) && id < leaves_[after - 1]->entries.front()->id) --after;
+    const auto begins_behind = [&](std::size_t l) {
+      return firsts_[l].same_prefix(key) ? id < leaves_[l]->entries.front()->id : key.before(firsts_[l]);
+    };
+    std::size_t after = 0;
+    for (std::size_t count = firsts_.size(); count > 0;) {
+      const std::size_t half = count / 2;
+      if (begins_behind(after + half)) {
+        count = half;
+      } else {
+        after += half + 1;
+        count -= half + 1;
+      }
+    }
     return after == 0 ? 0 : after - 1;
   }
   /// Cuts a leaf in two; one that grew at the very end keeps nearly all, so that ascending insertion fills leaves.

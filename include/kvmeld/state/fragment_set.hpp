@@ -65,6 +65,7 @@ class FragmentSet {
   /// Errors: `not_found` for an id that is not in the set, `invalid_argument`, `dot_reused`.
   KVMELD_LAZY Status supersede(const FragmentId& id, const FragmentId& successor, const Provenance& dot) {
     if (id == successor || successor.empty()) return detail::error(ErrorCode::invalid_argument, "fragment ", id.hex(), " cannot supersede itself, nor none");
+    KVMELD_TRY(check(successor));
     if (find(id) == nullptr) return detail::error(ErrorCode::not_found, "fragment ", id.hex(), " is not in the set");
     return mark(id, {}, {dot, {}, successor, 0});
   }
@@ -132,6 +133,8 @@ class FragmentSet {
   [[nodiscard]] const CausalContext& context() const noexcept { return context_; }
   /// Removals that are not stable yet, ascending by dot.
   [[nodiscard]] std::span<const Removal> removals() const noexcept { return removals_; }
+  /// Whether payloads of removed fragments wait for `compact`.
+  [[nodiscard]] bool keeps_removed() const noexcept { return !retired_.empty(); }
   /// Removals and removed operations that were compacted away.
   [[nodiscard]] const CausalContext& compacted() const noexcept { return compacted_; }
   [[nodiscard]] const SetHash& hash() const noexcept { return hash_; }
@@ -211,6 +214,15 @@ class FragmentSet {
     return {};
   }
   KVMELD_LAZY void set_marks(const Entry& entry, std::vector<Mark> marks, const std::optional<Provenance>& removal);
+  KVMELD_LAZY void retire(const Fragment& fragment, const std::optional<Provenance>& removal) {
+    const auto at = std::lower_bound(retired_.begin(), retired_.end(), fragment.id(), [](const Retired& r, const FragmentId& id) { return r.fragment.id() < id; });
+    if (at != retired_.end() && at->fragment.id() == fragment.id()) {
+      *at = {with_all_bytes(at->fragment, fragment), removal};
+    } else {
+      retired_.insert(at, {fragment, removal});
+    }
+  }
+  KVMELD_LAZY void drop_everywhere(std::vector<Provenance> dots);
   KVMELD_LAZY void log(Removal removal) {
     const auto at = std::lower_bound(removals_.begin(), removals_.end(), removal.dot, [](const Removal& r, const Provenance& dot) { return r.dot < dot; });
     if (at == removals_.end() || at->dot != removal.dot) removals_.insert(at, std::move(removal));
@@ -225,7 +237,7 @@ class FragmentSet {
   CausalContext context_;
   CausalContext compacted_;
   std::vector<Removal> removals_;  // ascending by dot
-  std::vector<Retired> retired_;
+  std::vector<Retired> retired_;   // ascending by id
 };
 
 KVMELD_NAMESPACE_END

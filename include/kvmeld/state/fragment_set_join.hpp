@@ -28,6 +28,12 @@ KVMELD_LAZY [[nodiscard]] std::vector<Mark> join_marks(const std::vector<Mark>& 
   return out;
 }
 
+[[nodiscard]] inline bool has_mark(const SetEntry& entry, const Provenance& dot) noexcept {
+  const auto& marks = entry.metadata.marks;
+  const auto at = std::lower_bound(marks.begin(), marks.end(), dot, [](const Mark& mark, const Provenance& key) { return mark.dot < key; });
+  return at != marks.end() && at->dot == dot;
+}
+
 }  // namespace detail
 
 /// Gives an entry other marks; without any it leaves, and its payload waits until the removal is stable.
@@ -38,7 +44,7 @@ void FragmentSet::set_marks(const Entry& entry, std::vector<Mark> marks, const s
     put({entry.id, entry.fragment, {std::move(marks), entry.metadata.unattributed}});
     return;
   }
-  if (entry.fragment.valid()) retired_.push_back({entry.fragment, removal});
+  if (entry.fragment.valid()) retire(entry.fragment, removal);
   digest_.subtract(detail::entry_digest(hash_, entry.id, entry.metadata));
   entries_.erase(FragmentId(entry.id));
 }
@@ -110,10 +116,17 @@ Status FragmentSet::join(const FragmentSet& other) {
     }
     for (const Entry* theirs : changed) join_entry(*theirs, other.context_, removal_of);
   }
+  std::vector<Provenance> elsewhere;
   for (const Removal& removal : other.removals_) {
     const Entry* const mine = find(removal.id);
     if (mine != nullptr && other.find(removal.id) == nullptr && forgotten(*mine)) touched.push_back(removal.id);
+    if (context_.contains(removal.dot)) continue;
+    // What a new removal takes back is in force on its id, or not seen yet. If neither, it was taken back before, or somebody named another's.
+    for (const Provenance& dot : removal.removed) {
+      if (context_.contains(dot) && (mine == nullptr || !detail::has_mark(*mine, dot))) elsewhere.push_back(dot);
+    }
   }
+  if (!elsewhere.empty()) drop_everywhere(std::move(elsewhere));
   for (const FragmentId& id : touched) {
     const Entry* const entry = find(id);
     if (entry == nullptr) continue;  // several removals may name one id
@@ -124,6 +137,23 @@ Status FragmentSet::join(const FragmentSet& other) {
   for (const Removal& removal : other.removals_) log(removal);
   std::erase_if(removals_, [&](const Removal& r) { return compacted_.contains(r.dot); });
   return {};
+}
+
+/// Takes dots out of force on whatever id they stand. O(n log dots).
+template <class>
+void FragmentSet::drop_everywhere(std::vector<Provenance> dots) {
+  std::sort(dots.begin(), dots.end());
+  const auto dropped = [&](const Mark& mark) { return std::binary_search(dots.begin(), dots.end(), mark.dot); };
+  std::vector<FragmentId> ids;
+  for (const Entry& entry : entries()) {
+    if (std::any_of(entry.metadata.marks.begin(), entry.metadata.marks.end(), dropped)) ids.push_back(entry.id);
+  }
+  for (const FragmentId& id : ids) {
+    const Entry& entry = *find(id);
+    std::vector<Mark> marks = entry.metadata.marks;
+    std::erase_if(marks, dropped);
+    set_marks(entry, std::move(marks), std::nullopt);
+  }
 }
 
 template <class>
@@ -194,10 +224,8 @@ Status FragmentSet::restore(const Fragment& fragment) {
 template <class>
 Fragment FragmentSet::payload(const FragmentId& id) const {
   if (const Entry* const entry = find(id)) return entry->fragment;
-  for (const Retired& retired : retired_) {
-    if (retired.fragment.id() == id) return retired.fragment;
-  }
-  return {};
+  const auto at = std::lower_bound(retired_.begin(), retired_.end(), id, [](const Retired& r, const FragmentId& key) { return r.fragment.id() < key; });
+  return at != retired_.end() && at->fragment.id() == id ? at->fragment : Fragment();
 }
 
 template <class>
@@ -213,6 +241,7 @@ Result<FragmentSet> FragmentSet::from_parts(const SetHash& hash, std::vector<Ent
     if (entry.metadata.marks.empty() && !entry.metadata.unattributed) return detail::error(ErrorCode::corrupt, "fragment ", entry.id.hex(), " without a mark");
     for (const Mark& mark : entry.metadata.marks) {
       if (mark.confidence && !std::isfinite(*mark.confidence)) return detail::error(ErrorCode::non_finite, "confidence of agent ", mark.dot.agent, " is not finite");
+      if (!mark.superseded_by.empty()) KVMELD_TRY(out.check(mark.superseded_by));
       if (mark.superseded_by == entry.id) return detail::error(ErrorCode::corrupt, "fragment ", entry.id.hex(), " supersedes itself");
       live.push_back(mark.dot);
     }
@@ -223,8 +252,9 @@ Result<FragmentSet> FragmentSet::from_parts(const SetHash& hash, std::vector<Ent
     live.push_back(removal.dot);
     std::sort(removal.removed.begin(), removal.removed.end());
     removed.insert(removed.end(), removal.removed.begin(), removal.removed.end());
-    out.log(std::move(removal));
   }
+  std::sort(removals.begin(), removals.end(), [](const Removal& a, const Removal& b) { return a.dot < b.dot; });
+  out.removals_ = std::move(removals);
   std::sort(live.begin(), live.end());
   std::sort(removed.begin(), removed.end());
   for (std::size_t i = 0; i < live.size(); ++i) {

@@ -64,6 +64,17 @@ KVMELD_LAZY [[nodiscard]] Digest256 xxh3_digest256(std::span<const std::byte> by
   return out;
 }
 
+/// By a hash that gives 32 bytes.
+template <class Hash>
+[[nodiscard]] Digest256 digest256_by(std::span<const std::byte> bytes) {
+  Hash hash;
+  hash.update(bytes);
+  const std::array<std::uint8_t, 32> whole = hash.digest32();
+  Digest256 out;
+  std::memcpy(out.words.data(), whole.data(), whole.size());
+  return out;
+}
+
 /// H(id ‖ marks ‖ unattributed), every field of a mark but its time.
 KVMELD_LAZY [[nodiscard]] Digest256 entry_digest(const SetHash& hash, const FragmentId& id, const Metadata& metadata) {
   constexpr std::size_t mark_bytes = 3 * 8 + 1 + 4 + 32;
@@ -95,5 +106,15 @@ KVMELD_LAZY [[nodiscard]] Digest256 entry_digest(const SetHash& hash, const Frag
 }
 
 }  // namespace detail
+
+/// How sets of fragments are hashed that `Hash` names: by the same hash where it gives 32 bytes (`digest32`), as SHA-256 does.
+template <ContentHash Hash>
+[[nodiscard]] constexpr SetHash set_hash_of() noexcept {
+  if constexpr (requires(const Hash& hash) { { hash.digest32() } -> std::same_as<std::array<std::uint8_t, 32>>; }) {
+    return {Hash::tag, &detail::digest256_by<Hash>};
+  } else {
+    return {Hash::tag, nullptr};
+  }
+}
 
 KVMELD_NAMESPACE_END

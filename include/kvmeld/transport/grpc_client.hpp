@@ -30,7 +30,7 @@ struct CoordinatorClientOptions {
   MemberId self = 0;
   FrameOptions<Auth> frame{};                ///< namespace and secret, as the coordinator's
   FragmentFormat<Hash, C> format{};
-  SetHash set_hash{Hash::tag, nullptr};
+  SetHash set_hash = set_hash_of<Hash>();
   TlsOptions tls{};
   std::size_t max_message_bytes = std::size_t{1} << 24;
   std::uint64_t max_update_bytes = 1U << 28U;  ///< raw payloads that one update carries; more of them take several
