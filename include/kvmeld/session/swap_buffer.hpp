@@ -34,7 +34,7 @@ template <class Byte>
   Target target{fragment.geometry()};
   target.first_position = position;
   target.prefix_in_place = true;
-  FragmentSet one;
+  FragmentSet one(SetHash{fragment.id().tag(), nullptr});
   using P = Plan<std::remove_const_t<decltype(keep)>>;
   if (Status status = one.insert(fragment); !status) return Result<P>(status);
   return plan(one, keep, target);
