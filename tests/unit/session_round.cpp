@@ -318,6 +318,81 @@ TEST_CASE("other mergers, other cuts, other sessions") {
   CHECK(Round(1, options).begin(0, ours, {}).code() == ErrorCode::invalid_argument);
 }
 
+TEST_CASE("numbers far ahead end no rounds, and a cut that is given on does not outrun the round's own") {
+  const RoundOptions options{.session = 5, .members = {1, 2, 3}, .soft_ms = 10, .cut_ms = 20, .timeout_ms = 30};
+  const Digest128 ours{1, 1};
+  FragmentSet set;
+  REQUIRE(set.insert(test::sealed(test::geometry({.layers = 1}), 2, 1).fragment, {1, 0, 1}).ok());
+  const auto ready = [&](std::uint64_t round) { return encode(RoundReady{5, round, ours, {}}); };
+  const auto cut = [&](std::uint64_t round) { return encode(*make_cut(set, ours, 5, round, options.members[round % 3])); };
+  Round member(1, options);
+  for (const std::uint64_t round : {~std::uint64_t{0}, ~std::uint64_t{0} - 1, std::uint64_t{1} << 40U, options.max_ahead + 1}) {
+    const Status far = member.receive(3, RoundMessage::ready, ready(round), 0);
+    CHECK(far.code() == ErrorCode::corrupt);
+    CHECK(far.message().find(std::to_string(round)) != std::string::npos);
+    CHECK(member.receive(3, RoundMessage::cut, cut(round), 0).code() == ErrorCode::corrupt);
+  }
+  REQUIRE(member.begin(0, ours, {}).ok());
+  CHECK(member.number() == 1);
+  // Member 3 gives on a cut of a round that nobody has begun; round 1's own still counts, and its number does not.
+  REQUIRE(member.receive(3, RoundMessage::cut, cut(7), 1).ok());
+  REQUIRE(member.receive(3, RoundMessage::cut, cut(1), 1).ok());
+  REQUIRE(member.state() == RoundState::cut);
+  CHECK(member.cut()->round == 1);
+  // From who publishes it: kept for later, and this round's cut stays what it is.
+  REQUIRE(member.receive(3, RoundMessage::cut, cut(2), 2).ok());
+  CHECK(member.cut()->round == 1);
+  member.finish({});
+  REQUIRE(member.state() == RoundState::swapped);
+  CHECK(member.cut()->round == 1);
+  REQUIRE(member.begin(3, ours, {}).ok());
+  CHECK(member.number() == 2);
+  REQUIRE(member.state() == RoundState::cut);
+  CHECK(member.cut()->round == 2);
+  member.finish({});
+  // A member far ahead within the bound: known by number, and the next cut of that round is adopted.
+  REQUIRE(member.receive(2, RoundMessage::ready, ready(9), 4).ok());
+  REQUIRE(member.begin(5, ours, {}).ok());
+  CHECK(member.number() == 9);
+  REQUIRE(member.receive(2, RoundMessage::cut, cut(9), 5).ok());
+  CHECK(member.cut()->round == 9);
+  // No number comes after the last one.
+  RoundOptions any = options;
+  any.max_ahead = ~std::uint64_t{0};
+  Round last(1, any);
+  REQUIRE(last.receive(3, RoundMessage::ready, ready(~std::uint64_t{0}), 0).ok());
+  REQUIRE(last.begin(0, ours, {}).ok());
+  last.tick(1'000);
+  CHECK(last.begin(1'000, ours, {}).code() == ErrorCode::invalid_argument);
+}
+
+TEST_CASE("whoever asks for a cut at every moment gets it a few times") {
+  const RoundOptions options{.session = 5, .members = {1, 2, 3}, .retry_ms = 100};
+  const Digest128 ours{1, 1};
+  FragmentSet set;
+  REQUIRE(set.insert(test::sealed(test::geometry({.layers = 1}), 2, 1).fragment, {1, 0, 1}).ok());
+  Round member(1, options);
+  REQUIRE(member.begin(0, ours, {}).ok());
+  REQUIRE(member.receive(2, RoundMessage::cut, encode(*make_cut(set, ours, 5, 1, 2)), 0).ok());
+  member.finish({});
+  (void)member.take_messages();
+  const auto asks = [&](MemberId from, std::int64_t now) {
+    REQUIRE(member.receive(from, RoundMessage::ready, encode(RoundReady{5, 1, ours, {}}), now).ok());
+    return member.take_messages().size();
+  };
+  std::size_t answers = 0;
+  for (std::int64_t now = 0; now < 1000; ++now) answers += asks(3, now);
+  CHECK(answers == 20);
+  CHECK(asks(2, 999) == 1);  // others get theirs
+  CHECK(asks(3, 400) == 1);  // a clock that went back
+  // Who is behind learns the number as often, no more.
+  REQUIRE(member.begin(1'000, ours, {}).ok());
+  (void)member.take_messages();
+  const auto old = encode(RoundReady{5, 0, ours, {}});
+  for (int i = 0; i < 9; ++i) REQUIRE(member.receive(3, RoundMessage::ready, old, 1'001).ok());
+  CHECK(member.take_messages().size() == 1);
+}
+
 TEST_CASE("a publisher that comes back finds its own cut with the others") {
   const RoundOptions options{.session = 5, .members = {1, 2, 3}};
   const Digest128 m{1, 1};

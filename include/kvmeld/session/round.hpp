@@ -22,6 +22,7 @@ struct RoundOptions {
   std::int64_t cut_ms = 2'000;         ///< a member that has seen no cut by then keeps its cache
   std::int64_t timeout_ms = 5'000;     ///< a member that could not fetch and render the cut by then keeps its cache
   std::int64_t retry_ms = 100;         ///< how often a member repeats that it is ready
+  std::uint64_t max_ahead = 1U << 20U; ///< rounds that a message may be ahead of this member's; what says more is refused
   SetHash set_hash{};                  ///< of the members' sets
 };
 
@@ -52,7 +53,7 @@ class Round {
 
   /// Comes to the barrier of the next round: behind the last one here, or the newest one that anybody spoke of.
   ///
-  /// Errors: `invalid_argument` while a round is in progress, or where the options do not fit.
+  /// Errors: `invalid_argument` while a round is in progress, behind the last number, or where the options do not fit.
   Status begin(std::int64_t now_ms, const Digest128& merger, CausalContext seen) {
     const auto& members = options_.members;
     if (state_ == RoundState::waiting || state_ == RoundState::cut) {
@@ -65,6 +66,7 @@ class Round {
       return detail::error(ErrorCode::invalid_argument, "rounds of ", members.size(), " members, quorum ", quorum(), ", deadlines ", options_.soft_ms, ", ",
                            options_.cut_ms, " and ", options_.timeout_ms, " ms, repeated after ", options_.retry_ms, " ms");
     }
+    if (round_ == ~std::uint64_t{0}) return detail::error(ErrorCode::invalid_argument, "no round comes after ", round_);
     round_ = (std::max)(round_ + 1, newest_);
     newest_ = round_;
     state_ = RoundState::waiting;
@@ -74,26 +76,35 @@ class Round {
     merger_ = merger;
     seen_ = std::move(seen);
     ready_.clear();
-    if (newest_cut_ && newest_cut_->round == round_) adopt(*newest_cut_);
+    if (later_ && later_->round <= round_) {
+      cut_ = std::exchange(later_, std::nullopt);
+      if (cut_->round == round_) adopt();
+    }
     tick(now_ms);
     return {};
   }
 
-  /// A message of another member. Messages of other sessions, or from outside the members, change nothing.
+  /// A message of another member. Messages of other sessions, or from outside the members, change nothing. Ends no round by its
+  /// deadline: that is for `tick`.
   ///
-  /// Errors: those of the decoders; `corrupt` for a second, different cut of one round, or one by a member that does not publish it.
+  /// A cut of a later round is taken from its publisher only: whoever gives a cut on was asked for it, in that round.
+  /// Errors: those of the decoders; `corrupt` for a second, different cut of one round, one by a member that does not publish it, and a
+  /// round more than `RoundOptions::max_ahead` ahead: one such number would be the end of all rounds.
   Status receive(MemberId from, RoundMessage kind, std::span<const std::byte> body, std::int64_t now_ms) {
     if (std::find(options_.members.begin(), options_.members.end(), from) == options_.members.end() || from == self_) return {};
     if (kind == RoundMessage::ready) {
       auto ready = decode_ready(body);
       if (!ready) return ready.error();
-      if (ready->session == options_.session) on_ready(from, *std::move(ready));
+      if (ready->session != options_.session) return {};
+      KVMELD_TRY(check_near(from, ready->round));
+      on_ready(from, *std::move(ready), now_ms);
     } else {
       auto cut = decode_cut(body, options_.set_hash);
       if (!cut) return cut.error();
-      if (cut->session == options_.session) KVMELD_TRY(on_cut(*std::move(cut)));
+      if (cut->session != options_.session) return {};
+      KVMELD_TRY(check_near(from, cut->round));
+      KVMELD_TRY(on_cut(from, *std::move(cut)));
     }
-    tick(now_ms);
     return {};
   }
 
@@ -123,7 +134,8 @@ class Round {
     if (state_ != RoundState::waiting || cut.round != round_ || cut.session != options_.session || cut.publisher != self_ || publisher(round_) != self_) {
       return detail::error(ErrorCode::invalid_argument, "member ", self_, " cannot publish a cut of round ", cut.round, " by ", cut.publisher, " now");
     }
-    adopt(cut);
+    cut_ = cut;
+    adopt();
     out_.push_back({everyone, RoundMessage::cut, encode(cut)});
     return {};
   }
@@ -145,7 +157,7 @@ class Round {
   [[nodiscard]] const Status& status() const noexcept { return status_; }
   [[nodiscard]] std::uint64_t number() const noexcept { return round_; }
   /// What to render; null unless the state is `cut` or `swapped`.
-  [[nodiscard]] const RoundCut* cut() const noexcept { return state_ == RoundState::cut || state_ == RoundState::swapped ? &*newest_cut_ : nullptr; }
+  [[nodiscard]] const RoundCut* cut() const noexcept { return state_ == RoundState::cut || state_ == RoundState::swapped ? &*cut_ : nullptr; }
   /// Who publishes a round.
   [[nodiscard]] MemberId publisher(std::uint64_t round) const noexcept { return options_.members[round % options_.members.size()]; }
   [[nodiscard]] const RoundOptions& options() const noexcept { return options_; }
@@ -158,15 +170,38 @@ class Round {
  private:
   [[nodiscard]] std::size_t quorum() const noexcept { return options_.quorum == 0 ? options_.members.size() / 2 + 1 : options_.quorum; }
 
-  void on_ready(MemberId from, RoundReady ready) {
+  /// When a member was answered last.
+  struct Answered {
+    MemberId member;
+    std::optional<std::int64_t> cut_ms{};
+    std::optional<std::int64_t> ready_ms{};
+  };
+
+  [[nodiscard]] Status check_near(MemberId from, std::uint64_t round) const {
+    if (round <= round_ || round - round_ <= options_.max_ahead) return {};
+    return detail::error(ErrorCode::corrupt, "member ", from, " speaks of round ", round, ", and this one is at ", round_, "; at most ", options_.max_ahead, " ahead");
+  }
+  /// Whether an answer is due: whoever asks more often than members repeat themselves is not answered each time, as answers are large.
+  [[nodiscard]] bool due(MemberId member, std::optional<std::int64_t> Answered::*last, std::int64_t now_ms) {
+    auto at = std::find_if(answered_.begin(), answered_.end(), [&](const Answered& a) { return a.member == member; });
+    if (at == answered_.end()) at = answered_.insert(at, Answered{member});
+    std::optional<std::int64_t>& before = (*at).*last;
+    if (before && now_ms >= *before && now_ms - *before < (options_.retry_ms + 1) / 2) return false;  // half: they do not arrive evenly
+    before = now_ms;
+    return true;
+  }
+  void on_ready(MemberId from, RoundReady ready, std::int64_t now_ms) {
     newest_ = (std::max)(newest_, ready.round);
-    if (newest_cut_ && ready.round == newest_cut_->round) {  // it missed the cut
-      out_.push_back({from, RoundMessage::cut, encode(*newest_cut_)});
+    for (const std::optional<RoundCut>* const held : {&cut_, &later_}) {
+      if (!*held || (*held)->round != ready.round) continue;  // else it missed the cut
+      if (due(from, &Answered::cut_ms, now_ms)) out_.push_back({from, RoundMessage::cut, encode(**held)});
       return;
     }
     if (state_ != RoundState::waiting || ready.round < round_) {
       // A straggler learns which round comes next from whoever is ahead.
-      if (state_ == RoundState::waiting) out_.push_back({from, RoundMessage::ready, encode(RoundReady{options_.session, round_, merger_, seen_})});
+      if (state_ == RoundState::waiting && due(from, &Answered::ready_ms, now_ms)) {
+        out_.push_back({from, RoundMessage::ready, encode(RoundReady{options_.session, round_, merger_, seen_})});
+      }
       return;
     }
     if (ready.round != round_) return;
@@ -183,29 +218,29 @@ class Round {
       at->second.join(ready.context);
     }
   }
-  Status on_cut(RoundCut cut) {
+  Status on_cut(MemberId from, RoundCut cut) {
     if (cut.publisher != publisher(cut.round)) {
       return detail::error(ErrorCode::corrupt, "a cut of round ", cut.round, " by member ", cut.publisher, "; ", publisher(cut.round), " publishes it");
     }
-    newest_ = (std::max)(newest_, cut.round);
-    if (newest_cut_ && newest_cut_->round == cut.round) {
-      if (*newest_cut_ == cut) return {};
+    for (const std::optional<RoundCut>* const held : {&cut_, &later_}) {
+      if (!*held || (*held)->round != cut.round) continue;
+      if (**held == cut) return {};
       ++conflicts_;
-      return detail::error(ErrorCode::corrupt, "round ", cut.round, " has a second cut, of set ", cut.set.digest().hex(), "; the first one, of ", newest_cut_->set.digest().hex(),
-                           ", stands");
+      return detail::error(ErrorCode::corrupt, "round ", cut.round, " has a second cut, of set ", cut.set.digest().hex(), "; the first one, of ",
+                           (*held)->set.digest().hex(), ", stands");
     }
-    if (newest_cut_ && cut.round < newest_cut_->round) return {};
-    if (state_ == RoundState::cut) return {};  // of a later round, while this one's is being rendered
-    if (state_ == RoundState::waiting && cut.round == round_) {
-      adopt(cut);  // this member's own, too: published before it was restarted
-    } else {
-      newest_cut_ = std::move(cut);  // for a round that begins later here, and for others that ask
+    if (cut.round == round_) {
+      cut_ = std::move(cut);  // this member's own, too: published before it was restarted
+      if (state_ == RoundState::waiting) adopt();
+    } else if (cut.round > round_ && from == cut.publisher) {
+      newest_ = (std::max)(newest_, cut.round);
+      if (!later_ || later_->round < cut.round) later_ = std::move(cut);  // for a round that begins later here, and for others that ask
     }
     return {};
   }
-  void adopt(const RoundCut& cut) {
-    if (&cut != (newest_cut_ ? &*newest_cut_ : nullptr)) newest_cut_ = cut;
-    if (cut.merger != merger_) return keep(ErrorCode::merger_mismatch, mergers(cut.merger));
+  /// Renders what `cut_` is now.
+  void adopt() {
+    if (cut_->merger != merger_) return keep(ErrorCode::merger_mismatch, mergers(cut_->merger));
     state_ = RoundState::cut;
   }
   void keep(ErrorCode code, const std::string& why) {
@@ -227,7 +262,9 @@ class Round {
   Digest128 merger_;
   CausalContext seen_;
   std::vector<std::pair<MemberId, CausalContext>> ready_;  // other members, this round
-  std::optional<RoundCut> newest_cut_;
+  std::optional<RoundCut> cut_;    // of this member's round, or else the last one before it that is known
+  std::optional<RoundCut> later_;  // of a round that has not begun here
+  std::vector<Answered> answered_;
   std::vector<MemberId> mismatched_;
   std::uint64_t conflicts_ = 0;
   std::vector<Outgoing> out_;
