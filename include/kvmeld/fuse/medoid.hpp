@@ -83,9 +83,9 @@ struct Medoid {
   static constexpr bool reproducible = true;
 
   [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
-    std::vector<std::size_t> everyone(scoring.count());
-    for (std::size_t i = 0; i < everyone.size(); ++i) everyone[i] = i;
-    const std::size_t best = detail::medoid_of(scoring, everyone, weights);
+    std::vector<std::size_t> all(scoring.count());
+    for (std::size_t i = 0; i < all.size(); ++i) all[i] = i;
+    const std::size_t best = detail::medoid_of(scoring, all, weights);
     std::fill(weights.begin(), weights.end(), 0.0);
     weights[best] = 1.0;
     return {};
@@ -113,9 +113,9 @@ struct GeometricMedian {
     }
     if (smallest == INFINITY) return {};  // all alike: any weights do
     const std::vector<double> mass(weights.begin(), weights.end());
-    std::vector<std::size_t> everyone(n);
-    for (std::size_t i = 0; i < n; ++i) everyone[i] = i;
-    const std::size_t medoid = detail::medoid_of(scoring, everyone, mass);
+    std::vector<std::size_t> all(n);
+    for (std::size_t i = 0; i < n; ++i) all[i] = i;
+    const std::size_t medoid = detail::medoid_of(scoring, all, mass);
     double near = INFINITY;
     for (std::size_t j = 0; j < n; ++j) near = scoring.distance(medoid, j) > 0 ? (std::min)(near, scoring.distance(medoid, j)) : near;
     for (std::size_t j = 0; j < n; ++j) weights[j] = mass[j] / math::sqrt((std::max)(scoring.distance(medoid, j), (std::min)(near, 1e300)));
