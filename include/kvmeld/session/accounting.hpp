@@ -51,6 +51,8 @@ struct Accounting {
   std::uint64_t send_failures = 0;          ///< messages that the transport did not take; they are repeated by protocol
   StoredBytes stored;                       ///< what sealing wrote to the store, and what was there already
   std::uint64_t fragments_sealed = 0;
+  std::uint64_t fragments_refused = 0;      ///< sealed, and in this agent's view only, since nobody takes them
+  std::uint64_t application_dropped = 0;    ///< frames of the host's own that were not taken in time
   std::uint64_t fragments_fetched = 0;      ///< from peers
   std::uint64_t fragments_loaded = 0;       ///< from the store
   std::vector<std::uint64_t> sealed_bytes{};///< raw K/V of sealed fragments, by layer of the model

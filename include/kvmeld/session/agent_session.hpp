@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <deque>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -31,6 +33,8 @@ struct AgentSessionOptions {
   std::optional<float> confidence{};        ///< of everything that this agent says
   bool background = true;                   ///< renders whenever the set has changed; false: only in rounds
   bool content_digest = false;              ///< of each render, as members compare it
+  std::int64_t max_refused_tokens = 256;    ///< of words that nobody takes (`quota_exceeded`, say), kept in this agent's view; oldest go first
+  std::size_t max_application_bytes = std::size_t{64} << 20U;  ///< of frames that wait for `take_application`; oldest go first
 };
 
 /// A swap at a safe point.
@@ -48,6 +52,7 @@ struct RoundReport {
   std::uint64_t round = 0;
   bool swapped = false;
   Status status{};               ///< why not
+  Status said{};                 ///< why words before the barrier are not in it: an error of the store, or of `Replica::insert`
   std::optional<SwapReport> swap{};
 };
 
@@ -128,10 +133,12 @@ class AgentSession {
   /// Does everything that waits: stores and tells what was sealed, hears the others, asks for what is missing, moves rounds on, and
   /// asks the worker for a cache of what is new. Waits at most `wait_ms` for a first message.
   ///
-  /// Errors: the first of the store's and the transport's; the rest is done regardless, and nothing that was acknowledged is lost.
+  /// Errors: the first of the store's and the transport's; the rest is done regardless, and nothing that was acknowledged is lost. Words
+  /// that the store cannot take now are tried again. Words that nobody would take are told to nobody; the error says so once, and they
+  /// stay in this agent's own view as long as there is room (`AgentSessionOptions::max_refused_tokens`).
   Status poll(std::int64_t now_ms, std::int64_t wait_ms = 0);
   /// Comes to the barrier of the next synchronous round; `poll` and `try_swap` then bring it to its end. Errors: those of
-  /// `Round::begin`; `unsupported` without members.
+  /// `Round::begin`; `unsupported` without members; those of storing what was said before, and the round goes on without it then.
   Status begin_round(std::int64_t now_ms);
   /// Whether a round is going on.
   [[nodiscard]] bool in_round() const noexcept { return round_ && (round_->state() == RoundState::waiting || round_->state() == RoundState::cut); }
@@ -139,11 +146,14 @@ class AgentSession {
   [[nodiscard]] const Round* round() const noexcept { return round_ ? &*round_ : nullptr; }
   /// A whole round for agents of one thread: waits at the barrier until it ends, by a cut that was swapped in or by its timeout.
   ///
-  /// @param now_ms gives milliseconds that go forward. Errors: those of `begin_round`; how the round ended is in the report.
+  /// @param now_ms gives milliseconds that go forward. Errors: those of `begin_round` where no round began; how it ended is in the report.
   template <class Clock>
   Result<RoundReport> synchronize(const Clock& now_ms) {
-    KVMELD_TRY(begin_round(now_ms()));
-    RoundReport report{round_->number(), false, {}, {}};
+    const std::uint64_t before = round_ ? round_->number() : 0;
+    RoundReport report;
+    report.said = begin_round(now_ms());
+    if (!round_ || round_->number() == before) return report.said;
+    report.round = round_->number();
     while (in_round()) {
       (void)poll(now_ms(), 1);  // a store or transport that is away costs the round at most
       auto swap = try_swap();
@@ -157,8 +167,13 @@ class AgentSession {
   /// The set and its messages. Of the network thread.
   [[nodiscard]] Replica<S, Auth, Hash, C>& replica() noexcept { return replica_; }
   [[nodiscard]] const FragmentSet& set() const noexcept { return replica_.set(); }
-  /// Frames of types from `SessionMessage::application` on that came in, oldest first; each once.
-  [[nodiscard]] std::vector<std::pair<MemberId, Outgoing>> take_application() { return std::exchange(application_, {}); }
+  /// Frames of types from `SessionMessage::application` on that came in, oldest first; each once. At most
+  /// `AgentSessionOptions::max_application_bytes` wait; `Accounting::application_dropped` counts what was not taken in time.
+  [[nodiscard]] std::vector<std::pair<MemberId, Outgoing>> take_application() {
+    application_bytes_ = 0;
+    auto taken = std::exchange(application_, {});
+    return {std::make_move_iterator(taken.begin()), std::make_move_iterator(taken.end())};
+  }
   /// Any thread.
   [[nodiscard]] Accounting accounting() const {
     const std::lock_guard lock(mutex_);
@@ -166,11 +181,12 @@ class AgentSession {
   }
 
  private:
-  /// A fragment of this agent's, and the first render request that has it; 0: none yet.
+  /// A fragment of this agent's. Known for good: a cut that somebody else publishes may lack it at any time.
   struct Said {
-    Fragment fragment;
-    std::uint64_t since = 0;
+    FragmentId id;
+    Fragment fragment;     // not valid() while the live cache has it, and every one that was asked for
     bool stored = false;
+    bool refused = false;  // by everybody, for good
   };
 
   [[nodiscard]] static Options complete(Options options, const M& merger, const Geometry& geometry) {
@@ -189,10 +205,13 @@ class AgentSession {
   }
   void hand_over(const Fragment& fragment) {
     const std::lock_guard lock(mutex_);
-    said_.push_back({fragment});
+    said_.push_back({fragment.id(), fragment});
     to_insert_.push_back(fragment);
   }
   Status insert_said();
+  void refuse(const FragmentId& id);
+  void keep_application(MemberId from, std::uint8_t type, std::span<const std::byte> body);
+  [[nodiscard]] bool replaced(const FragmentId& id, const FragmentSet& part) const;
   Status hear(std::int64_t wait_ms, std::int64_t now_ms);
   Status step_round(std::int64_t now_ms);
   void end_round(std::int64_t now_ms);
@@ -219,7 +238,8 @@ class AgentSession {
   std::int64_t next_cut_want_ms_ = 0;
   bool round_open_ = false;
   std::optional<std::pair<Digest256, std::uint64_t>> asked_for_{};  // set and arrivals that were rendered last
-  std::vector<std::pair<MemberId, Outgoing>> application_;
+  std::deque<std::pair<MemberId, Outgoing>> application_;
+  std::size_t application_bytes_ = 0;
 
   // Handed between them.
   mutable std::mutex mutex_;
@@ -229,6 +249,9 @@ class AgentSession {
     std::uint64_t request = 0;
     std::uint64_t round = 0;
     std::size_t missing = 0;
+    std::vector<FragmentId> has{};      // of what this agent said; ascending. What was removed or replaced counts as had
+
+    [[nodiscard]] bool had(const FragmentId& id) const noexcept { return std::binary_search(has.begin(), has.end(), id); }
   };
   std::vector<Asked> asked_;            // requests that no newer one was swapped in for
   std::uint64_t round_request_ = 0;     // of the round that goes on

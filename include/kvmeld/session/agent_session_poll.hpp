@@ -50,26 +50,55 @@ KVMELD_SESSION_MEMBER(Status)::poll(std::int64_t now_ms, std::int64_t wait_ms) {
   return first;
 }
 
-/// Stores what was sealed, in order. What the store cannot take now waits; what nobody would take is dropped, with the reason.
+/// Stores what was sealed, in order. What the store cannot take now waits, with all behind it; what nobody would take is refused for good.
 KVMELD_SESSION_MEMBER(Status)::insert_said() {
   std::vector<Fragment> fragments;
   {
     const std::lock_guard lock(mutex_);
     fragments.swap(to_insert_);
   }
+  Status first;
   for (std::size_t i = 0; i < fragments.size(); ++i) {
     const auto dot = replica_.insert(fragments[i], options_.confidence);
     const std::lock_guard lock(mutex_);
     if (!dot) {
-      const std::size_t keep_from = detail::passing(dot.error().code()) ? i : i + 1;
-      to_insert_.insert(to_insert_.begin(), fragments.begin() + static_cast<std::ptrdiff_t>(keep_from), fragments.end());
-      return dot.error();
+      if (first) first = dot.error();
+      if (!detail::passing(dot.error().code())) {
+        refuse(fragments[i].id());
+        continue;
+      }
+      to_insert_.insert(to_insert_.begin(), fragments.begin() + static_cast<std::ptrdiff_t>(i), fragments.end());
+      break;
     }
-    for (Said& said : said_) said.stored = said.stored || said.fragment.id() == fragments[i].id();
+    for (Said& said : said_) said.stored = said.stored || said.id == fragments[i].id();
     ++counted_.fragments_sealed;
     add_layer_bytes(counted_.sealed_bytes, fragments[i]);
   }
-  return {};
+  return first;
+}
+
+/// Keeps words that nobody takes in this agent's view only, the newest of them. The lock is held.
+KVMELD_SESSION_MEMBER(void)::refuse(const FragmentId& id) {
+  ++counted_.fragments_refused;
+  std::int64_t tokens = 0;
+  for (std::size_t i = said_.size(); i-- > 0;) {
+    said_[i].refused = said_[i].refused || (said_[i].id == id && !said_[i].stored);
+    if (!said_[i].refused || !said_[i].fragment.valid()) continue;
+    tokens += said_[i].fragment.token_count();
+    if (tokens > options_.max_refused_tokens) said_.erase(said_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+}
+
+KVMELD_SESSION_MEMBER(void)::keep_application(MemberId from, std::uint8_t type, std::span<const std::byte> body) {
+  constexpr std::size_t each = 64;  // an empty frame takes room, too
+  application_.emplace_back(from, Outgoing{options_.replica.self, type, {body.begin(), body.end()}});
+  application_bytes_ += body.size() + each;
+  while (application_bytes_ > options_.max_application_bytes) {
+    application_bytes_ -= application_.front().second.bytes.size() + each;
+    application_.pop_front();
+    const std::lock_guard lock(mutex_);
+    ++counted_.application_dropped;
+  }
 }
 
 KVMELD_SESSION_MEMBER(Status)::hear(std::int64_t wait_ms, std::int64_t now_ms) {
@@ -88,7 +117,7 @@ KVMELD_SESSION_MEMBER(Status)::hear(std::int64_t wait_ms, std::int64_t now_ms) {
     }
     if (!frame || !*frame) continue;
     if (type >= static_cast<std::uint8_t>(SessionMessage::application)) {
-      application_.emplace_back(from, Outgoing{options_.replica.self, type, {(*frame)->body.begin(), (*frame)->body.end()}});
+      keep_application(from, type, (*frame)->body);
     } else if (round_ && (type == static_cast<std::uint8_t>(SessionMessage::round_ready) || type == static_cast<std::uint8_t>(SessionMessage::round_cut))) {
       const auto kind = type == static_cast<std::uint8_t>(SessionMessage::round_cut) ? RoundMessage::cut : RoundMessage::ready;
       const bool was_in_round = in_round();
@@ -119,6 +148,7 @@ KVMELD_SESSION_MEMBER(Status)::step_round(std::int64_t now_ms) {
     const std::lock_guard lock(mutex_);
     if (round_request_ != 0 && ended_ && ended_->first == round_request_) round_->finish(ended_->second);
     if (round_request_ == 0 || installing_ != round_request_) round_->tick(now_ms);  // an import that has begun is not called back
+    if (!in_round()) round_request_ = 0;  // nor does one begin once the round has ended, and the lock is let go
   }
   Status status;
   if (in_round()) status = publish(now_ms);
@@ -176,7 +206,7 @@ KVMELD_SESSION_MEMBER(Status)::pursue_cut(std::int64_t now_ms) {
   if (missing.empty()) {
     auto part = restrict_to(cut, set());
     if (part) {
-      round_request_ = request(*std::move(part), 0, true);
+      (void)request(*std::move(part), 0, true);
     } else {
       round_->finish(part.error());
     }
@@ -191,6 +221,21 @@ KVMELD_SESSION_MEMBER(Status)::pursue_cut(std::int64_t now_ms) {
   ByteWriter w;
   write_context(w, set().context());
   return replica_.post(first ? cut.publisher : everyone, static_cast<std::uint8_t>(ReplicaMessage::want), w.written());
+}
+
+/// Whether something in `part`, or something else that this agent said, stands where this fragment of the set stood, after however many
+/// steps. The lock is held.
+KVMELD_SESSION_MEMBER(bool)::replaced(const FragmentId& id, const FragmentSet& part) const {
+  std::vector<FragmentId> met{id};
+  for (std::size_t i = 0; i < met.size(); ++i) {
+    if (i > 0 && (part.find(met[i]) != nullptr || std::ranges::any_of(said_, [&](const Said& said) { return said.id == met[i]; }))) return true;
+    const FragmentSet::Entry* const entry = set().find(met[i]);
+    if (entry == nullptr) continue;
+    for (const Mark& mark : entry->metadata.marks) {
+      if (!mark.superseded_by.empty() && std::find(met.begin(), met.end(), mark.superseded_by) == met.end()) met.push_back(mark.superseded_by);
+    }
+  }
+  return false;
 }
 
 /// Asks the worker for a cache of everything that is here, where that has changed.
@@ -209,17 +254,20 @@ KVMELD_SESSION_MEMBER(void)::render_behind() {
 
 KVMELD_SESSION_MEMBER(std::uint64_t)::request(FragmentSet part, std::size_t missing, bool for_round) {
   const std::lock_guard lock(mutex_);  // the outcome waits until it is known what it has
-  std::vector<Said*> fresh;
+  std::erase_if(said_, [&](const Said& said) { return said.stored && set().find(said.id) == nullptr; });  // removed by somebody
+  Asked asked{0, for_round ? round_->number() : 0, missing};
   for (Said& said : said_) {
-    const FragmentSet::Entry* const entry = set().find(said.fragment.id());
-    const bool gone = said.stored && (entry == nullptr || std::ranges::any_of(entry->metadata.marks, [&](const Mark& mark) {
-                        return !mark.superseded_by.empty() && part.find(mark.superseded_by) != nullptr;
-                      }));  // removed, or replaced, by somebody
-    if (said.since == 0 && (gone || part.find(said.fragment.id()) != nullptr)) fresh.push_back(&said);
+    if (part.find(said.id) != nullptr || (said.stored && replaced(said.id, part))) {
+      asked.has.push_back(said.id);
+    } else if (const FragmentSet::Entry* const entry = set().find(said.id); !said.fragment.valid() && entry != nullptr && entry->complete()) {
+      said.fragment = entry->fragment;  // to be carried, though it was swapped in before
+    }
   }
+  std::sort(asked.has.begin(), asked.has.end());
   const std::uint64_t number = worker_.request(std::move(part), options_.target);
-  for (Said* said : fresh) said->since = number;
-  asked_.push_back({number, for_round ? round_->number() : 0, missing});
+  asked.request = number;
+  asked_.push_back(std::move(asked));
+  if (for_round) round_request_ = number;  // under the same lock: the outcome may be there already
   return number;
 }
 

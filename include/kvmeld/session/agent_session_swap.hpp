@@ -35,7 +35,7 @@ Result<std::optional<SwapReport>> AgentSession<M, S, T, Memory, E, Auth, Hash, C
   };
   if (!ready_->status) return end(ready_->status);
   KVMELD_TRY(end_span().status());  // a variant that is not whole yet: the next safe point will do
-  std::vector<Fragment> carried;
+  std::vector<Fragment> carried, kept;  // with and without what nobody takes
   Asked asked;
   {
     const std::lock_guard lock(mutex_);
@@ -47,15 +47,24 @@ Result<std::optional<SwapReport>> AgentSession<M, S, T, Memory, E, Auth, Hash, C
     asked = *at;
     installing_ = request;
     for (const Said& said : said_) {
-      if (said.since == 0 || said.since > request) carried.push_back(said.fragment);
+      if (!said.fragment.valid() || asked.had(said.id)) continue;
+      carried.push_back(said.fragment);
+      if (!said.refused) kept.push_back(said.fragment);
     }
   }
+  bool forget_refused = false;
   SwapReport report;
   report.render = ready_->rendered->report;
   report.render_ms = ready_->rendered->render_ms;
   report.round = asked.round;
   report.missing = asked.missing;
-  auto installed = memory_.install(std::move(ready_->rendered), carried, options_.target.first_position);
+  const auto install = [&] { return memory_.install(std::shared_ptr(ready_->rendered), carried, options_.target.first_position); };
+  auto installed = install();
+  if (!installed && kept.size() < carried.size()) {  // what nobody takes does not keep out what others said
+    carried = std::move(kept);
+    installed = install();
+    forget_refused = installed.ok();
+  }
   if (!installed) return end(installed.error());
   report.install = *installed;
   SpanStart next;
@@ -67,7 +76,11 @@ Result<std::optional<SwapReport>> AgentSession<M, S, T, Memory, E, Auth, Hash, C
   report.swap_ms = steady_ms() - begin;
   (void)end({});
   const std::lock_guard lock(mutex_);
-  std::erase_if(said_, [&](const Said& said) { return said.since != 0 && said.since <= request; });
+  std::erase_if(said_, [&](const Said& said) { return forget_refused && said.refused; });
+  for (Said& said : said_) {  // the set has them; what is asked for and lacks them carries them yet
+    const auto has = [&](const Asked& a) { return a.had(said.id); };
+    if (has(asked) && std::all_of(asked_.begin(), asked_.end(), has)) said.fragment = {};
+  }
   ++counted_.swaps;
   counted_.swap_ms += report.swap_ms;
   counted_.import_ms += report.install.import_ms;

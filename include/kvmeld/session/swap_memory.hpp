@@ -25,7 +25,8 @@ struct InstallReport {
 /// Semantic requirements:
 ///  - `backing()` makes the worker's memory and is called once;
 ///  - `install` replaces the cache by a rendered one, with the agent's own words since the snapshot behind it, at a safe point of
-///    the generating thread; on an error the cache is as it was. It never waits for a render, and takes time for what it moves only;
+///    the generating thread; on an error the cache is as it was, and the rendered one can be given again. It never waits for a
+///    render, and takes time for what it moves only;
 ///  - `check_room` says whether so many further tokens fit, `append` puts them there; an engine that has them already does nothing.
 template <class S>
 concept SwapMemory = requires(S& memory, std::shared_ptr<Rendered<typename S::Backing::Buffer>> next, std::span<const Fragment> carried,
@@ -48,7 +49,13 @@ class HostMemory {
   /// Errors: `output_too_small` where the words since the snapshot do not fit; those of `plan`.
   [[nodiscard]] Result<InstallReport> install(std::shared_ptr<Rendered<HostBuffer>> next, std::span<const Fragment> carried, std::int64_t first_position) {
     const auto rendered = std::ssize(next->positions);
-    for (const Fragment& fragment : carried) KVMELD_TRY(buffer_->carry(*next, fragment, first_position));
+    for (const Fragment& fragment : carried) {
+      if (Status status = buffer_->carry(*next, fragment, first_position); !status) {
+        next->positions.resize(static_cast<std::size_t>(rendered));
+        next->tokens.resize(static_cast<std::size_t>(rendered));
+        return status;
+      }
+    }
     InstallReport report;
     report.next_position = next->next_position(first_position);
     report.carried_tokens = std::ssize(next->positions) - rendered;
