@@ -158,6 +158,33 @@ void errors() {
   fails_everywhere(ErrorCode::hash_mismatch, [&](FragmentSet& set, auto&, auto&) { if (odd) set = FragmentSet(kvmeld::SetHash{2, nullptr}); }, "another hash");
 }
 
+/// Rank 0 announces what cannot be: the others refuse it and are still in step, where an exception would leave the rest waiting.
+void absurd_sizes() {
+  namespace detail = kvmeld::detail;
+  detail::MpiComm comm(MPI_COMM_WORLD, 1 << 16);
+  CHECK_OK(comm.set_aside());
+  constexpr std::uint64_t much = std::uint64_t{1} << 63;
+  const detail::PieceHead heads[] = {{much, {}}, {~std::uint64_t{0}, {1, 0}}, {10, {much, much}}, {10, {0, detail::max_piece_bytes + 1}}};
+  for (const bool broadcast : {true, false}) {
+    std::vector<int> lacking;
+    for (int r = broadcast ? 1 : 2; r < ranks; ++r) lacking.push_back(r);
+    for (detail::PieceHead head : heads) {
+      detail::PieceRoute route(comm, 0, lacking);
+      kvmeld::Status status;
+      kvmeld::AllMergeReport report;
+      if (route.sends()) route.move(detail::raw_of(head));
+      if (route.receives()) status = detail::take_fragment<kvmeld::Xxh3_128>(route, fragment(1).id(), 1 << 20, report).status();
+      CHECK(route.receives() == (status.code() == ErrorCode::oversized));
+      CHECK(comm.agree(status).code() == ErrorCode::oversized);
+    }
+  }
+  // More than any rank has memory for, or the numbers have bits.
+  for (const std::uint64_t size : {std::uint64_t{1} << 56, much}) {
+    detail::Gathered out;
+    CHECK(comm.all_gather({}, std::vector<std::uint64_t>(static_cast<std::size_t>(ranks), size), out).code() == ErrorCode::store_full);
+  }
+}
+
 void replicas() {
   kvmeld::MemoryStore store(rank_number == 1 ? 40'000 : ~std::size_t{0});
   kvmeld::ReplicaOptions<> options;
@@ -189,6 +216,7 @@ int main(int argc, char** argv) {
     merges_everything(1000);  // a payload takes many messages
     removals_and_evictions();
     errors();
+    absurd_sizes();
     replicas();
   }
   const auto failed = total(static_cast<std::uint64_t>(failures));

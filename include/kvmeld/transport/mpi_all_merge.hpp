@@ -48,7 +48,7 @@ template <ContentHash Hash = Xxh3_128>
   const auto greetings = ranks.all_gather(detail::raw_of(hello));
   KVMELD_TRY(ranks.status());
   std::vector<std::uint64_t> sizes;
-  Status status;
+  Status status = ranks.set_aside();
   for (std::size_t r = 0; r < count; ++r) {
     detail::MergeHello theirs;
     std::memcpy(&theirs, greetings.data() + r * sizeof theirs, sizeof theirs);
@@ -71,7 +71,8 @@ template <ContentHash Hash = Xxh3_128>
   }
   KVMELD_TRY(ranks.agree(status));
 
-  const auto states = ranks.all_gather(mine, sizes);
+  detail::Gathered states;
+  KVMELD_TRY(ranks.all_gather(mine, sizes, states));
   FragmentSet after = set;
   std::vector<std::vector<FragmentId>> complete;
   for (std::size_t r = 0; r < count && status; ++r) {

@@ -15,6 +15,9 @@
 #include <climits>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
 #include <span>
 #include <string>
 #include <utility>
@@ -25,6 +28,23 @@
 KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
+
+/// Memory that is not there is no exception here: the other ranks would wait for the one that it takes away. Never null for 0 bytes.
+[[nodiscard]] inline std::unique_ptr<std::byte[]> uninitialised(std::uint64_t bytes) noexcept {
+  if (bytes > std::uint64_t{PTRDIFF_MAX}) return nullptr;
+  return std::unique_ptr<std::byte[]>(new (std::nothrow) std::byte[(std::max)(static_cast<std::size_t>(bytes), std::size_t{1})]);
+}
+
+/// Bytes of every rank, in the order of ranks.
+class Gathered {
+ public:
+  [[nodiscard]] std::span<const std::byte> operator[](std::size_t rank) const noexcept { return parts_[rank]; }
+
+ private:
+  friend class MpiComm;
+  std::unique_ptr<std::byte[]> bytes_;
+  std::vector<std::span<std::byte>> parts_;
+};
 
 /// A duplicate of the caller's communicator, so that no message of the caller's meets one of ours.
 ///
@@ -56,19 +76,32 @@ class MpiComm {
     if (status_) check(MPI_Allgather(mine.data(), count, MPI_BYTE, all.data(), count, MPI_BYTE, comm_), "MPI_Allgather");
     return all;
   }
-  /// Each rank's bytes, of the sizes given; in as many steps as the pieces take.
-  [[nodiscard]] std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> mine, std::span<const std::uint64_t> sizes) {
+  /// Each rank's bytes, of the sizes given, which are equal on all ranks; in as many steps as the pieces take. Collective.
+  ///
+  /// Errors, on all ranks and before anything is moved: `store_full` where one of them has no memory for it.
+  [[nodiscard]] Status all_gather(std::span<const std::byte> mine, std::span<const std::uint64_t> sizes, Gathered& out) {
     const auto ranks = static_cast<std::size_t>(size_);
     const std::size_t piece = (std::max)(std::size_t{1}, (std::min)(piece_bytes_, std::size_t{INT_MAX} / ranks));
-    std::vector<std::vector<std::byte>> out(ranks);
     std::uint64_t longest = 0;
-    for (std::size_t r = 0; r < ranks; ++r) {
-      out[r].reserve(static_cast<std::size_t>(sizes[r]));
-      longest = (std::max)(longest, sizes[r]);
+    std::uint64_t all = 0;
+    std::uint64_t step_bytes = 0;
+    for (const std::uint64_t size : sizes) {
+      longest = (std::max)(longest, size);
+      all += (std::min)(size, ~std::uint64_t{0} - all);
+      step_bytes += (std::min<std::uint64_t>)(size, piece);
+    }
+    out.bytes_ = uninitialised(all);
+    const auto step = uninitialised(step_bytes);
+    Status memory;
+    if (out.bytes_ == nullptr || step == nullptr) memory = error(ErrorCode::store_full, "no memory for the ", all, " bytes of ", ranks, " ranks");
+    KVMELD_TRY(agree(memory));
+    std::uint64_t begin = 0;
+    for (const std::uint64_t size : sizes) {
+      out.parts_.emplace_back(out.bytes_.get() + begin, static_cast<std::size_t>(size));
+      begin += size;
     }
     std::vector<int> counts(ranks);
     std::vector<int> places(ranks);
-    std::vector<std::byte> step;
     for (std::uint64_t at = 0; at < longest && status_; at += piece) {
       std::size_t total = 0;
       for (std::size_t r = 0; r < ranks; ++r) {
@@ -76,16 +109,21 @@ class MpiComm {
         places[r] = static_cast<int>(total);
         total += static_cast<std::size_t>(counts[r]);
       }
-      step.resize(total);
       const int own = counts[static_cast<std::size_t>(rank_)];
-      check(MPI_Allgatherv(own > 0 ? mine.data() + at : nullptr, own, MPI_BYTE, step.data(), counts.data(), places.data(), MPI_BYTE, comm_), "MPI_Allgatherv");
-      for (std::size_t r = 0; r < ranks; ++r) {
-        const auto from = step.begin() + places[r];
-        out[r].insert(out[r].end(), from, from + counts[r]);
+      check(MPI_Allgatherv(own > 0 ? mine.data() + at : nullptr, own, MPI_BYTE, step.get(), counts.data(), places.data(), MPI_BYTE, comm_), "MPI_Allgatherv");
+      for (std::size_t r = 0; r < ranks && status_; ++r) {
+        if (counts[r] > 0) std::memcpy(out.parts_[r].data() + at, step.get() + places[r], static_cast<std::size_t>(counts[r]));
       }
     }
-    return out;
+    return status_;
   }
+  /// Sets memory of a piece aside, into which anything can be received that nobody wants. Errors: `store_full`, on this rank only.
+  [[nodiscard]] Status set_aside() {
+    spare_ = uninitialised(piece_bytes_);
+    return spare_ != nullptr ? Status() : error(ErrorCode::store_full, "no memory for messages of ", piece_bytes_, " bytes");
+  }
+  /// At least `piece_bytes`, once they were set aside.
+  [[nodiscard]] std::span<std::byte> spare() noexcept { return {spare_.get(), spare_ != nullptr ? piece_bytes_ : 0}; }
 
   void send(std::span<const std::byte> bytes, int to) {
     for (std::size_t at = 0; at < bytes.size() && status_; at += piece_bytes_) {
@@ -135,6 +173,7 @@ class MpiComm {
   std::size_t piece_bytes_;
   int rank_ = 0;
   int size_ = 1;
+  std::unique_ptr<std::byte[]> spare_;
   Status status_;
 };
 

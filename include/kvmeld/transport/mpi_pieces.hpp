@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -40,10 +41,22 @@ struct MergeHello {
   std::uint64_t hash = 0;
 };
 
+/// Behind a head that announces nothing, or more than these, nothing comes: no rank waits for bytes that cannot be.
+inline constexpr std::uint64_t max_manifest_bytes = std::uint64_t{1} << 32;
+inline constexpr std::uint64_t max_piece_bytes = std::uint64_t{1} << 44;
+
 struct PieceHead {
   std::uint64_t manifest_bytes = 0;  // 0: the owner could not give the fragment
   std::uint64_t payload_bytes[2] = {};
 
+  [[nodiscard]] Status status(const FragmentId& id) const {
+    if (manifest_bytes == 0) return error(ErrorCode::payload_missing, "the rank that has fragment ", id.hex(), " could not send it");
+    if (manifest_bytes > max_manifest_bytes) return error(ErrorCode::oversized, "a manifest of ", manifest_bytes, " bytes for fragment ", id.hex(), "; at most ", max_manifest_bytes);
+    for (const std::uint64_t bytes : payload_bytes) {
+      if (bytes > max_piece_bytes) return error(ErrorCode::oversized, "a payload of ", bytes, " bytes for fragment ", id.hex(), "; at most ", max_piece_bytes);
+    }
+    return {};
+  }
   [[nodiscard]] std::uint64_t total() const noexcept { return manifest_bytes + payload_bytes[0] + payload_bytes[1]; }
 };
 
@@ -72,10 +85,10 @@ class PieceRoute {
   }
   /// Takes bytes that nobody wants any more, in the steps in which they are sent.
   void drain(std::uint64_t bytes) {
-    std::vector<std::byte> nowhere(static_cast<std::size_t>((std::min<std::uint64_t>)(bytes, comm_.piece_bytes())));
-    for (; bytes > 0 && comm_.status(); bytes -= nowhere.size()) {
-      nowhere.resize(static_cast<std::size_t>((std::min<std::uint64_t>)(bytes, nowhere.size())));
+    while (bytes > 0 && comm_.status()) {
+      const auto nowhere = comm_.spare().first(static_cast<std::size_t>((std::min<std::uint64_t>)(bytes, comm_.piece_bytes())));
       move(nowhere);
+      bytes -= nowhere.size();
     }
   }
 
@@ -98,6 +111,7 @@ template <ContentHash Hash>
   for (std::size_t p = 0; p < fragment.payloads().size(); ++p) head.payload_bytes[p] = fragment.payloads()[p].byte_count;
   route.move(raw_of(head));
   if (!manifest) return manifest.error();
+  KVMELD_TRY(head.status(fragment.id()));
   route.move(bytes);
   for (const Payload& payload : fragment.payloads()) {
     // MPI takes no pointers to const where it broadcasts; it does not write at the root.
@@ -113,13 +127,22 @@ template <ContentHash Hash>
 [[nodiscard]] Result<Fragment> take_fragment(PieceRoute& route, const FragmentId& id, std::uint64_t max_payload_bytes, AllMergeReport& report) {
   PieceHead head;
   route.move(raw_of(head));
-  if (head.manifest_bytes == 0) return error(ErrorCode::payload_missing, "the rank that has fragment ", id.hex(), " could not send it");
-  std::vector<std::byte> bytes(static_cast<std::size_t>(head.manifest_bytes));
-  route.move(bytes);
+  KVMELD_TRY(head.status(id));
   report.received_bytes += head.total();
   report.payload_bytes += head.total() - head.manifest_bytes;
-  auto manifest = decode_manifest<Hash>(bytes, {max_payload_bytes});
-  Status status = manifest.status();
+  const auto bytes = uninitialised(head.manifest_bytes);
+  std::optional<Manifest> manifest;
+  Status status;
+  if (bytes != nullptr) {
+    const std::span<std::byte> all(bytes.get(), static_cast<std::size_t>(head.manifest_bytes));
+    route.move(all);
+    auto decoded = decode_manifest<Hash>(all, {max_payload_bytes});
+    status = decoded.status();
+    if (status) manifest = *std::move(decoded);
+  } else {
+    route.drain(head.manifest_bytes);
+    status = error(ErrorCode::store_full, "no memory for a manifest of ", head.manifest_bytes, " bytes");
+  }
   if (status && manifest->fragment.id() != id) status = error(ErrorCode::id_mismatch, "fragment ", manifest->fragment.id().hex(), " came in the place of ", id.hex());
   std::shared_ptr<Fragment::Body> body;
   if (status) body = std::make_shared<Fragment::Body>(*manifest->fragment.body());
