@@ -373,3 +373,15 @@ TEST_CASE("rules refuse fewer contributions than they need, and more than they c
   const auto medoid = test::render_everywhere(set_of_many, matched(kvmeld::Medoid{}), at(g));
   CHECK(medoid->get(0, 0, 0, 0) < 7.0);
 }
+
+TEST_CASE("ties go to the smaller fragment id, whatever the order policy says") {
+  kvmeld::FragmentSet set;
+  const kvmeld::Fragment a = point(plain, 1, 1), b = point(plain, 3, 3);
+  REQUIRE(set.insert(a, kvmeld::Provenance{1, 0}).ok());
+  REQUIRE(set.insert(b, kvmeld::Provenance{2, 0}).ok());
+  const double want = a.id() < b.id() ? 1.0 : 3.0;
+  for (const bool reversed : {false, true}) {
+    const auto merger = kvmeld::merger(kvmeld::ByProvenance{.reversed = reversed}, Aligner{TokenMatch{}}, Fuser{kvmeld::Medoid{}});
+    CHECK(test::render_everywhere(set, merger, at(plain))->get(0, 0, 0, 0) == want);
+  }
+}
