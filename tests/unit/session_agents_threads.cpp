@@ -388,6 +388,33 @@ TEST_CASE("a round's cache that is rendered after the deadline is never swapped 
   CHECK(session.synchronize(now_ms)->swapped);  // a clock far ahead of the test's: it only has to go forward
 }
 
+TEST_CASE("every cut is swapped in, though the generating thread is always at a safe point") {
+  MemoryHub hub;
+  auto options = options_for(1, 1);
+  options.background = false;
+  Agent agent(1, hub, options);
+  REQUIRE(agent.say(1));
+  REQUIRE(agent.session.end_span().ok());
+  std::atomic<bool> stop{false};
+  std::atomic<int> swaps{0};
+  std::thread generating([&] {
+    while (!stop.load()) {
+      auto swap = agent.session.try_swap();
+      if (swap && *swap) ++swaps;
+    }
+  });
+  int swapped = 0;
+  for (int round = 0; round < 100 && swapped == round; ++round) {
+    if (!agent.session.begin_round(now_ms())) break;
+    while (agent.session.in_round()) (void)agent.session.poll(now_ms());
+    swapped += agent.session.round()->state() == RoundState::swapped ? 1 : 0;
+  }
+  stop = true;
+  generating.join();
+  CHECK(swapped == 100);
+  CHECK(swaps.load() == 100);
+}
+
 TEST_CASE("own words that were replaced are not carried, those said at the barrier are") {
   MemoryHub hub;
   auto options = options_for(1, 1);
