@@ -60,11 +60,12 @@ class Coordinator {
   }
 
   [[nodiscard]] const Options& options() const noexcept { return options_; }
-  [[nodiscard]] Update begin_update() const { return Update(options_.replica.set_hash, options_.replica.format, options_.max_update_bytes); }
+  [[nodiscard]] Update begin_update() const { return Update(options_.replica.set_hash, options_.replica.format, options_.max_update_bytes, &updates_); }
 
   /// Takes an update over: payloads first, then the operations. Durable, as far as the store is, when it returns without error.
   ///
-  /// Errors: `truncated` for an update that did not end, `quota_exceeded`, `invalid_argument` for a payload that no operation names, those
+  /// Errors: `truncated` for an update that did not end, `quota_exceeded` (also for an entry of more than `max_marks` marks, and a context
+  /// of more than `max_ranges` ranges, which would fit into no message), `invalid_argument` for a payload that no operation names, those
   /// of `Assembler::finish` and of the store. The state is unchanged then.
   [[nodiscard]] Result<Applied> apply(Update& update) {
     if (!update.ended()) return detail::error(ErrorCode::truncated, "an update broke off after ", update.items(), " items");
@@ -169,6 +170,7 @@ class Coordinator {
   Status admit(Update& update) const;
   /// Lets the replica find in the store what it wants. Its clock is the coordinator's to wind: nothing is waited for.
   Status settle() {
+    ++states_;
     for (int times = 0; times < (replica_.wanted() > 0 ? 2 : 1); ++times) {
       clock_ms_ += options_.replica.max_retry_ms;
       for (std::size_t left = replica_.wanted() / 64 + 1; left > 0; --left) KVMELD_TRY(replica_.tick(clock_ms_));
@@ -177,6 +179,8 @@ class Coordinator {
     return {};
   }
   detail::CoordinatorSession& session(std::uint64_t number);
+  Status forget_rounds(detail::CoordinatorSession& session, std::uint64_t number, std::uint64_t below);
+  Status may_begin(detail::CoordinatorSession& session, const MergeAsk& ask);
   Result<const MergeAnswer*> cut_of(detail::CoordinatorSession& session, const MergeAsk& ask);
   [[nodiscard]] std::vector<MemberId> absent(const detail::Barrier& barrier) const;
 
@@ -187,6 +191,8 @@ class Coordinator {
   std::map<std::uint64_t, detail::CoordinatorSession> sessions_;
   std::int64_t clock_ms_ = 0;
   std::uint64_t uses_ = 0;
+  std::uint64_t states_ = 1;  // changes with the state
+  mutable detail::UpdateBudget updates_{options_.max_updates_bytes};
 };
 
 KVMELD_NAMESPACE_END

@@ -14,6 +14,21 @@
 
 KVMELD_NAMESPACE_BEGIN
 
+namespace detail {
+
+/// Whether a state holds what somebody has seen: compared once for each state, however often it is asked, and never again once it does.
+struct SeenCheck {
+  bool holds = false;
+  std::uint64_t of_state = 0;
+
+  [[nodiscard]] bool look(const CausalContext& seen, const CausalContext& state, std::uint64_t state_number) {
+    if (holds || std::exchange(of_state, state_number) == state_number) return holds;
+    return holds = leq(seen, state);
+  }
+};
+
+}  // namespace detail
+
 /// A member that waits: at the barrier of a round, or (round 0) for any state but one that it knows.
 struct MergeAsk {
   std::uint64_t session = 0;
@@ -21,14 +36,16 @@ struct MergeAsk {
   MemberId member = 0;
   Digest128 merger;
   CausalContext context;          ///< what it has seen
-  Digest256 known;                ///< round 0 only
+  Digest256 known;                ///< round 0 only: the state's digest, not that of a cut
   std::int64_t deadline_ms = 0;   ///< of the coordinator's clock
+  mutable detail::SeenCheck seen{};
 };
 
 /// What all members of a round render.
 struct MergeAnswer {
   RoundCut cut;
   std::vector<MemberId> ready{};  ///< who was at the barrier; empty where the cut was made before a restart
+  Digest256 state{};              ///< round 0 only: of the whole state, superseded and incomplete fragments included
 };
 
 namespace detail {
@@ -38,6 +55,7 @@ struct Barrier {
   struct Ready {
     CausalContext context;
     std::size_t asks = 0;  // of this member: one that asks again does not leave when its first call ends
+    SeenCheck seen{};
   };
   std::map<MemberId, Ready> ready;
   Digest128 merger;
@@ -48,8 +66,23 @@ struct Barrier {
 struct CoordinatorSession {
   std::map<std::uint64_t, Barrier> barriers;
   std::map<std::uint64_t, MergeAnswer> cuts;
-  std::uint64_t used = 0;  // when it was last asked for
+  std::uint64_t used = 0;    // when it was last asked for
+  std::uint64_t oldest = 0;  // the oldest round that may still get a cut, as far as this coordinator has looked
 };
+
+/// Where a coordinator keeps the oldest round of a session. Stores replace no blob, so there are two places: one of them holds while the
+/// other is erased and written, and the larger number counts.
+[[nodiscard]] inline BlobKey coordinator_oldest_key(std::uint64_t session, std::uint64_t place) {
+  Hasher hasher;
+  hasher.text("kvmeld.coordinator.oldest.v1");
+  hasher.value(session);
+  hasher.value(place);
+  const auto rest = hasher.hash().finish();
+  BlobKey key;
+  key.bytes[0] = 0x3E;  // the tag of no content hash
+  std::copy(rest.begin(), rest.end(), key.bytes.begin() + 1);
+  return key;
+}
 
 /// Where a coordinator keeps a round's cut, so that it gives no second one after a restart.
 [[nodiscard]] inline BlobKey coordinator_cut_key(std::uint64_t session, std::uint64_t round) {

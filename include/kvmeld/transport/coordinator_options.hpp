@@ -22,7 +22,10 @@ struct CoordinatorOptions {
   std::size_t max_calls = 1024;                 ///< at once; one more is `quota_exceeded`
   std::uint64_t max_update_bytes = 1U << 30U;   ///< of one update, raw payloads included
   std::uint64_t max_author_bytes = ~std::uint64_t{0};  ///< raw payloads in the state that one agent is an author of
-  std::size_t max_rounds = 64;                  ///< rounds of a session that are remembered; a straggler beyond gets `not_found`
+  std::uint64_t max_updates_bytes = std::uint64_t{1} << 32U;  ///< memory of all updates on their way in; one that needs more is `quota_exceeded`
+  std::size_t max_marks = 1U << 16U;            ///< operations on one fragment: an entry must fit into a message, which bounds it too
+  std::size_t max_ranges = 1U << 16U;           ///< gaps and lives of agents in a context, that of the state included
+  std::size_t max_rounds = 64;                  ///< up to the newest that are remembered; a straggler below gets `not_found`
   std::int64_t token_lifetime_s = 3'600;        ///< no token may be valid for longer
   std::int64_t clock_difference_s = 300;        ///< between a member and the coordinator
 };

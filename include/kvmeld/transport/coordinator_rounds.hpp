@@ -20,6 +20,28 @@ Status Coordinator<Store, Auth, Hash, C>::admit(Update& update) const {
       return detail::error(ErrorCode::invalid_argument, "an operation of agent ", range.agent, ", which is this coordinator");
     }
   }
+  // What every client shall get must fit into messages: entries and contexts are not divided.
+  constexpr std::size_t mark_bytes = 96;  // the most that a mark takes, encoded, its line included
+  const std::size_t most = (std::min)(options_.max_marks, (options_.replica.max_message_bytes - message_overhead) / mark_bytes);
+  for (const FragmentSet::Entry& entry : set.entries()) {
+    const auto& marks = entry.metadata.marks;
+    const FragmentSet::Entry* const here = state.find(entry.id);
+    const auto fresh = static_cast<std::size_t>(std::count_if(marks.begin(), marks.end(), [&](const Mark& mark) { return !state.context().contains(mark.dot); }));
+    const std::size_t all = (here != nullptr ? here->metadata.marks.size() : 0) + fresh;
+    if (fresh > 0 && all > most) return detail::error(ErrorCode::quota_exceeded, "fragment ", entry.id.hex(), " would have ", all, " marks; at most ", most, " are taken");
+  }
+  for (const Removal& removal : set.removals()) {
+    if (removal.removed.size() > most) {
+      return detail::error(ErrorCode::quota_exceeded, "a removal of fragment ", removal.id.hex(), " names ", removal.removed.size(), " operations; at most ", most, " are taken");
+    }
+  }
+  if (!leq(set.context(), state.context())) {
+    CausalContext joined = state.context();
+    joined.join(set.context());
+    if (const std::size_t ranges = joined.ranges().size(); ranges > (std::min)(options_.max_ranges, most)) {
+      return detail::error(ErrorCode::quota_exceeded, "the state's context would have ", ranges, " ranges; at most ", (std::min)(options_.max_ranges, most), " are taken");
+    }
+  }
   std::map<std::uint64_t, std::uint64_t> added;
   for (auto& [id, part] : update.parts()) {
     const FragmentSet::Entry* const fresh = set.find(id);
@@ -58,6 +80,49 @@ detail::CoordinatorSession& Coordinator<Store, Auth, Hash, C>::session(std::uint
   return out;
 }
 
+/// Reads the oldest round of a session, and raises it: what is below never gets a cut again, by whichever coordinator on this store.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+Status Coordinator<Store, Auth, Hash, C>::forget_rounds(detail::CoordinatorSession& session, std::uint64_t number, std::uint64_t below) {
+  std::uint64_t least = ~std::uint64_t{0};
+  std::uint64_t place = 0;
+  for (std::uint64_t p = 0; p < 2; ++p) {
+    const auto stored = store_->get(detail::coordinator_oldest_key(number, p));
+    if (!stored && stored.error().code() != ErrorCode::not_found) return stored.error();
+    std::uint64_t there = 0;
+    if (stored) {
+      ByteReader r(stored->bytes());
+      there = r.value<std::uint64_t>();
+      if (!r.ok()) there = 0;
+    }
+    session.oldest = (std::max)(session.oldest, there);
+    if (there < least) place = p;
+    least = (std::min)(least, there);
+  }
+  if (session.oldest >= below) return {};
+  ByteWriter w;
+  w.value(below);
+  const BlobKey key = detail::coordinator_oldest_key(number, place);
+  KVMELD_TRY(store_->erase(key));
+  const auto fresh = store_->put(key, w.written());
+  if (!fresh) return fresh.error();
+  // Another coordinator came between the two: its number stands, and what it leaves out is not erased yet.
+  if (!*fresh) return detail::error(ErrorCode::unavailable, "another coordinator forgets rounds of session ", number, " at once");
+  for (std::uint64_t round = (std::max<std::uint64_t>)(session.oldest, 1), left = options_.max_rounds; round < below && left > 0; ++round, --left) {
+    (void)store_->erase(detail::coordinator_cut_key(number, round));
+  }
+  session.oldest = below;
+  session.cuts.erase(session.cuts.begin(), session.cuts.lower_bound(below));
+  return {};
+}
+
+/// Whether a round that has no cut may get one. Errors: `not_found` for one that is over and forgotten; the store's.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+Status Coordinator<Store, Auth, Hash, C>::may_begin(detail::CoordinatorSession& session, const MergeAsk& ask) {
+  KVMELD_TRY(forget_rounds(session, ask.session, 0));
+  if (ask.round >= session.oldest) return {};
+  return detail::error(ErrorCode::not_found, "round ", ask.round, " is over and forgotten; the oldest that is remembered is ", session.oldest);
+}
+
 /// A round's cut, here or in the store; null where there is none yet.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Result<const MergeAnswer*> Coordinator<Store, Auth, Hash, C>::cut_of(detail::CoordinatorSession& session, const MergeAsk& ask) {
@@ -66,15 +131,14 @@ Result<const MergeAnswer*> Coordinator<Store, Auth, Hash, C>::cut_of(detail::Coo
   const auto stored = store_->get(detail::coordinator_cut_key(ask.session, ask.round));
   if (!stored) {
     if (stored.error().code() != ErrorCode::not_found) return stored.error();
-    const auto newest = session.cuts.empty() ? 0 : session.cuts.rbegin()->first;
-    if (ask.round + options_.max_rounds <= newest) {
-      return detail::error(ErrorCode::not_found, "round ", ask.round, " is over and forgotten; the newest is ", newest);
-    }
+    KVMELD_TRY(may_begin(session, ask));
     return nullptr;
   }
   auto cut = decode_cut(stored->bytes(), options_.replica.set_hash);
   if (!cut) return cut.error();
-  return &session.cuts.insert_or_assign(ask.round, MergeAnswer{*std::move(cut), {}}).first->second;
+  const auto here = session.cuts.insert_or_assign(ask.round, MergeAnswer{*std::move(cut), {}, {}}).first;
+  if (session.cuts.size() > options_.max_rounds) session.cuts.erase(here == session.cuts.begin() ? std::next(here) : session.cuts.begin());  // the store has it
+  return &here->second;
 }
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
@@ -110,7 +174,10 @@ Status Coordinator<Store, Auth, Hash, C>::arrive(const MergeAsk& ask, std::int64
   }
   detail::Barrier::Ready& ready = barrier.ready[ask.member];
   ++ready.asks;
-  ready.context.join(ask.context);
+  if (!leq(ask.context, ready.context)) {
+    ready.context.join(ask.context);
+    ready.seen = {};
+  }
   return {};
 }
 
@@ -135,9 +202,9 @@ std::optional<Result<MergeAnswer>> Coordinator<Store, Auth, Hash, C>::poll(const
   const bool late = now_ms >= ask.deadline_ms;
   const auto publish = [&](std::uint64_t session, std::uint64_t round, const Digest128& merger) { return make_cut(set, merger, session, round, options_.replica.self); };
   if (ask.round == 0) {
-    if (set.digest() != ask.known && leq(ask.context, set.context())) {
+    if (set.digest() != ask.known && ask.seen.look(ask.context, set.context(), states_)) {
       auto cut = publish(ask.session, 0, options_.replica.merger);
-      return cut ? Answer(MergeAnswer{*std::move(cut), {}}) : Answer(cut.error());
+      return cut ? Answer(MergeAnswer{*std::move(cut), {}, set.digest()}) : Answer(cut.error());
     }
     if (!late) return std::nullopt;
     return Answer(detail::error(ErrorCode::timed_out, "no other state than ", set.digest().hex(), ", of ", set.size(), " fragments, came in time"));
@@ -148,10 +215,11 @@ std::optional<Result<MergeAnswer>> Coordinator<Store, Auth, Hash, C>::poll(const
   if (*cut != nullptr) return Answer(**cut);
   const auto at = here.barriers.find(ask.round);
   if (at == here.barriers.end()) return Answer(detail::error(ErrorCode::invalid_argument, "member ", ask.member, " asks for round ", ask.round, " and never arrived"));
-  const detail::Barrier& barrier = at->second;
+  detail::Barrier& barrier = at->second;
   const bool all = options_.members.empty() ? barrier.ready.size() >= quorum() : absent(barrier).empty();
-  const bool seen = replica_.wanted() == 0 && std::all_of(barrier.ready.begin(), barrier.ready.end(), [&](const auto& ready) { return leq(ready.second.context, set.context()); });
+  const bool seen = replica_.wanted() == 0 && std::all_of(barrier.ready.begin(), barrier.ready.end(), [&](auto& ready) { return ready.second.seen.look(ready.second.context, set.context(), states_); });
   if ((all && seen) || (now_ms - barrier.first_ms >= options_.soft_ms && barrier.ready.size() >= quorum())) {
+    if (const Status may = may_begin(here, ask); !may) return Answer(may);
     auto made = publish(ask.session, ask.round, barrier.merger);
     if (!made) return Answer(made.error());
     // Written down before anybody sees it. Where another coordinator on this store was first, its cut is the round's.
@@ -162,13 +230,11 @@ std::optional<Result<MergeAnswer>> Coordinator<Store, Auth, Hash, C>::poll(const
       made = theirs ? decode_cut(theirs->bytes(), options_.replica.set_hash) : Result<RoundCut>(theirs.error());
       if (!made) return Answer(made.error());
     }
-    MergeAnswer answer{*std::move(made), {}};
+    MergeAnswer answer{*std::move(made), {}, {}};
     for (const auto& [member, ready] : barrier.ready) answer.ready.push_back(member);
     here.cuts.insert_or_assign(ask.round, answer);
-    while (here.cuts.size() > options_.max_rounds) {
-      (void)store_->erase(detail::coordinator_cut_key(ask.session, here.cuts.begin()->first));
-      here.cuts.erase(here.cuts.begin());
-    }
+    // Written down before any cut goes, and where it cannot be, none goes.
+    if (ask.round >= options_.max_rounds) (void)forget_rounds(here, ask.session, ask.round - options_.max_rounds + 1);
     return Answer(std::move(answer));
   }
   if (!late) return std::nullopt;

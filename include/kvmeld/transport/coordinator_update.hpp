@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -13,16 +14,44 @@
 
 KVMELD_NAMESPACE_BEGIN
 
+namespace detail {
+
+/// Bytes that all updates on their way in may take together.
+class UpdateBudget {
+ public:
+  explicit UpdateBudget(std::uint64_t bytes) : left_(bytes) {}
+  [[nodiscard]] bool take(std::uint64_t bytes) noexcept {
+    std::uint64_t left = left_.load(std::memory_order_relaxed);
+    while (bytes <= left) {
+      if (left_.compare_exchange_weak(left, left - bytes, std::memory_order_relaxed)) return true;
+    }
+    return false;
+  }
+  void give(std::uint64_t bytes) noexcept { left_.fetch_add(bytes, std::memory_order_relaxed); }
+  [[nodiscard]] std::uint64_t left() const noexcept { return left_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<std::uint64_t> left_;
+};
+
+}  // namespace detail
+
 /// One update on its way in: sets, manifests and chunks, checked as they come, and taken over together or not at all.
 template <ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 class CoordinatorUpdate {
  public:
-  CoordinatorUpdate(const SetHash& hash, const FragmentFormat<Hash, C>& format, std::uint64_t max_bytes)
-      : format_(format), sets_(hash), left_bytes_(max_bytes) {}
+  /// @param shared what all updates may take together; outlives this one, which gives back what it took.
+  CoordinatorUpdate(const SetHash& hash, const FragmentFormat<Hash, C>& format, std::uint64_t max_bytes, detail::UpdateBudget* shared = nullptr)
+      : format_(format), sets_(hash), left_bytes_(max_bytes), shared_(shared) {}
+  CoordinatorUpdate(const CoordinatorUpdate&) = delete;
+  CoordinatorUpdate& operator=(const CoordinatorUpdate&) = delete;
+  ~CoordinatorUpdate() {
+    if (shared_ != nullptr) shared_->give(taken_);
+  }
 
   /// Errors: those of `decode_set` and `FragmentSet::join`, `quota_exceeded`.
   Status add_set(std::span<const std::byte> bytes) {
-    KVMELD_TRY(spend(bytes.size(), "a set"));
+    KVMELD_TRY(spend(bytes.size(), set_expansion, "a set"));
     auto set = decode_set(bytes, sets_.hash());
     if (!set) return set.error();
     KVMELD_TRY(sets_.join(*set));
@@ -31,13 +60,13 @@ class CoordinatorUpdate {
   }
   /// Errors: those of `decode_manifest`, `id_mismatch` for another fragment's, `quota_exceeded` where its payloads are too large.
   Status add_manifest(const FragmentId& id, std::span<const std::byte> bytes) {
-    KVMELD_TRY(spend(bytes.size(), "a manifest"));
+    KVMELD_TRY(spend(bytes.size(), manifest_expansion, "a manifest"));
     auto manifest = decode_manifest<Hash>(bytes, {format_.max_payload_bytes});
     if (!manifest) return manifest.error();
     if (manifest->fragment.id() != id) {
       return detail::error(ErrorCode::id_mismatch, "manifest of fragment ", manifest->fragment.id().hex(), " sent as that of ", id.hex());
     }
-    for (const Payload& payload : manifest->fragment.payloads()) KVMELD_TRY(spend(payload.byte_count, "a payload"));
+    for (const Payload& payload : manifest->fragment.payloads()) KVMELD_TRY(spend(payload.byte_count, 1, "a payload"));
     for (const auto& keys : manifest->chunks) {
       for (const BlobKey& key : keys) owners_[key].push_back(id);
     }
@@ -68,8 +97,17 @@ class CoordinatorUpdate {
   [[nodiscard]] std::map<FragmentId, Assembler<Hash>>& parts() noexcept { return parts_; }
 
  private:
-  Status spend(std::uint64_t bytes, const char* what) {
+  // What decoded bytes take in memory at most: a mark of 3 bytes takes some 72, a position of one 8.
+  static constexpr std::uint64_t set_expansion = 24;
+  static constexpr std::uint64_t manifest_expansion = 8;
+
+  Status spend(std::uint64_t bytes, std::uint64_t expansion, const char* what) {
     if (bytes > left_bytes_) return detail::error(ErrorCode::quota_exceeded, what, " of ", bytes, " bytes, where ", left_bytes_, " are left to this update");
+    const std::uint64_t memory = bytes > ~std::uint64_t{0} / expansion ? ~std::uint64_t{0} : bytes * expansion;
+    if (shared_ != nullptr && !shared_->take(memory)) {
+      return detail::error(ErrorCode::quota_exceeded, what, " of ", bytes, " bytes takes ", memory, ", where ", shared_->left(), " are left to all updates together; come back later");
+    }
+    taken_ += memory;
     left_bytes_ -= bytes;
     return {};
   }
@@ -79,6 +117,8 @@ class CoordinatorUpdate {
   std::map<FragmentId, Assembler<Hash>> parts_;
   std::map<BlobKey, std::vector<FragmentId>> owners_;
   std::uint64_t left_bytes_;
+  detail::UpdateBudget* shared_;
+  std::uint64_t taken_ = 0;
   std::uint64_t items_ = 0;
   bool ended_ = false;
 };
