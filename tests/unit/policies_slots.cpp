@@ -241,7 +241,7 @@ TEST_CASE("render ids say what was asked: equal for equal questions, different f
   moved.first_position = 1;
   CHECK(id(set, kvmeld::merger(ById{}), moved) != base);
   kvmeld::FragmentSet confident = set;
-  REQUIRE(confident.insert(fragments[0].fragment, {1, 0}, 0.5F).ok());
+  REQUIRE(confident.insert(fragments[0].fragment, {1, 7}, 0.5F).ok());  // said again, with a confidence
   CHECK(id(confident, kvmeld::merger(ById{}), target) != base);  // a mean declares that it may read it
   CHECK(id(confident, kvmeld::merger(ById{}, Fuser{kvmeld::Max{}}), target) == id(set, kvmeld::merger(ById{}, Fuser{kvmeld::Max{}}), target));
   // An empty fragment is part of the set, and of no answer.
