@@ -265,7 +265,11 @@ bool print(const Flags& flags, const Folder& folder, bool killed_and_back) {
   std::printf("full text in one prompt: %zu of %zu\ncontent digests %s; coordinator killed and back: %s; %s\n", cpp["full_text_right"].get<std::size_t>(),
               cpp["total"].get<std::size_t>(), equal ? "equal" : "DIFFER", killed_and_back ? "yes" : "no", flags.output.c_str());
   std::ofstream(flags.output) << out.dump(2) << '\n';
-  return equal;
+  // What both answer from the merged cache must come near to what one that read everything answers.
+  const bool answers = 10 * out["right"].get<std::size_t>() >= 9 * out["full_text_right"].get<std::size_t>();
+  if (!answers) std::printf("FEWER right answers than nine tenths of full text's: %zu\n", out["right"].get<std::size_t>());
+  if (flags.kill && !killed_and_back) std::printf("the coordinator was to be killed and to come back, and DID NOT\n");
+  return equal && answers && (killed_and_back || !flags.kill);
 }
 
 int launch(const Flags& flags) {
