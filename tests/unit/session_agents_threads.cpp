@@ -84,6 +84,7 @@ Session::Options options_for(MemberId self, std::size_t members) {
   options.replica.seed = self;
   options.replica.news_interval_ms = 10;
   options.replica.retry_ms = 5;
+  options.replica.max_retry_ms = 200;  // a peer that was slow for once, on a machine that is busy, is asked again soon
   for (MemberId m = 1; m <= members; ++m) options.replica.members.push_back(m);
   options.rounds = {.session = 9, .members = options.replica.members, .soft_ms = 4'000, .cut_ms = 5'000, .timeout_ms = 9'000, .retry_ms = 20};
   options.content_digest = true;
