@@ -276,4 +276,72 @@ TEST_CASE("whoever waits for a change is told of the first one") {
   REQUIRE(changed.ok());
   CHECK(changed->set.size() == 1);
   CHECK(changed->round == 0);
+
+  // What is superseded, or has no payload, is in the state and in no cut; who passes back what it got waits all the same.
+  CoordinatorClient<> other_client(server.address(), client_options(2));
+  FragmentSet more = set_of(2, {5, 6});
+  REQUIRE(more.supersede(fragment(5).id(), fragment(6).id(), Provenance{2, 7, 1}).ok());
+  REQUIRE(more.insert(fragment(7), Provenance{2, 8, 1}).ok());
+  REQUIRE(more.evict(fragment(7).id()).ok());
+  CHECK(other_client.publish(more).status().code() == ErrorCode::payload_missing);
+  const auto partial = waiting.wait_for_change(changed->state, {}, 10'000);
+  REQUIRE(partial.ok());
+  CHECK(partial->set.size() == 1);
+  CHECK(partial->state == more.digest());
+  CHECK(partial->version.set != partial->state);
+  CHECK(waiting.wait_for_change(partial->state, {}, 100).status().code() == ErrorCode::timed_out);
+}
+
+TEST_CASE("a payload that the coordinator lacked at first reaches a replica with a later sync") {
+  test::Server server(server_options());
+  CoordinatorClient<> client(server.address(), client_options(1));
+  FragmentSet bare = set_of(1, {1});
+  REQUIRE(bare.evict(fragment(1).id()).ok());
+  CHECK(client.publish(bare).status().code() == ErrorCode::payload_missing);
+  kvmeld::MemoryStore store;
+  kvmeld::Replica<kvmeld::MemoryStore> replica(store, {.self = 5, .epoch = 1, .frame = {test::test_namespace()}});
+  CoordinatorClient<> fifth(server.address(), client_options(5));
+  REQUIRE(fifth.sync(replica, store).ok());
+  CHECK(replica.wanted() == 1);
+  REQUIRE(client.publish(set_of(1, {1})).ok());
+  REQUIRE(fifth.sync(replica, store).ok());
+  REQUIRE(replica.tick(1).ok());
+  REQUIRE(replica.tick(100'000).ok());
+  CHECK(replica.wanted() == 0);
+  CHECK(equal_bytes(replica.set().payload(fragment(1).id()), fragment(1)));
+}
+
+TEST_CASE("an entry without provenance is published, though no context tells of it") {
+  test::Server server(server_options());
+  CoordinatorClient<> client(server.address(), client_options(1));
+  FragmentSet set = set_of(1, {1});
+  REQUIRE(client.publish(set).ok());
+  REQUIRE(set.insert(fragment(1)).ok());  // the payload is there, and the context is equal
+  REQUIRE(set.digest() != server.server.core().version().set);
+  REQUIRE(client.publish(set).ok());
+  CHECK(server.server.core().version().set == set.digest());
+}
+
+namespace {
+struct SlowStore : kvmeld::MemoryStore {
+  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    return kvmeld::MemoryStore::put(key, bytes);
+  }
+};
+}  // namespace
+
+TEST_CASE("a call has one deadline, however many requests it takes") {
+  test::Server<SlowStore> server(server_options());
+  REQUIRE(server.started.ok());
+  FragmentSet many;
+  for (std::uint64_t i = 0; i < 40; ++i) REQUIRE(many.insert(fragment(i, 2), Provenance{1, i, 1}).ok());
+  auto options = client_options(1);
+  options.timeout_ms = 600;
+  options.max_update_bytes = 1;  // each fragment goes in an update of its own, and takes 60 ms or more
+  CoordinatorClient<> client(server.address(), options);
+  const auto begun = now_ms();
+  CHECK(client.publish(many).status().code() == ErrorCode::timed_out);
+  CHECK(now_ms() - begun < 1500);
+  CHECK(client.traffic().fragments_sent < 12);
 }

@@ -299,6 +299,19 @@ TEST_CASE("too much: one message, one update, one author's operations and bytes,
   CHECK(free);
 }
 
+TEST_CASE("a member that claims to have seen very much is refused before it is listened to") {
+  auto options = server_options();
+  options.max_ranges = 100;
+  test::Server server(options);
+  CoordinatorClient<> client(server.address(), client_options(1));
+  kvmeld::CausalContext much;
+  for (std::uint64_t i = 0; i < 101; ++i) much.add(Provenance{9, 2 * i, 1});
+  CHECK(client.wait_for_change({}, much, 1000).status().code() == ErrorCode::oversized);
+  CHECK(client.wait_for_merge(1, 1, test::test_merger, much, 1000).status().code() == ErrorCode::oversized);
+  CHECK(client.publish(set_of(1, fragment(1))).ok());
+  CHECK(client.wait_for_change({}, {}, 1000).ok());
+}
+
 TEST_CASE("clients that stop in the middle of a call hold up nobody, and are cut off") {
   auto options = server_options();
   options.max_call_ms = 3000;

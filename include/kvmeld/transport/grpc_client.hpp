@@ -34,7 +34,7 @@ struct CoordinatorClientOptions {
   TlsOptions tls{};
   std::size_t max_message_bytes = std::size_t{1} << 24;
   std::uint64_t max_update_bytes = 1U << 28U;  ///< raw payloads that one update carries; more of them take several
-  std::int64_t timeout_ms = 30'000;          ///< of one call of this class, all its attempts together
+  std::int64_t timeout_ms = 30'000;          ///< of one call of this class, whatever it takes: all its requests and their attempts together
   std::int64_t retry_ms = 50;                ///< before the second attempt; doubled each time
   std::int64_t max_retry_ms = 2'000;
   bool use_proxy = false;                    ///< whether the environment's http_proxy is between the two
@@ -58,6 +58,7 @@ struct MergedCut {
   StateVersion version;
   FragmentSet set;
   std::vector<MemberId> ready{};
+  Digest256 state{};  ///< of the coordinator's whole state when it answered, which `wait_for_change` compares with what is known
 };
 
 /// Talks to one coordinator; every call is bounded by the options' timeout, and repeated while the coordinator cannot be reached.
@@ -88,7 +89,7 @@ class CoordinatorClient {
   /// The coordinator's version. Errors: `timed_out`, `unavailable`, `unauthenticated`.
   [[nodiscard]] Result<StateVersion> version() {
     Received got;
-    KVMELD_TRY(get({}, got));
+    KVMELD_TRY(get({}, got, deadline()));
     return *std::move(got.version);
   }
 
@@ -117,6 +118,9 @@ class CoordinatorClient {
     return wait(request, session, merger, seen, timeout_ms);
   }
   /// Waits until the coordinator's state is another than the known one, and holds what was `seen`.
+  ///
+  /// @param known `version()->set` or an earlier answer's `state`. An answer's `version.set` is of its cut, which leaves out what is
+  ///              superseded and what has no payload yet. A payload that comes later changes no state.
   [[nodiscard]] Result<MergedCut> wait_for_change(const Digest256& known, const CausalContext& seen, std::int64_t timeout_ms) {
     detail::rpc::MergeRequest request;
     request.set_known(detail::to_field(known));
@@ -124,7 +128,10 @@ class CoordinatorClient {
   }
 
  private:
-  using Clock = std::chrono::system_clock;  // gRPC's deadlines are of this one
+  using Clock = std::chrono::steady_clock;  // when a call began, nobody sets back
+  using Deadline = Clock::time_point;
+  [[nodiscard]] Deadline deadline() const { return Clock::now() + std::chrono::milliseconds(options_.timeout_ms); }
+  [[nodiscard]] static std::int64_t left_ms(Deadline until) { return std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count(); }
 
   /// What a state call brought.
   struct Received {
@@ -136,30 +143,31 @@ class CoordinatorClient {
   };
 
   Result<MergedCut> wait(detail::rpc::MergeRequest& request, std::uint64_t session, const Digest128& merger, const CausalContext& seen, std::int64_t timeout_ms);
-  Status get(const detail::rpc::StateRequest& request, Received& into);
+  Status get(const detail::rpc::StateRequest& request, Received& into, Deadline until);
   Status take(const detail::rpc::StateReply& reply, Received& into);
-  Status send(const FragmentSet& delta, const std::vector<Fragment>& payloads, detail::rpc::UpdateReply& reply);
-  Result<std::vector<Fragment>> fetch(std::vector<FragmentId> ids);
-  Result<StateVersion> pull(const CausalContext& seen, FragmentSet& into);
+  Status send(const FragmentSet& delta, const std::vector<Fragment>& payloads, detail::rpc::UpdateReply& reply, Deadline until);
+  Result<std::optional<Fragment>> fetch(const FragmentId& id, Deadline until);
+  Result<StateVersion> pull(const CausalContext& seen, FragmentSet& into, Deadline until);
 
   /// Runs a call until it succeeds, is refused, or time is up.
   template <class Attempt>
-  Status attempt(std::int64_t timeout_ms, const Attempt& call) {
-    const auto until = Clock::now() + std::chrono::milliseconds(timeout_ms);
+  Status attempt(Deadline until, const Attempt& call) {
     std::int64_t pause = options_.retry_ms;
     while (true) {
+      const std::int64_t remaining_ms = left_ms(until);
+      if (remaining_ms <= 0) return detail::error(ErrorCode::timed_out, "a call of ", options_.timeout_ms, " ms is over, with more to be asked of the coordinator");
       grpc::ClientContext context;
-      context.set_deadline(until);
-      const auto expires = std::chrono::duration_cast<std::chrono::seconds>(until.time_since_epoch()).count() + 1;
+      const auto ends = std::chrono::system_clock::now() + std::chrono::milliseconds(remaining_ms);  // gRPC makes a span of it at once
+      context.set_deadline(ends);
+      const auto expires = std::chrono::duration_cast<std::chrono::seconds>(ends.time_since_epoch()).count() + 1;
       const auto token = detail::make_token(options_.frame, options_.self, expires);
       if (!token) return token.error();
       context.AddMetadata(detail::namespace_entry, detail::namespace_bytes(options_.frame.name_space));
       context.AddMetadata(detail::token_entry, *token);
       const Status status = call(context);
       if (status || status.code() != ErrorCode::unavailable) return status;
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
       const auto jittered = pause + static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(pause / 4 + 1));
-      if (left <= jittered) return status;
+      if (left_ms(until) <= jittered) return status;
       ++traffic_.retries;
       std::this_thread::sleep_for(std::chrono::milliseconds(jittered));
       pause = (std::min)(pause * 2, options_.max_retry_ms);

@@ -48,8 +48,8 @@ Status CoordinatorClient<Auth, Hash, C>::take(const detail::rpc::StateReply& rep
 }
 
 template <Authenticator Auth, ContentHash Hash, Compressor C>
-Status CoordinatorClient<Auth, Hash, C>::get(const detail::rpc::StateRequest& request, Received& into) {
-  const Status status = attempt(options_.timeout_ms, [&](grpc::ClientContext& context) {
+Status CoordinatorClient<Auth, Hash, C>::get(const detail::rpc::StateRequest& request, Received& into, Deadline until) {
+  const Status status = attempt(until, [&](grpc::ClientContext& context) {
     into.version.reset();
     into.deltas.clear();
     into.lacking.clear();
@@ -73,7 +73,8 @@ Status CoordinatorClient<Auth, Hash, C>::get(const detail::rpc::StateRequest& re
 }
 
 template <Authenticator Auth, ContentHash Hash, Compressor C>
-Status CoordinatorClient<Auth, Hash, C>::send(const FragmentSet& delta, const std::vector<Fragment>& payloads, detail::rpc::UpdateReply& reply) {
+Status CoordinatorClient<Auth, Hash, C>::send(const FragmentSet& delta, const std::vector<Fragment>& payloads, detail::rpc::UpdateReply& reply,
+                                               Deadline until) {
   std::vector<Manifest> manifests;
   for (const Fragment& fragment : payloads) {
     auto manifest = make_manifest<Hash>(fragment, options_.format.chunk_bytes);
@@ -91,7 +92,7 @@ Status CoordinatorClient<Auth, Hash, C>::send(const FragmentSet& delta, const st
     if (largest + 1024 <= options_.max_message_bytes) break;
     if (most == 1) return detail::error(ErrorCode::oversized, "one entry of ", largest, " bytes where messages have at most ", options_.max_message_bytes);
   }
-  return attempt(options_.timeout_ms, [&](grpc::ClientContext& context) {
+  return attempt(until, [&](grpc::ClientContext& context) {
     reply.Clear();
     const auto writer = stub_->UpdateCache(&context, &reply);
     detail::rpc::UpdateRequest request;
@@ -135,6 +136,7 @@ Status CoordinatorClient<Auth, Hash, C>::send(const FragmentSet& delta, const st
 
 template <Authenticator Auth, ContentHash Hash, Compressor C>
 Result<StateVersion> CoordinatorClient<Auth, Hash, C>::publish(const FragmentSet& set) {
+  const Deadline until = deadline();
   std::vector<const FragmentSet::Entry*> complete;
   for (const FragmentSet::Entry& entry : set.entries()) {
     if (entry.complete()) complete.push_back(&entry);
@@ -146,7 +148,7 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::publish(const FragmentSet
   for (std::size_t begin = 0; begin == 0 || begin < complete.size(); begin += most) {
     detail::rpc::StateRequest request;
     for (std::size_t i = begin; i < (std::min)(begin + most, complete.size()); ++i) request.add_probes(detail::to_field(complete[i]->id));
-    KVMELD_TRY(get(request, known));
+    KVMELD_TRY(get(request, known, until));
     for (const FragmentId& id : known.lacking) {
       const FragmentSet::Entry* const entry = set.find(id);
       if (entry == nullptr || !entry->complete()) return detail::error(ErrorCode::corrupt, "the coordinator lacks fragment ", id.hex(), ", which was not named");
@@ -155,8 +157,8 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::publish(const FragmentSet
   }
   const FragmentSet delta = set.delta_since(known.version->context);
   traffic_.dedup_hits += complete.size() - payloads.size();
-  // Entries without provenance are in every delta; where the coordinator has their payload, it has them.
-  if (leq(delta.context(), known.version->context) && payloads.empty()) return *std::move(known.version);
+  // Entries without provenance are in every delta, since no context tells of them; equal sets have them alike.
+  if (payloads.empty() && leq(set.context(), known.version->context) && (delta.empty() || set.digest() == known.version->set)) return *std::move(known.version);
   detail::rpc::UpdateReply reply;
   std::vector<Fragment> batch;
   std::uint64_t bytes = 0;
@@ -171,7 +173,7 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::publish(const FragmentSet
       std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
       const auto part = FragmentSet::from_parts(delta.hash(), std::move(entries), {}, {});
       if (!part) return part.error();
-      KVMELD_TRY(send(*part, batch, reply));
+      KVMELD_TRY(send(*part, batch, reply, until));
       traffic_.fragments_sent += batch.size();
       batch.clear();
       bytes = 0;
@@ -179,7 +181,7 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::publish(const FragmentSet
     bytes += more;
     batch.push_back(std::move(fragment));
   }
-  KVMELD_TRY(send(delta, batch, reply));
+  KVMELD_TRY(send(delta, batch, reply, until));
   traffic_.fragments_sent += batch.size();
   if (reply.lacking_size() > 0) {
     return detail::error(ErrorCode::payload_missing, "neither this member nor the coordinator has the payloads of ", reply.lacking_size(), " fragments");
@@ -187,44 +189,42 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::publish(const FragmentSet
   return detail::read_version(reply.version());
 }
 
-/// Payloads by id, whole and verified; those that the coordinator has not are left out.
+/// A payload by id, whole and verified; none where the coordinator has not got it.
 template <Authenticator Auth, ContentHash Hash, Compressor C>
-Result<std::vector<Fragment>> CoordinatorClient<Auth, Hash, C>::fetch(std::vector<FragmentId> ids) {
-  std::vector<Fragment> out;
-  for (const FragmentId& id : ids) {
-    detail::rpc::StateRequest request;
-    auto& want = *request.add_wants();
-    want.set_id(detail::to_field(id));
-    want.set_whole(true);
-    Received got;
-    KVMELD_TRY(get(request, got));
-    const auto part = got.parts.find(id);
-    if (part == got.parts.end()) {
-      if (got.lacking.empty()) return detail::error(ErrorCode::corrupt, "the coordinator neither gave fragment ", id.hex(), " nor said that it lacks it");
-      continue;
-    }
-    auto fragment = part->second.finish();
-    if (!fragment) return fragment.error();
-    ++traffic_.fragments_fetched;
-    out.push_back(*std::move(fragment));
+Result<std::optional<Fragment>> CoordinatorClient<Auth, Hash, C>::fetch(const FragmentId& id, Deadline until) {
+  using Fetched = std::optional<Fragment>;
+  detail::rpc::StateRequest request;
+  auto& want = *request.add_wants();
+  want.set_id(detail::to_field(id));
+  want.set_whole(true);
+  Received got;
+  KVMELD_TRY(get(request, got, until));
+  const auto part = got.parts.find(id);
+  if (part == got.parts.end()) {
+    if (got.lacking.empty()) return detail::error(ErrorCode::corrupt, "the coordinator neither gave fragment ", id.hex(), " nor said that it lacks it");
+    return Fetched();
   }
-  return out;
+  auto fragment = part->second.finish();
+  if (!fragment) return fragment.error();
+  ++traffic_.fragments_fetched;
+  return Fetched(*std::move(fragment));
 }
 
 template <Authenticator Auth, ContentHash Hash, Compressor C>
-Result<StateVersion> CoordinatorClient<Auth, Hash, C>::pull(const CausalContext& seen, FragmentSet& into) {
+Result<StateVersion> CoordinatorClient<Auth, Hash, C>::pull(const CausalContext& seen, FragmentSet& into, Deadline until) {
   detail::rpc::StateRequest request;
   request.set_context(detail::to_field(seen));
   Received got;
-  KVMELD_TRY(get(request, got));
+  KVMELD_TRY(get(request, got, until));
   for (const FragmentSet& delta : got.deltas) KVMELD_TRY(into.join(delta));
   return *std::move(got.version);
 }
 
 template <Authenticator Auth, ContentHash Hash, Compressor C>
 Result<StateVersion> CoordinatorClient<Auth, Hash, C>::sync(FragmentSet& set) {
+  const Deadline until = deadline();
   FragmentSet after = set;
-  auto version = pull(set.context(), after);
+  auto version = pull(set.context(), after, until);
   if (!version) return version;
   set = std::move(after);
   std::vector<FragmentId> lacking;
@@ -232,9 +232,9 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::sync(FragmentSet& set) {
     if (!entry.complete()) lacking.push_back(entry.id);
   }
   for (const FragmentId& id : lacking) {
-    const auto fragments = fetch({id});
-    if (!fragments) return fragments.error();
-    for (const Fragment& fragment : *fragments) KVMELD_TRY(set.restore(fragment));
+    const auto fragment = fetch(id, until);
+    if (!fragment) return fragment.error();
+    if (fragment->has_value()) KVMELD_TRY(set.restore(**fragment));
   }
   return version;
 }
@@ -242,20 +242,19 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::sync(FragmentSet& set) {
 template <Authenticator Auth, ContentHash Hash, Compressor C>
 template <BlobStore Store>
 Result<StateVersion> CoordinatorClient<Auth, Hash, C>::sync(Replica<Store, Auth, Hash, C>& replica, Store& store) {
+  const Deadline until = deadline();
   FragmentSet news(replica.set().hash());
-  auto version = pull(replica.set().context(), news);
+  auto version = pull(replica.set().context(), news, until);
   if (!version) return version;
-  std::vector<FragmentId> lacking;
-  for (const FragmentSet::Entry& entry : news.entries()) {
-    const FragmentSet::Entry* const here = replica.set().find(entry.id);
-    if (here == nullptr || !here->complete()) lacking.push_back(entry.id);
-  }
-  for (const FragmentId& id : lacking) {
-    const auto fragments = fetch({id});
-    if (!fragments) return fragments.error();
-    for (const Fragment& fragment : *fragments) {
-      if (const auto stored = store_fragment(store, fragment, options_.format); !stored) return stored.error();
-    }
+  // What lacks a payload after this, known since long or new: the coordinator may have got one meanwhile.
+  FragmentSet after = replica.set();
+  KVMELD_TRY(after.join(news));
+  for (const FragmentSet::Entry& entry : after.entries()) {
+    if (entry.complete()) continue;
+    const auto fragment = fetch(entry.id, until);
+    if (!fragment) return fragment.error();
+    if (!fragment->has_value()) continue;
+    if (const auto stored = store_fragment(store, **fragment, options_.format); !stored) return stored.error();
   }
   // The replica writes the operations down and finds the payloads in its store with its next ticks.
   const auto frame = encode_frame(static_cast<std::uint8_t>(ReplicaMessage::delta), encode_set(news), replica.options().frame);
@@ -270,12 +269,11 @@ Result<MergedCut> CoordinatorClient<Auth, Hash, C>::wait(detail::rpc::MergeReque
   request.set_session(session);
   request.set_merger(detail::to_field(merger));
   request.set_context(detail::to_field(seen));
-  const auto until = Clock::now() + std::chrono::milliseconds(timeout_ms);
+  const Deadline until = Clock::now() + std::chrono::milliseconds(timeout_ms);
   detail::rpc::MergeReply reply;
   // The coordinator says why nothing came; should it be gone, the call ends a little later by itself.
-  KVMELD_TRY(attempt(timeout_ms + 1'000, [&](grpc::ClientContext& context) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()).count();
-    request.set_timeout_ms(static_cast<std::uint64_t>((std::max<std::int64_t>)(left, 0)));
+  KVMELD_TRY(attempt(until + std::chrono::milliseconds(1'000), [&](grpc::ClientContext& context) {
+    request.set_timeout_ms(static_cast<std::uint64_t>((std::max<std::int64_t>)(left_ms(until), 0)));
     traffic_.sent_bytes += request.ByteSizeLong();
     return from_grpc(stub_->WaitForMerge(&context, request, &reply));
   }));
@@ -287,7 +285,12 @@ Result<MergedCut> CoordinatorClient<Auth, Hash, C>::wait(detail::rpc::MergeReque
   if (set->digest() != version->set) {
     return detail::error(ErrorCode::id_mismatch, "the cut of round ", reply.round(), " is of set ", set->digest().hex(), ", its version says ", version->set.hex());
   }
-  return MergedCut{reply.round(), *std::move(version), *std::move(set), {reply.ready().begin(), reply.ready().end()}};
+  MergedCut out{reply.round(), *std::move(version), *std::move(set), {reply.ready().begin(), reply.ready().end()}, {}};
+  if (reply.state().empty()) return out;  // of an older coordinator, or of a round
+  const auto state = detail::fixed_field<Digest256>(reply.state(), "a state's digest");
+  if (!state) return state.error();
+  out.state = *state;
+  return out;
 }
 
 KVMELD_NAMESPACE_END

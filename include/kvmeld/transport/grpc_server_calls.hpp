@@ -39,7 +39,7 @@ class CoordinatorServer<Store, Auth, Hash, C>::StateCall final : public grpc::Se
     auto& core = this->server_.core_;
     StateVersion version = core.version();
     if (request_->has_context()) {
-      const auto seen = detail::context_field(request_->context());
+      const auto seen = detail::context_field(request_->context(), core.options().max_ranges);
       if (!seen) return seen.error();
       core.saw(*member, *seen);
       auto deltas = core.deltas(*seen);
@@ -159,7 +159,7 @@ class CoordinatorServer<Store, Auth, Hash, C>::MergeCall final : public grpc::Se
   MergeCall(CoordinatorServer& server, grpc::CallbackServerContext* context, const detail::rpc::MergeRequest* request, detail::rpc::MergeReply* reply)
       : Call(server, context), reply_(reply) {
     Status status = begin(*request);
-    if (status) status = server.core_.arrive(ask_, now_ms());
+    if (status) status = server.core_.arrive(*ask_, now_ms());
     arrived_ = status.ok();
     if (!arrived_) {
       this->Finish(to_grpc(status));
@@ -179,10 +179,10 @@ class CoordinatorServer<Store, Auth, Hash, C>::MergeCall final : public grpc::Se
     this->Finish(grpc::Status::CANCELLED);
   }
   void OnDone() override {
-    if (arrived_) this->server_.core_.leave(ask_);
+    if (arrived_) this->server_.core_.leave(*ask_);
     delete this;
   }
-  [[nodiscard]] const MergeAsk& ask() const noexcept { return ask_; }
+  [[nodiscard]] std::shared_ptr<const MergeAsk> ask() const noexcept { return ask_; }
   /// Only for whoever took the call out of `waiting_`.
   void answer(const Result<MergeAnswer>& answer) {
     if (!answer) return this->Finish(to_grpc(answer.error()));
@@ -191,6 +191,7 @@ class CoordinatorServer<Store, Auth, Hash, C>::MergeCall final : public grpc::Se
     detail::fill(*reply_->mutable_version(), {set.context(), set.digest(), answer->cut.merger});
     reply_->set_set(detail::to_field(std::span<const std::byte>(encode_set(set))));
     for (const MemberId member : answer->ready) reply_->add_ready(member);
+    if (answer->cut.round == 0) reply_->set_state(detail::to_field(answer->state));
     this->Finish(grpc::Status::OK);
   }
 
@@ -198,26 +199,26 @@ class CoordinatorServer<Store, Auth, Hash, C>::MergeCall final : public grpc::Se
   Status begin(const detail::rpc::MergeRequest& request) {
     const auto member = this->member();
     if (!member) return member.error();
-    ask_.member = *member;
-    ask_.session = request.session();
-    ask_.round = request.round();
+    ask_->member = *member;
+    ask_->session = request.session();
+    ask_->round = request.round();
     const auto merger = detail::fixed_field<Digest128>(request.merger(), "a merger digest");
     if (!merger) return merger.error();
-    ask_.merger = *merger;
-    auto context = detail::context_field(request.context());
+    ask_->merger = *merger;
+    auto context = detail::context_field(request.context(), this->server_.core_.options().max_ranges);
     if (!context) return context.error();
-    ask_.context = *std::move(context);
-    if (ask_.round == 0 && !request.known().empty()) {
+    ask_->context = *std::move(context);
+    if (ask_->round == 0 && !request.known().empty()) {
       const auto known = detail::fixed_field<Digest256>(request.known(), "a set digest");
       if (!known) return known.error();
-      ask_.known = *known;
+      ask_->known = *known;
     }
     const auto most = static_cast<std::uint64_t>(this->server_.core_.options().max_wait_ms);
-    ask_.deadline_ms = now_ms() + static_cast<std::int64_t>((std::min)(request.timeout_ms(), most));
+    ask_->deadline_ms = now_ms() + static_cast<std::int64_t>((std::min)(request.timeout_ms(), most));
     return {};
   }
 
-  MergeAsk ask_;
+  std::shared_ptr<MergeAsk> ask_ = std::make_shared<MergeAsk>();  // `watch` looks at it while the call may end
   detail::rpc::MergeReply* reply_;
   bool arrived_ = false;
 };
@@ -239,11 +240,11 @@ void CoordinatorServer<Store, Auth, Hash, C>::watch() {
       at->second.context->TryCancel();
     }
     // Asked without the lock, which calls need to come and go; then whoever is still there gets the answer.
-    std::vector<std::pair<std::uint64_t, MergeAsk>> asks;
+    std::vector<std::pair<std::uint64_t, std::shared_ptr<const MergeAsk>>> asks;
     for (const auto& [number, call] : waiting_) asks.emplace_back(number, call->ask());
     lock.unlock();
     for (const auto& [number, ask] : asks) {
-      const auto answer = core_.poll(ask, now);
+      const auto answer = core_.poll(*ask, now);
       if (!answer) continue;
       MergeCall* call = nullptr;
       {
