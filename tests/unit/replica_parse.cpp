@@ -284,7 +284,7 @@ TEST_CASE("a manifest whose chunks nobody has is given up, since the id does not
   net.lose = nullptr;
   net.run(200);
   CHECK(victim.set().find(f.id())->complete());
-  CHECK(victim.counters().strikes > 0);
+  CHECK(victim.counters().strikes == 0);  // who is slow looks no different
 }
 
 TEST_CASE("every peer is asked for what the others lack") {

@@ -54,9 +54,10 @@ Status Replica<Store, Auth, Hash, C>::pursue(const FragmentId& id, Want& want) {
   want.next = elapsed_ + jitter(want.patience);
   want.patience = (std::min)(want.patience * 2, options_.max_retry_ms);
   if (want.assembler && ++want.barren > peers_.size() + 1) {
-    // Everybody was asked and nobody has these chunks: the manifest's list of them, which the id does not cover, is not to be believed.
-    strike(want.manifest_from);
+    // Everybody was asked and nobody sent these chunks: the manifest's list of them, which the id does not cover, may be a lie, or all are
+    // slow. So nobody is blamed, and another is asked for a manifest.
     want.assembler.reset();
+    want.barren = 0;
     want.patience = options_.retry_ms;
   }
   if (!want.assembler) {
