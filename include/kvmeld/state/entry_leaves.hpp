@@ -117,7 +117,7 @@ struct Leaf {
 /// Entries in ascending order of id, in leaves of bounded size: a copy costs a pointer a leaf, a change one leaf.
 class EntryLeaves {
  public:
-  static constexpr std::size_t leaf_size = 128;
+  static constexpr std::size_t leaf_size = 48;
 
   class Iterator {
    public:

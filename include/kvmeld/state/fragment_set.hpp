@@ -29,7 +29,7 @@ struct Removal {
 ///
 /// A join-semilattice (an observed-remove map of dots, Almeida, Shoker and Baquero, "Delta state replicated data types", 2018):
 /// `join` is commutative, associative and idempotent, and never computes on K/V. Whoever holds the same set renders the same cache.
-/// A part of a set is a set, so what is sent between replicas are sets too. A copy shares payloads and entries, O(n / 128).
+/// A part of a set is a set, so what is sent between replicas are sets too. A copy shares payloads and entries, O(n / 48).
 class FragmentSet {
  public:
   using Entry = SetEntry;

@@ -103,7 +103,7 @@ class Coordinator {
     const std::lock_guard lock(mutex_);
     return version_now();
   }
-  /// The set, payloads shared. O(n / 128).
+  /// The set, payloads shared. O(n / 48).
   [[nodiscard]] FragmentSet set() const {
     const std::lock_guard lock(mutex_);
     return replica_.set();
