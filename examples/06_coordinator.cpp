@@ -53,7 +53,7 @@ constexpr std::int64_t patience_ms = 300'000;
 class Folder {
  public:
   Folder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "kvmeld-coordinator-XXXXXX").string();
+    std::string pattern = (std::filesystem::temp_directory_path() / "kvmeld-coordinator-").string() + std::string(6, 'X');
     if (::mkdtemp(pattern.data()) != nullptr) path_ = pattern;
   }
   Folder(const Folder&) = delete;

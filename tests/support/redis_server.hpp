@@ -43,7 +43,7 @@ class RedisServer {
       std::printf("skipped: no redis-server on the PATH (Debian: redis-server)\n");
       std::exit(77);
     }
-    std::string pattern = (std::filesystem::temp_directory_path() / "kvmeld-redis-XXXXXX").string();
+    std::string pattern = (std::filesystem::temp_directory_path() / "kvmeld-redis-").string() + std::string(6, 'X');
     if (mkdtemp(pattern.data()) == nullptr) std::abort();
     folder_ = pattern;
     std::filesystem::create_directory(folder_ / "data");
