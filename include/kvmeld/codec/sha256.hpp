@@ -58,14 +58,4 @@ class Sha256 {
   EVP_MD_CTX* context_;
 };
 
-/// SHA-256 of bytes as four words, the first eight bytes in word 0, little-endian: what a set of SHA-256 ids sums up.
-[[nodiscard]] inline std::array<std::uint64_t, 4> sha256_words(std::span<const std::byte> bytes) {
-  Sha256 hash;
-  hash.update(bytes);
-  const auto digest = hash.digest32();
-  std::array<std::uint64_t, 4> words{};
-  std::memcpy(words.data(), digest.data(), digest.size());
-  return words;
-}
-
 KVMELD_NAMESPACE_END

@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -70,31 +71,26 @@ struct CoordinatorSession {
   std::uint64_t oldest = 0;  // the oldest round that may still get a cut, as far as this coordinator has looked
 };
 
-/// Where a coordinator keeps the oldest round of a session. Stores replace no blob, so there are two places: one of them holds while the
-/// other is erased and written, and the larger number counts.
-[[nodiscard]] inline BlobKey coordinator_oldest_key(std::uint64_t session, std::uint64_t place) {
+/// Where a coordinator keeps what it knows of a session, beside its fragments.
+[[nodiscard]] inline BlobKey coordinator_key(std::string_view what, std::uint64_t session, std::uint64_t number) {
   Hasher hasher;
-  hasher.text("kvmeld.coordinator.oldest.v1");
+  hasher.text(what);
   hasher.value(session);
-  hasher.value(place);
+  hasher.value(number);
   const auto rest = hasher.hash().finish();
   BlobKey key;
   key.bytes[0] = 0x3E;  // the tag of no content hash
   std::copy(rest.begin(), rest.end(), key.bytes.begin() + 1);
   return key;
 }
-
-/// Where a coordinator keeps a round's cut, so that it gives no second one after a restart.
+/// Of the oldest round of a session. Stores replace no blob, so there are two places: one of them holds while the other is erased and
+/// written, and the larger number counts.
+[[nodiscard]] inline BlobKey coordinator_oldest_key(std::uint64_t session, std::uint64_t place) {
+  return coordinator_key("kvmeld.coordinator.oldest.v1", session, place);
+}
+/// Of a round's cut, so that it gives no second one after a restart.
 [[nodiscard]] inline BlobKey coordinator_cut_key(std::uint64_t session, std::uint64_t round) {
-  Hasher hasher;
-  hasher.text("kvmeld.coordinator.cut.v1");
-  hasher.value(session);
-  hasher.value(round);
-  const auto rest = hasher.hash().finish();
-  BlobKey key;
-  key.bytes[0] = 0x3E;  // the tag of no content hash
-  std::copy(rest.begin(), rest.end(), key.bytes.begin() + 1);
-  return key;
+  return coordinator_key("kvmeld.coordinator.cut.v1", session, round);
 }
 
 [[nodiscard]] inline std::string list_of(const std::vector<MemberId>& members) {
