@@ -30,6 +30,7 @@
 #include <kvmeld/fuse/cluster.hpp>
 #include <kvmeld/fuse/fold.hpp>
 #include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/fuse/head_rows.hpp>
 #include <kvmeld/fuse/krum.hpp>
 #include <kvmeld/fuse/medoid.hpp>
 #include <kvmeld/fuse/order_statistics.hpp>

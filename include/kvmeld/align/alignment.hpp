@@ -56,6 +56,9 @@ struct AlignmentGroup {
   LayerMask layers;
   std::vector<std::uint32_t> row_begin{0};  ///< output o has contributions row_begin[o] … row_begin[o + 1] − 1
   std::vector<Contribution> contributions;
+  /// (layer of the group, ascending; head; contribution): multiplies the contributions' weights, head by head, and 0 leaves the
+  /// contribution out of that head's row. Keys and values share it. Empty: all heads alike.
+  std::vector<float> head_weights{};
 
   /// Ends the row of the current output token.
   void end_row() { row_begin.push_back(static_cast<std::uint32_t>(contributions.size())); }

@@ -58,6 +58,10 @@ struct RenderOffsets {
     stage(group.inputs);
     stage(group.out_shift);
     stage(group.run);
+    if (!group.direct.empty()) stage(group.direct);
+  }
+  for (const std::vector<float>& weights : core.head_weights) {
+    if (!weights.empty()) stage(weights);
   }
   for (const RopeTable& table : core.ropes) upload.stage(table.data(), table.size_bytes());
   for (std::size_t s = 0; s < core.sources.size(); ++s) {
@@ -71,6 +75,20 @@ struct RenderOffsets {
     }
   }
   return at;
+}
+
+/// A fuser's row form with its parameters, where it has any, in the upload.
+template <class Rows>
+void stage_parameters([[maybe_unused]] Upload& upload, [[maybe_unused]] const Rows& rows) {
+  if constexpr (requires { rows.parameters(); }) upload.stage(rows.parameters().data(), rows.parameters().size_bytes());
+}
+template <class Rows>
+[[nodiscard]] Rows with_device_parameters([[maybe_unused]] const Upload& upload, const Rows& rows) {
+  if constexpr (requires { rows.parameters(); }) {
+    return rows.with_parameters(upload(rows.parameters().data()));
+  } else {
+    return rows;
+  }
 }
 
 /// What can be told of device views: memory that the host cannot see is compared where the slots are known.
@@ -124,6 +142,8 @@ static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<
   KVMELD_TRY(check_device_output(core, *view, workspace, options));
   Upload upload;
   const RenderOffsets at = lay_out(upload, core, options, keep_last);
+  const auto rows = row_form(plan.merger().fuse.policy());
+  stage_parameters(upload, rows);
   view->stage_tables(upload);
   KVMELD_TRY(upload.place(workspace));
   view->follow_tables(upload);
@@ -131,7 +151,7 @@ static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<
   fill_tasks(core, device_out, upload.staged<PlaneTask>(at.tasks), upload.staged<const std::byte*>(at.bases), upload);
   KVMELD_TRY(upload.send(stream));
   using Rows = RowForm<typename decltype(plan.merger().fuse)::policy_type>;
-  const RenderWork<Rows> work{row_form(plan.merger().fuse.policy()), upload.device<const PlaneTask>(at.tasks),
+  const RenderWork<Rows> work{with_device_parameters(upload, rows), upload.device<const PlaneTask>(at.tasks),
                               static_cast<std::int64_t>(core.planes()), core.outputs()};
   KVMELD_TRY(stream.bulk(static_cast<std::int64_t>(core.planes()) * core.outputs(), work));
   return report;
@@ -150,6 +170,7 @@ template <class M>
                                           const RenderOptions& options = {}) {
   detail::Upload upload;
   (void)detail::lay_out(upload, plan.core(), options, false);
+  detail::stage_parameters(upload, detail::row_form(plan.merger().fuse.policy()));
   for (const MutablePlaneRef& plane : out.planes())
     upload.stage(plane.slots.table, detail::table_bytes(plane.slots, plan.tokens()));
   return upload.workspace_bytes();

@@ -7,6 +7,7 @@
 
 #include <kvmeld/align/alignment.hpp>
 #include <kvmeld/config.hpp>
+#include <kvmeld/fuse/head_rows.hpp>
 #include <kvmeld/fuse/ordered_values.hpp>
 #include <kvmeld/fuse/score.hpp>
 
@@ -36,6 +37,19 @@ concept SelectForm = std::is_trivially_copyable_v<F> && requires(const F& fuser,
   { fuser.select(values) } -> std::same_as<float>;
 };
 
+/// Mixes the contributions of one head's row, all of them at once: `prepare(rows)` works out what the channels share, a trivially
+/// copyable value; `channel(rows, prepared, c)` yields channel c. Both are templates over the rows' type (see `HeadRows`).
+///
+/// Run on host and device (`KVMELD_HD`), in f32; a product may reach an addition only through `kvmeld::fma`. A device runs
+/// `prepare` in every lane. Optional: `void mix(Isa, const HeadRows&, float* out) const`, the host's whole rows with the same
+/// bytes; `std::span<const float> parameters() const` with `F with_parameters(const float*) const`, which devices copy.
+/// Where `rotation_equivariant` is false, keys come un-rotated. At most 64 contributions, and `max_mixed_values` values, a row.
+template <class F>
+concept MixForm = std::is_trivially_copyable_v<F> && requires(const F& fuser, const HeadRows& rows, int channel) {
+  { F::rotation_equivariant } -> std::convertible_to<bool>;
+  { fuser.channel(rows, fuser.prepare(rows), channel) } -> std::same_as<float>;
+};
+
 /// Weighs the contributions of each output token that has two or more, once, when the plan is made: `score` finds the aligner's
 /// weights in `weights` and leaves its own there, which keys and values of all layers then share.
 ///
@@ -62,25 +76,40 @@ template <class F>
 inline constexpr bool names_score = requires { &F::score; };
 
 template <class F>
+inline constexpr bool names_mix = requires { &F::mixing; };
+
+template <class F>
+inline constexpr bool mixes = false;
+template <class F>
+  requires requires(const F& fuser) {
+    { fuser.mixing() } -> MixForm;
+  }
+inline constexpr bool mixes<F> = true;
+
+template <class F>
 inline constexpr bool fold_fits = !names_fold<F> || (FoldForm<F> && Policy<F>);
 template <class F>
 inline constexpr bool select_fits = !names_select<F> || (SelectForm<F> && Policy<F>);
 template <class F>
 inline constexpr bool score_fits = !names_score<F> || (ScoreForm<F> && Policy<F>);
 template <class F>
-inline constexpr bool has_form = (FoldForm<F> || SelectForm<F> || ScoreForm<F> || WeightForm<F>)&&Policy<F>;
+inline constexpr bool mix_fits = !names_mix<F> || (mixes<F> && Policy<F>);
+template <class F>
+inline constexpr int row_forms = int{FoldForm<F>} + int{SelectForm<F>} + int{mixes<F>};
+template <class F>
+inline constexpr bool has_form = (row_forms<F> > 0 || ScoreForm<F> || WeightForm<F>)&&Policy<F>;
 
 }  // namespace detail
 
 /// Reduces the contributions of one output row.
 ///
-/// A policy has a row form, `FoldForm` or `SelectForm`, and may add `score` and `weight`. A policy of `score` or `weight` alone
-/// is a weighted mean by them. Optional besides: `static constexpr bool keeps_single` (one contribution is its own result),
+/// A policy has a row form: it is a `FoldForm` or a `SelectForm`, or has `mixing() const`, which yields a `MixForm`; and may add
+/// `score` and `weight`. A policy of `score` or `weight` alone is a weighted mean by them. Optional besides: `static constexpr bool keeps_single` (one contribution is its own result),
 /// `static constexpr bool normalises` (`finish` divides by the total weight: plans refuse rows where it is not in (2^-100, 2^100)),
 /// `Status check(std::int64_t contributions) const` (whether a row of so many, as the row form gets them, can be fused).
 template <class F>
 concept FusePolicy = detail::has_form<F> && detail::fold_fits<F> && detail::select_fits<F> && detail::score_fits<F> &&
-                     !(FoldForm<F> && SelectForm<F>);
+                     detail::mix_fits<F> && detail::row_forms<F> <= 1;
 
 /// Names a policy as the fuse slot of a merger: `Fuser{WeightedMean{}}`.
 ///
@@ -98,11 +127,15 @@ class Fuser {
   static_assert(detail::score_fits<P>,
                 "kvmeld: this type is no FusePolicy: it needs 'Status score(const Scoring&, std::span<double>) const', "
                 "'void digest(Hasher&) const' and 'static constexpr bool reproducible'");
-  static_assert(!(FoldForm<P> && SelectForm<P>), "kvmeld: this type is no FusePolicy: it is a fold and has 'select'; one of them must go");
-  static_assert(detail::has_form<P> || !detail::fold_fits<P> || !detail::select_fits<P> || !detail::score_fits<P>,
-                "kvmeld: this type is no FusePolicy: it needs one of 'float select(OrderedValues) const', 'Status score(const Scoring&, "
-                "std::span<double>) const', 'float weight(const Source&) const', or the fold 'init', 'absorb', 'join', 'finish'; and "
-                "'void digest(Hasher&) const' and 'static constexpr bool reproducible'");
+  static_assert(detail::mix_fits<P>,
+                "kvmeld: this type is no FusePolicy: what 'mixing() const' yields needs 'prepare(rows) const', 'float channel(rows, "
+                "prepared, int) const' and 'static constexpr bool rotation_equivariant', and must be trivially copyable; the policy "
+                "needs 'void digest(Hasher&) const' and 'static constexpr bool reproducible'");
+  static_assert(detail::row_forms<P> <= 1, "kvmeld: this type is no FusePolicy: of a fold, 'select' and 'mixing' it may have one");
+  static_assert(detail::has_form<P> || !detail::fold_fits<P> || !detail::select_fits<P> || !detail::score_fits<P> || !detail::mix_fits<P>,
+                "kvmeld: this type is no FusePolicy: it needs one of 'float select(OrderedValues) const', 'mixing() const', 'Status "
+                "score(const Scoring&, std::span<double>) const', 'float weight(const Source&) const', or the fold 'init', 'absorb', "
+                "'join', 'finish'; and 'void digest(Hasher&) const' and 'static constexpr bool reproducible'");
   using policy_type = P;
 
   Fuser() = default;
@@ -152,18 +185,20 @@ struct MeanRows {
   }
 };
 
-/// What runs on rows: the policy itself, or a weighted mean.
+/// What runs on rows: the policy itself, what it mixes by, or a weighted mean.
 template <class F>
-using RowForm = std::conditional_t<FoldForm<F> || SelectForm<F>, F, MeanRows>;
-
-template <class F>
-[[nodiscard]] constexpr RowForm<F> row_form([[maybe_unused]] const F& fuser) {
+[[nodiscard]] constexpr auto row_form([[maybe_unused]] const F& fuser) {
   if constexpr (FoldForm<F> || SelectForm<F>) {
     return fuser;
+  } else if constexpr (mixes<F>) {
+    return fuser.mixing();
   } else {
-    return {};
+    return MeanRows{};
   }
 }
+
+template <class F>
+using RowForm = decltype(row_form(std::declval<const F&>()));
 
 /// Whether rows may be fused as they lie where they are equally turned.
 template <class F>

@@ -109,7 +109,17 @@ KVMELD_LAZY void prepend_prefix(Alignment& alignment, const Fragment& prefix, st
       row_begin.push_back(static_cast<std::uint32_t>(i + 1));
     }
     for (std::size_t o = 1; o < group.row_begin.size(); ++o) row_begin.push_back(group.row_begin[o] + static_cast<std::uint32_t>(count));
+    const std::size_t before = group.contributions.size();
     contributions.insert(contributions.end(), group.contributions.begin(), group.contributions.end());
+    if (!group.head_weights.empty()) {
+      std::vector<float> weights;
+      for (std::size_t at = 0; at < group.head_weights.size(); at += before) {
+        weights.insert(weights.end(), count, 1.0F);
+        const auto row = group.head_weights.begin() + static_cast<std::ptrdiff_t>(at);
+        weights.insert(weights.end(), row, row + static_cast<std::ptrdiff_t>(before));
+      }
+      group.head_weights = std::move(weights);
+    }
     group.contributions = std::move(contributions);
     group.row_begin = std::move(row_begin);
   }
@@ -197,7 +207,7 @@ template <class M>
   }
   auto alignment = merger.align.policy().align(ordered, first_position);
   if (!alignment) return alignment.error();
-  KVMELD_TRY(detail::check_alignment(*alignment, ordered, first_position));
+  KVMELD_TRY(detail::check_alignment(*alignment, target.geometry, ordered, first_position));
   std::vector<std::uint8_t> recompute(alignment->positions.size(), 0);
   KVMELD_TRY(merger.seam.mark(ordered, *alignment, recompute));
   for (std::size_t s = 0; s < ordered.size(); ++s) {
@@ -225,7 +235,7 @@ template <class M>
   if (length == 0 && !core.positions.empty()) length = core.positions.back() + 1;
   using Fuse = typename decltype(merger.fuse)::policy_type;
   using Rows = detail::RowForm<Fuse>;
-  if constexpr (ScoreForm<Fuse> || std::is_same_v<Rows, detail::MeanRows>) {
+  if constexpr (ScoreForm<Fuse> || MixForm<Rows> || std::is_same_v<Rows, detail::MeanRows>) {
     KVMELD_TRY(detail::weigh(core, *alignment, detail::score_call(merger.fuse.policy()), recompute, length));
   }
   KVMELD_TRY(detail::compile(core, *alignment, {detail::rotation_equivariant<Rows>(), detail::keeps_single<Rows>()}, recompute, length));

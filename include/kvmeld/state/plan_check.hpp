@@ -124,7 +124,8 @@ KVMELD_LAZY Status check_order(std::span<const std::uint32_t> order, std::size_t
 }
 
 /// Refuses alignments that a policy (perhaps the user's) built wrong.
-KVMELD_LAZY Status check_alignment(const Alignment& alignment, std::span<const Source> ordered, std::int64_t first_position) {
+KVMELD_LAZY Status check_alignment(const Alignment& alignment, const Geometry& geometry, std::span<const Source> ordered,
+                                  std::int64_t first_position) {
   const std::size_t n = alignment.positions.size();
   if (alignment.tokens.size() != n) return error(ErrorCode::token_count_mismatch, "alignment: ", alignment.tokens.size(), " ids for ", n, " outputs");
   if (n > 0 && alignment.positions[0] < first_position) {
@@ -139,7 +140,28 @@ KVMELD_LAZY Status check_alignment(const Alignment& alignment, std::span<const S
   if (n > 0 && alignment.positions[n - 1] > 2 * max_position) {
     return error(ErrorCode::invalid_argument, "alignment: position ", alignment.positions[n - 1], " is beyond ", 2 * max_position);
   }
+  std::vector<std::size_t> heads(alignment.groups.size());  // rows of weights that each group must have
+  for (const LayerShape& layer : geometry.layers) {
+    const auto l = static_cast<std::size_t>(&layer - geometry.layers.data());
+    std::size_t g = 0;
+    while (g < heads.size() && !alignment.groups[g].layers.contains(l)) ++g;
+    if (g == heads.size()) continue;  // refused later
+    heads[g] += layer_heads(layer);
+    if (alignment.groups[g].head_weights.empty()) continue;
+    for (const PlaneShape& shape : layer.planes) {
+      if (static_cast<std::size_t>(shape.heads) == layer_heads(layer)) continue;
+      return error(ErrorCode::unsupported, "alignment: weights by head, and planes of ", layer.planes[0].heads, " and ", shape.heads, " heads in layer ", l);
+    }
+  }
   for (const AlignmentGroup& group : alignment.groups) {
+    const auto g = static_cast<std::size_t>(&group - alignment.groups.data());
+    if (!group.head_weights.empty() && group.head_weights.size() != heads[g] * group.contributions.size()) {
+      return error(ErrorCode::invalid_argument, "alignment: ", group.head_weights.size(), " weights by head for ", heads[g], " heads and ",
+                   group.contributions.size(), " contributions");
+    }
+    for (const float w : group.head_weights) {
+      if (!std::isfinite(w)) return error(ErrorCode::non_finite, "alignment: a weight by head is not finite");
+    }
     if (group.row_begin.size() != n + 1 || group.row_begin.front() != 0 || group.row_begin.back() != group.contributions.size() ||
         !std::is_sorted(group.row_begin.begin(), group.row_begin.end())) {
       return error(ErrorCode::invalid_argument, "alignment: ", group.row_begin.size(), " row offsets for ", n, " outputs and ",
@@ -171,31 +193,57 @@ template <class F>
   }
 }
 
+/// Refuses a row of one head, or of all heads, that a fuser's row form cannot take.
+template <class F>
+Status check_row(const F& fuser, std::span<const PlaneShape> planes, const HeadInputs& row) {
+  using Rows = RowForm<F>;
+  const int count = row.used_count();
+  if constexpr (SelectForm<Rows>) {
+    if (count > max_selected) {
+      return error(ErrorCode::oversized, count, " contributions; this fuser sorts at most ", max_selected,
+                   ": fuse fewer fragments, or take a mean, a medoid or the geometric median");
+    }
+  }
+  if constexpr (MixForm<Rows>) {
+    for (const PlaneShape& shape : planes) {
+      const int most = (std::min)(max_mixed, max_mixed_values / ((shape.channels + 31) / 32 * 32));
+      if (count > most) return error(ErrorCode::oversized, count, " contributions; this fuser mixes at most ", most, " rows of ", shape.channels, " channels");
+    }
+  }
+  if constexpr (requires { fuser.check(std::int64_t{}); }) KVMELD_TRY(fuser.check(static_cast<std::int64_t>(count)));
+  if constexpr (requires { Rows::normalises; }) {
+    double total = 0;
+    for (int i = 0; i < row.count; ++i) {
+      const float weight = row.weight(i);
+      if (!(weight >= 0)) return error(ErrorCode::non_finite, "a weight of ", weight, "; weights are finite and at least 0");
+      total += static_cast<double>(weight);
+    }
+    if (total > 0x1p-100 && total < 0x1p100) return {};  // its reciprocal is a normal number
+    return error(ErrorCode::non_finite, "the ", row.count, " weights add up to ", total, "; a mean divides by their sum, which lies in (2^-100, 2^100)");
+  }
+  return count > 0 ? Status() : error(ErrorCode::non_finite, "the ", row.count, " weights are all 0");
+}
+
 /// Refuses rows that a fuser's row form cannot take: too many contributions to sort, too few for its own check, or weights
 /// that give a fuser which divides by their sum nothing to divide by.
 template <class F>
 Status check_rows(const PlanCore& core, const F& fuser) {
-  using Rows = RowForm<F>;
-  for (const GroupArrays& group : core.groups) {
+  std::vector<std::uint8_t> done(core.groups.size(), 0);
+  for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
+    const GroupArrays& group = core.groups[core.layer_group[l]];
+    const bool by_head = !core.head_weights[l].empty();
+    if (!by_head && done[core.layer_group[l]]++ != 0) continue;
     for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
-      const std::uint32_t begin = group.row_begin[o], end = group.row_begin[o + 1];
-      if (end - begin < (keeps_single<Rows>() ? 2U : 1U)) continue;
-      if constexpr (SelectForm<Rows>) {
-        if (end - begin > static_cast<std::uint32_t>(max_selected)) {
-          return error(ErrorCode::oversized, "output ", o, " at position ", core.positions[o], " has ", end - begin, " contributions; this fuser sorts at most ",
-                       max_selected, ": fuse fewer fragments, or take a mean, a medoid or the geometric median");
-        }
-      }
-      if constexpr (requires { fuser.check(std::int64_t{}); }) {
-        const Status checked = fuser.check(static_cast<std::int64_t>(end - begin));
-        if (!checked) return error(checked.code(), "output ", o, " at position ", core.positions[o], ": ", checked.message());
-      }
-      if constexpr (requires { Rows::normalises; }) {
-        double total = 0;
-        for (std::uint32_t i = begin; i < end; ++i) total += static_cast<double>(group.inputs[i].weight);
-        if (total > 0x1p-100 && total < 0x1p100) continue;  // its reciprocal is a normal number
-        return error(ErrorCode::non_finite, "the ", end - begin, " weights of output ", o, " at position ", core.positions[o], " add up to ", total,
-                     "; a mean divides by their sum, which lies in (2^-100, 2^100)");
+      const std::uint32_t begin = group.row_begin[o], count = group.row_begin[o + 1] - begin;
+      if (count < (keeps_single<RowForm<F>>() ? 2U : 1U)) continue;
+      for (std::size_t h = 0; h < (by_head ? layer_heads(core.geometry->layers[l]) : 1); ++h) {
+        const HeadInputs row{group.inputs.data() + begin, by_head ? core.head_weights[l].data() + h * group.inputs.size() + begin : nullptr,
+                             static_cast<int>(count)};
+        const bool single = by_head && keeps_single<RowForm<F>>() && row.used_count() == 1 && row.weight(row.first_used()) > 0;
+        const Status checked = single ? Status() : check_row(fuser, core.geometry->layers[l].planes, row);
+        if (checked) continue;
+        return error(checked.code(), "output ", o, " at position ", core.positions[o], by_head ? ", head " : "", by_head ? std::to_string(h) : "", ": ",
+                     checked.message());
       }
     }
   }

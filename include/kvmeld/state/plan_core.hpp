@@ -32,6 +32,8 @@ struct GroupArrays {
   std::vector<RowInput> inputs;
   std::vector<std::uint32_t> out_shift;
   std::vector<std::uint32_t> run;
+  std::vector<std::uint32_t> direct;  // (inputs) turn straight to the output; empty without head weights
+  std::vector<std::uint32_t> origin;  // (inputs) index of the contribution, likewise
 };
 
 /// The part of a plan that does not depend on the merger's type.
@@ -44,6 +46,7 @@ struct PlanCore {
   std::vector<std::int64_t> shifts{0};       // distinct turns; index 0 turns nothing
   std::vector<GroupArrays> groups;
   std::vector<std::uint32_t> layer_group;    // (layers)
+  std::vector<std::vector<float>> head_weights;  // (layers) each (head, input of the group), or empty
   std::vector<std::size_t> layer_needed_from;  // (layers) first output whose row some query reads
   std::vector<RopeTable> ropes;
   std::vector<std::int32_t> layer_rope;      // (layers) −1: keys are not turned
@@ -111,6 +114,7 @@ struct FuserTraits {
 KVMELD_LAZY void compile_rows(const PlanCore& core, const AlignmentGroup& alignment, std::size_t layer, FuserTraits fuser,
                          std::span<const std::uint8_t> recompute, ShiftIndex& shift_of, GroupArrays& out) {
   const bool pre_rope = core.geometry->layers[layer].key_form == KeyForm::pre_rope;
+  const bool by_head = !alignment.head_weights.empty();
   for (std::size_t o = 0; o < core.positions.size(); ++o) {
     const std::size_t first = out.inputs.size();
     std::uint32_t out_shift = 0;
@@ -121,12 +125,14 @@ KVMELD_LAZY void compile_rows(const PlanCore& core, const AlignmentGroup& alignm
         const Payload& payload = core.sources[c.source].payload();
         const std::int64_t row = payload_row(payload, layer, c.token);
         if (row < 0) continue;
+        if (by_head) out.origin.push_back(static_cast<std::uint32_t>(&c - alignment.contributions.data()));
         const std::int64_t shift = pre_rope ? 0 : core.positions[o] - payload.positions[c.token];
         equal = equal && (out.inputs.size() == first || shift == common);
         common = shift;
         out.inputs.push_back({c.source, static_cast<std::uint32_t>(row), rounded_product(c.weight, core.sources[c.source].weight), shift_of(shift)});
       }
       const std::size_t count = out.inputs.size() - first;
+      for (std::size_t i = first; by_head && i < out.inputs.size(); ++i) out.direct.push_back(out.inputs[i].shift);
       if (!pre_rope && (count > 1 || (count == 1 && !fuser.keeps_single))) {
         if (equal && fuser.equivariant) {
           out_shift = shift_of(common);
@@ -153,6 +159,30 @@ KVMELD_LAZY void compile_rows(const PlanCore& core, const AlignmentGroup& alignm
     const RowInput& b = out.inputs[out.row_begin[o]];
     if (a.source == b.source && a.row + 1 == b.row && a.shift == b.shift) out.run[o - 1] = out.run[o] + 1;
   }
+}
+
+/// Heads of a layer: those of its first plane.
+[[nodiscard]] inline std::size_t layer_heads(const LayerShape& layer) noexcept {
+  return layer.planes.empty() ? 0 : static_cast<std::size_t>(layer.planes[0].heads);
+}
+
+/// The weights of one layer's heads, contribution by contribution become input by input.
+KVMELD_LAZY std::vector<float> compile_head_weights(const Geometry& geometry, const AlignmentGroup& alignment, std::size_t group_index,
+                                                    const Alignment& whole, std::size_t layer, const GroupArrays& rows) {
+  std::vector<float> out;
+  if (alignment.head_weights.empty()) return out;
+  std::size_t at = 0;
+  for (std::size_t l = 0; l < layer; ++l) {
+    std::size_t g = 0;
+    while (g < group_index && !whole.groups[g].layers.contains(l)) ++g;
+    if (g == group_index && alignment.layers.contains(l)) at += layer_heads(geometry.layers[l]);
+  }
+  const std::size_t contributions = alignment.contributions.size();
+  for (std::size_t h = 0; h < layer_heads(geometry.layers[layer]); ++h) {
+    const float* const weights = alignment.head_weights.data() + (at + h) * contributions;
+    for (std::size_t i = 0; i < rows.inputs.size(); ++i) out.push_back(rounded_product(rows.inputs[i].weight, weights[rows.origin[i]]));
+  }
+  return out;
 }
 
 /// Which outputs the engine has to compute, and from which output on each layer's rows are read (`layer_needed_from`).
@@ -213,6 +243,7 @@ KVMELD_LAZY Status compile(PlanCore& core, const Alignment& alignment, FuserTrai
     }
     core.layer_group.push_back(static_cast<std::uint32_t>(k));
     const GroupArrays& rows = core.groups[k];
+    core.head_weights.push_back(compile_head_weights(geometry, alignment.groups[g], g, alignment, l, rows));
     std::int64_t token_bytes = 0;
     for (const PlaneShape& shape : geometry.layers[l].planes) token_bytes += row_bytes(shape) * shape.heads;
     for (std::size_t o = 0; o < core.positions.size(); ++o) core.bytes += rows.row_begin[o] == rows.row_begin[o + 1] ? 0 : token_bytes;

@@ -115,7 +115,7 @@ KVMELD_LAZY Status weigh(PlanCore& core, Alignment& alignment, ScoreCall score, 
       if (batch.rows.size() == 64 || batch.distances.size() >= 65536) KVMELD_TRY(finish_batch());
     }
     KVMELD_TRY(finish_batch());
-    // Rows close ranks over what weighs nothing.
+    // Rows close ranks over what weighs nothing. Weights by head leave it out by themselves.
     std::uint32_t kept = 0, begin = 0;
     for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
       const std::uint32_t end = group.row_begin[o + 1];
@@ -123,7 +123,7 @@ KVMELD_LAZY Status weigh(PlanCore& core, Alignment& alignment, ScoreCall score, 
         group.row_begin[o] = begin;  // as it was, for the check
         KVMELD_TRY(check_row(o, " after scoring"));
       }
-      const bool drops = end - begin > 1 && recompute[o] == 0;
+      const bool drops = end - begin > 1 && recompute[o] == 0 && group.head_weights.empty();
       group.row_begin[o] = kept;
       for (std::uint32_t i = begin; i < end; ++i) {
         if (!drops || group.contributions[i].weight != 0.0F) group.contributions[kept++] = group.contributions[i];

@@ -27,6 +27,28 @@ struct RowGroup {
   const RowInput* inputs = nullptr;
   const std::uint32_t* out_shift = nullptr;  ///< (outputs) turn after the fusion; 0: none
   const std::uint32_t* run = nullptr;  ///< (outputs) from here on copy consecutive rows of one source, equally turned
+  const std::uint32_t* direct = nullptr;  ///< (inputs) turn straight to the output, for a head that keeps one; null without head weights
+};
+
+/// The contributions to one head of an output: all of the output's, or those that head weights leave it.
+struct HeadInputs {
+  const RowInput* inputs = nullptr;
+  const float* weights = nullptr;  ///< 0: not of this head; null: the inputs' own
+  int count = 0;                   ///< of the output
+
+  [[nodiscard]] KVMELD_HD bool used(int i) const noexcept { return weights == nullptr || weights[i] != 0.0F; }
+  [[nodiscard]] KVMELD_HD float weight(int i) const noexcept { return weights == nullptr ? inputs[i].weight : weights[i]; }
+  [[nodiscard]] KVMELD_HD int used_count() const noexcept {
+    if (weights == nullptr) return count;
+    int used_inputs = 0;
+    for (int i = 0; i < count; ++i) used_inputs += weights[i] != 0.0F ? 1 : 0;
+    return used_inputs;
+  }
+  [[nodiscard]] KVMELD_HD int first_used() const noexcept {
+    int i = 0;
+    while (i + 1 < count && !used(i)) ++i;
+    return i;
+  }
 };
 
 /// One plane of one layer: where its rows come from and go to.
@@ -39,8 +61,16 @@ struct PlaneTask {
   RopePairing pairing = RopePairing::half_split;
   std::int32_t first_channel = 0;
   std::int32_t rotary_channels = 0;
+  const float* head_weights = nullptr;  ///< (head, input) in place of the inputs' own, 0: not of this head; null: none
+  std::int64_t input_count = 0;         ///< of the group
+  std::int32_t layer = 0;
   bool packed = false;  ///< output tokens follow each other in memory in canonical order
 
+  [[nodiscard]] KVMELD_HD HeadInputs head_inputs(std::int64_t output, std::int64_t head) const noexcept {
+    const std::uint32_t begin = group.row_begin[output];
+    return {group.inputs + begin, head_weights == nullptr ? nullptr : head_weights + head * input_count + begin,
+            static_cast<int>(group.row_begin[output + 1] - begin)};
+  }
   [[nodiscard]] KVMELD_HD const float* table(std::uint32_t shift) const noexcept { return rope + shift * rope_stride; }
   [[nodiscard]] KVMELD_HD bool turns(std::uint32_t shift) const noexcept { return rope != nullptr && shift != 0; }
   [[nodiscard]] KVMELD_HD const std::byte* input(const RowInput& in, std::int64_t head) const noexcept {

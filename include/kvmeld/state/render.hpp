@@ -76,14 +76,17 @@ KVMELD_LAZY Status check_output(const PlanCore& core, const MutableKvCacheRef& o
 template <class Place>
 void fill_tasks(const PlanCore& core, const MutableKvCacheRef& out, PlaneTask* tasks, const std::byte** bases, const Place& place) {
   std::size_t index = 0;
-  const auto at = [&](const auto& array) { return place(array.data()); };
+  const auto at = [&](const auto& array) { return array.empty() ? nullptr : place(array.data()); };
   for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
     const LayerShape& layer = core.geometry->layers[l];
     const GroupArrays& group = core.groups[core.layer_group[l]];
     for (std::size_t p = 0; p < layer.planes.size(); ++p, ++index) {
       PlaneTask task;
       task.out = out.plane(l, p);
-      task.group = {at(group.row_begin), at(group.inputs), at(group.out_shift), at(group.run)};
+      task.group = {at(group.row_begin), at(group.inputs), at(group.out_shift), at(group.run), at(group.direct)};
+      task.head_weights = at(core.head_weights[l]);
+      task.input_count = static_cast<std::int64_t>(group.inputs.size());
+      task.layer = static_cast<std::int32_t>(l);
       const std::byte** base = bases + index * core.sources.size();
       for (std::size_t s = 0; s < core.sources.size(); ++s) {
         const Payload& payload = core.sources[s].payload();

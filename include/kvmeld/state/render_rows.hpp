@@ -98,15 +98,21 @@ inline std::int64_t render_single(const PlaneTask& task, RowMode mode, std::int6
   return 1;
 }
 
+/// Zeros from channel n to the next whole block: what is sorted or mixed there must be a number.
+inline void pad_row(float* row, std::int64_t n) noexcept {
+  for (std::int64_t c = n; c % row_block != 0; ++c) row[c] = 0;
+}
+
 /// One contribution in f32, turned to the frame.
 inline void fetch_row(const PlaneTask& task, RowMode mode, const RowInput& input, std::int64_t head, float* row) noexcept {
   load_row(task.out.shape.type, mode.isa, task.input(input, head), task.out.shape.channels, row);
   if (task.turns(input.shift)) turn_row(turn_of(task, input.shift), mode.isa, row);
 }
 
-/// Fuses one head of an output: chunks of 64 contributions, joined as a binary counter carries.
+/// Folds one head of an output: chunks of 64 contributions, joined as a binary counter carries.
 template <class F>
-void fuse_head(const F& fuser, const PlaneTask& task, RowMode mode, const RowInput* inputs, int count, std::int64_t head, float* row) {
+void fold_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, std::int64_t head, float* row) {
+  const int count = inputs.count;
   const FoldRows<F> fold{fuser, mode.isa, (task.out.shape.channels + row_block - 1) / row_block * row_block};
   alignas(64) typename FoldRows<F>::Accumulator levels[max_levels][max_channels];
   float level_weight[max_levels];
@@ -119,9 +125,10 @@ void fuse_head(const F& fuser, const PlaneTask& task, RowMode mode, const RowInp
     fold.start(levels[level]);
     float weight = 0;
     for (int i = begin; i < end; ++i) {
-      fetch_row(task, mode, inputs[i], head, row);
-      fold.absorb(levels[level], row, inputs[i].weight);
-      weight += inputs[i].weight;
+      if (!inputs.used(i)) continue;
+      fetch_row(task, mode, inputs.inputs[i], head, row);
+      fold.absorb(levels[level], row, inputs.weight(i));
+      weight += inputs.weight(i);
     }
     for (int k = level - 1; k >= 0; --k) {
       fold.join(levels[k], levels[level]);
@@ -137,12 +144,93 @@ void fuse_head(const F& fuser, const PlaneTask& task, RowMode mode, const RowInp
     fold.join(levels[k], levels[top]);
     weight += level_weight[k];
   }
-  fold.finish(levels[top], row, weight, count);
+  fold.finish(levels[top], row, weight, inputs.used_count());
+}
+
+/// Sorts one head of an output channel by channel, and selects.
+template <class F>
+void select_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, std::int64_t head, float* fused) {
+  const std::int64_t channels = task.out.shape.channels;
+  alignas(64) float row[max_channels];
+  alignas(64) float values[max_selected * selected_channels];
+  for (std::int64_t at = 0; at < channels; at += selected_channels) {
+    const std::int64_t n = channels - at < selected_channels ? channels - at : selected_channels;
+    int used = 0;
+    for (int i = 0; i < inputs.count; ++i) {
+      if (!inputs.used(i)) continue;
+      fetch_row(task, mode, inputs.inputs[i], head, row);
+      float* const to = values + used++ * selected_channels;
+      std::memcpy(to, row + at, static_cast<std::size_t>(n) * sizeof(float));
+      pad_row(to, n);
+    }
+    select_rows(fuser, mode.isa, values, used, static_cast<int>((n + row_block - 1) / row_block), fused + at);
+  }
+}
+
+/// Mixes one head of an output from all of its contributions side by side.
+template <class F>
+void mix_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, std::int64_t head, float* fused) {
+  const PlaneShape& shape = task.out.shape;
+  alignas(64) float values[max_mixed_values];
+  float weights[max_mixed];
+  HeadRows rows{values, (shape.channels + row_block - 1) / row_block * row_block, weights, 0, shape.channels, task.layer,
+                static_cast<std::int32_t>(head), shape.plane};
+  for (int i = 0; i < inputs.count; ++i) {
+    if (!inputs.used(i)) continue;
+    float* const to = values + rows.contributions * rows.stride;
+    fetch_row(task, mode, inputs.inputs[i], head, to);
+    pad_row(to, shape.channels);
+    weights[rows.contributions++] = inputs.weight(i);
+  }
+  if constexpr (requires { fuser.mix(mode.isa, rows, fused); }) {
+    fuser.mix(mode.isa, rows, fused);
+  } else {
+    const auto prepared = fuser.prepare(rows);
+    for (int c = 0; c < shape.channels; ++c) fused[c] = fuser.channel(rows, prepared, c);
+  }
+}
+
+/// Reduces one head of an output in the fuser's form.
+template <class F>
+void fuse_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, std::int64_t head, float* row) {
+  if constexpr (SelectForm<F>) {
+    select_head(fuser, task, mode, inputs, head, row);
+  } else if constexpr (MixForm<F>) {
+    mix_head(fuser, task, mode, inputs, head, row);
+  } else {
+    fold_head(fuser, task, mode, inputs, head, row);
+  }
+}
+
+/// Renders the heads of one output one by one. A head that weights leave a single contribution takes it as it is, or turned once.
+template <class F>
+void render_heads(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o, std::int64_t slot) {
+  const std::uint32_t out_shift = task.group.out_shift[o];
+  for (std::int64_t head = 0; head < task.out.shape.heads; ++head) {
+    const HeadInputs inputs = task.head_inputs(o, head);
+    alignas(64) float row[max_channels] = {};
+    if (inputs.weights != nullptr && keeps_single<F>() && inputs.used_count() == 1) {
+      const int only = inputs.first_used();
+      const RowInput& input = inputs.inputs[only];
+      const std::uint32_t shift = task.group.direct[task.group.row_begin[o] + static_cast<std::uint32_t>(only)];
+      if (!task.turns(shift)) {
+        scatter_row(task.out, slot, head, task.input(input, head));
+        continue;
+      }
+      fetch_row(task, mode, {input.source, input.row, input.weight, shift}, head, row);
+    } else {
+      fuse_head(fuser, task, mode, inputs, head, row);
+      if (task.turns(out_shift)) turn_row(turn_of(task, out_shift), mode.isa, row);
+    }
+    put_row(task, mode, slot, head, row);
+  }
 }
 
 /// Whether all heads of an output can be fused as one long row in vector registers.
 [[nodiscard]] inline bool fuses_as_one(const PlaneTask& task, RowMode mode, const RowInput* inputs, int count, std::uint32_t out_shift) noexcept {
-  if (mode.isa == Isa::baseline || count > chunk_inputs || task.turns(out_shift) || !contiguous_heads(task.out)) return false;
+  if (mode.isa == Isa::baseline || count > chunk_inputs || task.turns(out_shift) || task.head_weights != nullptr || !contiguous_heads(task.out)) {
+    return false;
+  }
   for (int i = 0; i < count; ++i) {
     if (task.turns(inputs[i].shift)) return false;
   }
@@ -172,12 +260,7 @@ void render_fused(const F& fuser, const PlaneTask& task, RowMode mode, std::int6
     }
     return;
   }
-  for (std::int64_t head = 0; head < task.out.shape.heads; ++head) {
-    alignas(64) float row[max_channels] = {};
-    fuse_head(fuser, task, mode, inputs, count, head, row);
-    if (task.turns(out_shift)) turn_row(turn_of(task, out_shift), mode.isa, row);
-    put_row(task, mode, slot, head, row);
-  }
+  render_heads(fuser, task, mode, o, slot);
 }
 
 /// Renders one output by order statistics: slices of its contributions side by side, sorted channel by channel.
@@ -188,16 +271,11 @@ void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::i
   const PlaneShape& shape = task.out.shape;
   const RowInput* const inputs = task.group.inputs + task.group.row_begin[o];
   const int count = static_cast<int>(task.group.row_begin[o + 1] - task.group.row_begin[o]);
-  const std::uint32_t out_shift = task.group.out_shift[o];
-  bool turns = task.turns(out_shift);
+  bool turns = task.turns(task.group.out_shift[o]);
   for (int i = 0; i < count; ++i) turns = turns || task.turns(inputs[i].shift);
   alignas(64) float values[max_selected * selected_channels];
   const auto blocks = [](std::int64_t n) { return static_cast<int>((n + row_block - 1) / row_block); };
-  // Channels behind the last one are sorted too, and must be numbers.
-  const auto pad = [](float* row, std::int64_t n) {
-    for (std::int64_t c = n; c % row_block != 0; ++c) row[c] = 0;
-  };
-  if (!turns && contiguous_heads(task.out)) {  // heads are one long row
+  if (!turns && task.head_weights == nullptr && contiguous_heads(task.out)) {  // heads are one long row
     const std::int64_t all = static_cast<std::int64_t>(shape.heads) * shape.channels;
     alignas(64) float fused[selected_channels];
     alignas(64) std::byte stage[selected_channels * sizeof(double)];
@@ -208,7 +286,7 @@ void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::i
         const std::byte* const in = task.input(inputs[i], 0) + offset;
         for (std::int64_t b = 0; b < byte_size(shape.type, n); b += 64) __builtin_prefetch(in + 2048 + b);  // the next tokens' rows
         load_row(shape.type, mode.isa, in, n, values + i * selected_channels);
-        pad(values + i * selected_channels, n);
+        pad_row(values + i * selected_channels, n);
       }
       select_rows(fuser, mode.isa, values, count, blocks(n), fused);
       std::byte* const out = row_address(task, slot, 0) + offset;
@@ -217,22 +295,7 @@ void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::i
     }
     return;
   }
-  for (std::int64_t head = 0; head < shape.heads; ++head) {
-    alignas(64) float row[max_channels];
-    alignas(64) float fused[max_channels] = {};
-    for (std::int64_t at = 0; at < shape.channels; at += selected_channels) {
-      const std::int64_t n = shape.channels - at < selected_channels ? shape.channels - at : selected_channels;
-      for (int i = 0; i < count; ++i) {
-        fetch_row(task, mode, inputs[i], head, row);
-        float* const to = values + i * selected_channels;
-        std::memcpy(to, row + at, static_cast<std::size_t>(n) * sizeof(float));
-        pad(to, n);
-      }
-      select_rows(fuser, mode.isa, values, count, blocks(n), fused + at);
-    }
-    if (task.turns(out_shift)) turn_row(turn_of(task, out_shift), mode.isa, fused);
-    put_row(task, mode, slot, head, fused);
-  }
+  render_heads(fuser, task, mode, o, slot);
 }
 
 /// Renders rows [begin, end): row r is output `r % outputs` of task `r / outputs`.
@@ -250,6 +313,9 @@ void render_rows(const F& fuser, const PlaneTask* tasks, std::int64_t outputs, R
       } else {
         if constexpr (SelectForm<F>) {
           if (count != 0) render_selected(fuser, task, mode, o);
+        } else if constexpr (MixForm<F>) {
+          const std::int64_t slot = count == 0 ? -1 : task.out.slots.slot(o);
+          if (slot >= 0) render_heads(fuser, task, mode, o, slot);
         } else {
           if (count != 0) render_fused(fuser, task, mode, o);
         }

@@ -13,7 +13,7 @@ namespace detail {
 /// Renders rows: row r is one output token of one (layer, plane), all heads.
 ///
 /// gather → turn to the frame → reduce → turn to the output position → store, in f32, nothing stored between.
-/// @tparam F models `FoldForm` or `SelectForm`.
+/// @tparam F models `FoldForm`, `SelectForm` or `MixForm`.
 template <class F>
 struct RenderWork {
   using State = NoState;

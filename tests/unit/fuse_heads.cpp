@@ -1,0 +1,194 @@
+// Weights by head, and fusers that mix all contributions of a head at once: every executor gives the same bytes, and each head is
+// what it would be in a render of its own.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "support/lane_work.hpp"
+#include "support/rendering.hpp"
+
+namespace {
+
+using kvmeld::Aligner;
+using kvmeld::ById;
+using kvmeld::ElementType;
+using kvmeld::Fuser;
+using kvmeld::RopePairing;
+
+// A user's fuser of the mix form: a mean weighted by each contribution's largest channel, plus the layer.
+struct ByPeak {
+  static constexpr bool reproducible = true;
+  struct Mix {
+    static constexpr bool rotation_equivariant = false;
+    struct Peaks {
+      float weights[64];
+      float total;
+    };
+    template <class Rows>
+    KVMELD_HD Peaks prepare(const Rows& rows) const {
+      Peaks peaks{{}, 0};
+      for (int i = 0; i < rows.count(); ++i) {
+        float peak = 0;
+        for (int c = 0; c < rows.channels(); ++c) peak = peak < rows.value(i, c) ? rows.value(i, c) : peak;
+        peaks.weights[i] = peak * rows.weight(i);
+        peaks.total += peaks.weights[i];
+      }
+      return peaks;
+    }
+    template <class Rows>
+    KVMELD_HD float channel(const Rows& rows, const Peaks& peaks, int c) const {
+      float sum = static_cast<float>(rows.layer() + rows.head());
+      for (int i = 0; i < rows.count(); ++i) sum = kvmeld::fma(peaks.weights[i] / peaks.total, rows.value(i, c), sum);
+      return sum;
+    }
+  };
+  [[nodiscard]] Mix mixing() const { return {}; }
+  void digest(kvmeld::Hasher& hasher) const { hasher.text("test.ByPeak"); }
+};
+
+// Two spans at gapped positions; two outputs of `count` and one contribution; weights by head in which each head keeps some.
+struct Case {
+  std::shared_ptr<const kvmeld::Geometry> geometry;
+  std::vector<test::Sealed> spans;
+  kvmeld::FragmentSet set;
+  kvmeld::Alignment alignment;
+  kvmeld::Target target;
+
+  Case(ElementType type, RopePairing pairing, std::int64_t count)
+      : geometry(test::geometry({.type = type, .layers = 2, .heads = 3, .channels = 96, .value_channels = 64, .first = 8, .rotary = 80, .pairing = pairing})) {
+    for (const std::uint64_t seed : {1U, 2U}) {
+      const auto positions = test::gapped_positions(40, static_cast<std::int64_t>(seed));
+      spans.push_back(test::sealed(geometry, 40, seed, {.positions = positions}));
+    }
+    spans = test::by_id(spans);
+    set = test::set_of(spans);
+    alignment = test::crowd(count, 40);
+    auto& group = alignment.groups[0];
+    const std::size_t n = group.contributions.size();
+    for (std::size_t row = 0; row < 6; ++row) {  // (layer, head)
+      for (std::size_t i = 0; i < n; ++i) {
+        const bool last = i + 1 == n;  // the second output's only contribution
+        // Head 2 of each layer keeps one contribution; the others drop every third.
+        const bool kept = last || (row % 3 == 2 ? i == row % (n - 1) : (i + row) % 3 != 0 || count < 3);
+        group.head_weights.push_back(kept ? 0.5F + 0.25F * static_cast<float>((i + row) % 4) : 0.0F);
+      }
+    }
+    target.geometry = *geometry;
+  }
+
+  // What one (layer, head) sees, for all heads.
+  [[nodiscard]] kvmeld::Alignment of_head(std::size_t row) const {
+    kvmeld::Alignment out = alignment;
+    auto& group = out.groups[0];
+    const auto& all = alignment.groups[0];
+    group = {};
+    for (std::size_t o = 0; o < 2; ++o) {
+      for (std::uint32_t i = all.row_begin[o]; i < all.row_begin[o + 1]; ++i) {
+        const float w = all.head_weights[row * all.contributions.size() + i];
+        if (w == 0.0F) continue;
+        kvmeld::Contribution c = all.contributions[i];
+        c.weight *= w;
+        group.contributions.push_back(c);
+      }
+      group.end_row();
+    }
+    return out;
+  }
+};
+
+template <class F>
+void check_fuser(const Case& c, const F& fuser, bool each_head) {
+  const auto given = [](kvmeld::Alignment a) { return Aligner{test::Given{std::make_shared<const kvmeld::Alignment>(std::move(a))}}; };
+  const auto whole = test::render_everywhere(c.set, kvmeld::merger(ById{}, given(c.alignment), Fuser{fuser}), c.target);
+  test::render_everywhere(c.set, kvmeld::merger(ById{}, given(c.alignment), Fuser{fuser}), c.target, test::Layout::paged);
+  if (!each_head) return;
+  for (std::size_t layer = 0; layer < 2; ++layer) {
+    for (std::size_t head = 0; head < 3; ++head) {
+      const auto alone = test::render_everywhere(c.set, kvmeld::merger(ById{}, given(c.of_head(layer * 3 + head)), Fuser{fuser}), c.target);
+      for (std::size_t p = 0; p < 2; ++p) {
+        const auto& got = whole->out().plane(layer, p);
+        const auto& want = alone->out().plane(layer, p);
+        const auto bytes = static_cast<std::size_t>(kvmeld::detail::row_bytes(got.shape));
+        for (std::int64_t o = 0; o < 2; ++o) {
+          const auto at = got.byte_offset(got.row_offset(o, static_cast<std::int64_t>(head)));
+          INFO("layer " << layer << " head " << head << " plane " << p << " output " << o);
+          REQUIRE(std::equal(got.data + at, got.data + at + bytes, want.data + at));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("each head is fused by its own weights, in rows and in lanes") {
+  const auto type = GENERATE(ElementType::f32, ElementType::bf16, ElementType::q8_0);
+  const auto pairing = GENERATE(RopePairing::half_split, RopePairing::interleaved);
+  const std::int64_t count = GENERATE(2, 7, 60);
+  CAPTURE(kvmeld::to_string(type), count);
+  const Case c(type, pairing, count);
+  check_fuser(c, kvmeld::WeightedMean{}, true);
+  check_fuser(c, kvmeld::Max{}, true);
+  check_fuser(c, kvmeld::Sum{}, false);  // a single one is turned once, where one of several is turned twice
+  check_fuser(c, kvmeld::Median{}, true);
+  check_fuser(c, ByPeak{}, false);
+}
+
+TEST_CASE("crowds are folded by head weights in the same chunks everywhere") {
+  const std::int64_t count = GENERATE(65, 400);
+  const Case c(ElementType::f16, RopePairing::half_split, count);
+  check_fuser(c, kvmeld::WeightedMean{}, false);
+  check_fuser(c, kvmeld::Sum{}, false);
+}
+
+TEST_CASE("a fuser of the mix form sees all contributions of a head") {
+  const Case c(ElementType::f32, RopePairing::half_split, 5);
+  kvmeld::Alignment plain = c.alignment;
+  plain.groups[0].head_weights.clear();
+  const auto merger = kvmeld::merger(ById{}, Aligner{test::Given{std::make_shared<const kvmeld::Alignment>(plain)}}, Fuser{ByPeak{}});
+  const auto out = test::render_everywhere(c.set, merger, c.target);
+  // Values are not rotary: plain loops in double over the payloads.
+  for (std::size_t layer = 0; layer < 2; ++layer) {
+    for (std::int64_t head = 0; head < 3; ++head) {
+      double weights[5], total = 0;
+      const float* rows[5];
+      for (std::uint32_t i = 0; i < 5; ++i) {
+        const auto& contribution = plain.groups[0].contributions[i];
+        const auto& payload = c.spans[contribution.source].fragment.payloads()[0];
+        rows[i] = reinterpret_cast<const float*>(payload.bytes.get() + payload.plane_offsets[layer * 2 + 1]) + (contribution.token * 3 + static_cast<std::uint32_t>(head)) * 64;
+        weights[i] = std::max(0.0, static_cast<double>(*std::max_element(rows[i], rows[i] + 64))) * static_cast<double>(contribution.weight);
+        total += weights[i];
+      }
+      const auto plane = out->out().plane(layer, 1);
+      for (int channel = 0; channel < 64; ++channel) {
+        double want = static_cast<double>(layer) + static_cast<double>(head);
+        for (std::size_t i = 0; i < 5; ++i) want += weights[i] / total * static_cast<double>(rows[i][channel]);
+        const float got = reinterpret_cast<const float*>(plane.data + plane.byte_offset(plane.row_offset(0, head)))[channel];
+        REQUIRE(std::abs(static_cast<double>(got) - want) <= 1e-5 * (1 + std::abs(want)));
+      }
+    }
+  }
+}
+
+TEST_CASE("weights by head that do not fit are refused with their number") {
+  Case c(ElementType::f32, RopePairing::half_split, 4);
+  const auto plan = [&] {
+    return kvmeld::plan(c.set, kvmeld::merger(ById{}, Aligner{test::Given{std::make_shared<const kvmeld::Alignment>(c.alignment)}}), c.target).status();
+  };
+  REQUIRE(plan().ok());
+  auto& weights = c.alignment.groups[0].head_weights;
+  const float kept = weights.back();
+  weights.back() = std::nanf("");
+  CHECK(plan().code() == kvmeld::ErrorCode::non_finite);
+  weights.back() = kept;
+  std::fill_n(weights.begin(), 4, 0.0F);
+  CHECK(plan().code() == kvmeld::ErrorCode::non_finite);  // head 0 of output 0 has nothing left
+  weights[0] = -1;
+  CHECK(plan().code() == kvmeld::ErrorCode::non_finite);
+  weights[0] = 1;
+  weights[1] = 1;
+  CHECK(plan().ok());
+  weights.pop_back();
+  CHECK(plan().code() == kvmeld::ErrorCode::invalid_argument);
+}
