@@ -51,6 +51,7 @@ enum class ErrorCode : std::uint8_t {
   store_full,             ///< a store or disk refuses more bytes
   unauthenticated,        ///< a message carries no valid authentication tag, or another namespace
   version_mismatch,       ///< bytes of a newer major version than this build reads
+  gate_refused,           ///< a map between models, measured on held-out data, is worse than the bar
 };
 
 /// The name of a code as it is written in this header.
@@ -94,6 +95,7 @@ enum class ErrorCode : std::uint8_t {
     case ErrorCode::store_full: return "store_full";
     case ErrorCode::unauthenticated: return "unauthenticated";
     case ErrorCode::version_mismatch: return "version_mismatch";
+    case ErrorCode::gate_refused: return "gate_refused";
   }
   return "unknown";
 }
