@@ -244,3 +244,15 @@ TEST_CASE("sets without provenance meet by the ids in which they differ") {
   CHECK(sets[0].digest() == sets[1].digest());
   CHECK(sets[0].size() == 38);
 }
+
+TEST_CASE("a counter of the largest magnitude is refused, not negated") {
+  for (const std::uint64_t zigzag : {~std::uint64_t{0}, ~std::uint64_t{0} - 1, std::uint64_t{1} << 63U}) {
+    for (const std::uint64_t elements : {std::uint64_t{0}, std::uint64_t{60}, ~std::uint64_t{0}}) {
+      ByteWriter out;
+      out.varint(zigzag);
+      ByteReader in(out.written());
+      (void)kvmeld::detail::DifferenceEstimate{}.read(in, elements, 1);
+      CHECK(in.status("counter").code() == ErrorCode::corrupt);
+    }
+  }
+}

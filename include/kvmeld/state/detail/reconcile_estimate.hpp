@@ -55,10 +55,11 @@ class DifferenceEstimate {
   /// Size of the symmetric difference to the set of `elements` elements that wrote `counters` counters, 0 where none is seen.
   [[nodiscard]] double read(ByteReader& in, std::uint64_t elements, unsigned counters) const {
     double sum = 0;
+    if (elements >> 62U != 0) in.fail(ErrorCode::corrupt);
     for (unsigned i = 0; i < counters; ++i) {
       const std::uint64_t zigzag = in.varint();
       const std::uint64_t magnitude = (zigzag >> 1U) + (zigzag & 1U);
-      if (2 * magnitude > elements + 2) in.fail(ErrorCode::corrupt);
+      if (magnitude > elements / 2 + 1) in.fail(ErrorCode::corrupt);
       if (!in.ok()) return 0;
       const auto half = static_cast<std::int64_t>(zigzag >> 1U) ^ -static_cast<std::int64_t>(zigzag & 1U);
       const auto apart = static_cast<double>(2 * half + static_cast<std::int64_t>(elements & 1U) - counter(i));
