@@ -1,0 +1,311 @@
+#pragma once
+
+/// What attention reads: queries in their frame, and key and value rows of any cache as f32.
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/cache/fragment.hpp>
+#include <kvmeld/cache/kv_cache_ref.hpp>
+#include <kvmeld/cache/rope_table.hpp>
+#include <kvmeld/cache/row_copy.hpp>
+#include <kvmeld/cache/turn_rows.hpp>
+#include <kvmeld/config.hpp>
+#include <kvmeld/status.hpp>
+#include <kvmeld/tensor/rows.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// Where queries and keys meet. A key's position is that of its source, wherever a render puts its token afterwards: so each agent's
+/// part can be computed by itself, and merged.
+enum class QueryFrame : std::uint8_t {
+  pre_rope,      ///< un-rotated queries meet un-rotated keys: content alone decides, position does not
+  post_rope,     ///< queries carry their position, as an engine computed them, and meet keys where their sources have them
+  at_positions,  ///< un-rotated queries are turned to their stated positions, and then as `post_rope`
+};
+
+/// Coordinator queries: `count` for each layer and KV head, over memory that the caller owns.
+struct AttentionQueries {
+  std::span<const float> values{};               ///< (query, layer, KV head, key channel)
+  std::int64_t count = 0;
+  QueryFrame frame = QueryFrame::pre_rope;
+  std::span<const std::int64_t> positions{};     ///< (query) of `at_positions`
+  float scale = 0.0F;                            ///< logit = q·k · scale / temperature; 0: 1 / √channels
+  float temperature = 1.0F;                      ///< > 0
+};
+
+/// One cache that queries attend over.
+struct AttendSource {
+  KvCacheRef cache;
+  std::span<const std::int64_t> positions{};  ///< (token) of the cache's keys; read only where keys have to be turned
+  TokenSet tokens{};                          ///< which of them take part; those that a layer does not hold do not, in that layer
+};
+
+namespace detail {
+
+/// One token in one layer.
+struct AttendedToken {
+  std::uint32_t source = 0;
+  std::uint32_t token = 0;
+};
+
+[[nodiscard]] constexpr std::size_t padded_channels(std::int32_t channels) noexcept { return (static_cast<std::size_t>(channels) + 31) / 32 * 32; }
+
+/// Checked queries and caches; rows as f32 with heads padded to 32 channels, keys in the queries' frame.
+class AttentionReader {
+ public:
+  struct Layer {
+    std::size_t heads = 0;
+    std::size_t key_width = 0;    ///< channels of a head, padded
+    std::size_t value_width = 0;
+    std::int32_t value_channels = 0;
+    double factor = 0;            ///< logit / (q·k)
+    std::vector<float> queries;   ///< (head, query, key_width)
+    std::int32_t table = -1;      ///< of `tables_`, where keys are turned
+  };
+
+  /// No layers where there are no sources. Both spans, and what they point to, outlive the reader.
+  KVMELD_LAZY static Result<AttentionReader> of(const AttentionQueries& queries, std::span<const AttendSource> sources) {
+    AttentionReader out;
+    out.sources_ = sources;
+    KVMELD_TRY(check_queries(queries));
+    if (sources.empty()) return out;
+    for (std::size_t s = 0; s < sources.size(); ++s) KVMELD_TRY(out.check_source(s));
+    const Geometry& geometry = sources[0].cache.geometry();
+    std::size_t width = 0;
+    for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+      KVMELD_TRY(check_layer(geometry.layers[l], l));
+      if (geometry.layers[l].planes.empty()) continue;
+      const PlaneShape& key = geometry.layers[l].planes[0];
+      width += static_cast<std::size_t>(key.heads) * static_cast<std::size_t>(key.channels);
+    }
+    if (queries.values.size() / static_cast<std::size_t>(queries.count) != width || queries.values.size() % static_cast<std::size_t>(queries.count) != 0) {
+      return error(ErrorCode::invalid_argument, "attention: ", queries.values.size(), " numbers for ", queries.count, " queries; this model takes ", width,
+                   " for each (layer, KV head, channel)");
+    }
+    for (std::size_t i = 0; i < queries.values.size(); ++i) {
+      if (!std::isfinite(queries.values[i])) {
+        return error(ErrorCode::non_finite, "attention: query ", i / width, " holds NaN or infinity at number ", i % width, " of ", width);
+      }
+    }
+    std::size_t first = 0;
+    for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+      KVMELD_TRY(out.add_layer(queries, l, width, first));
+    }
+    return out;
+  }
+
+  [[nodiscard]] std::size_t count() const noexcept { return layers_.size(); }
+  [[nodiscard]] const Layer& layer(std::size_t l) const noexcept { return layers_[l]; }
+
+  /// Appends the tokens of one source that a layer holds.
+  KVMELD_LAZY void tokens(std::size_t l, std::size_t s, std::vector<AttendedToken>& out) const {
+    const AttendSource& source = sources_[s];
+    if (source.cache.geometry().layers[l].planes.empty()) return;
+    const TokenSlots& slots = source.cache.plane(l, 0).slots;
+    const std::int64_t n = source.tokens.all ? source.cache.tokens() : static_cast<std::int64_t>(source.tokens.present.size());
+    for (std::int64_t i = 0; i < n; ++i) {
+      const std::int64_t t = source.tokens.all ? i : source.tokens.present[static_cast<std::size_t>(i)];
+      if (slots.slot(t) >= 0) out.push_back({static_cast<std::uint32_t>(s), static_cast<std::uint32_t>(t)});
+    }
+  }
+
+  /// A token's keys, (head, key_width), in the queries' frame: the cache's own memory where it lies so, or `scratch`.
+  [[nodiscard]] const float* keys(std::size_t l, AttendedToken at, float* scratch) const noexcept {
+    const Layer& layer = layers_[l];
+    const PlaneRef& plane = sources_[at.source].cache.plane(l, 0);
+    const float* const row = read(plane, at.token, layer.key_width, layer.table >= 0, scratch);
+    if (layer.table < 0) return row;
+    const RopeSpec& rope = sources_[at.source].cache.geometry().layers[l].rope;
+    const Turn turn{tables_[static_cast<std::size_t>(layer.table)].row(shift_of_[at.source][at.token]), plane.shape.channels, rope.first_channel,
+                    rope.rotary_channels, rope.pairing};
+    for (std::size_t h = 0; h < layer.heads; ++h) turn_row(turn, isa_, scratch + h * layer.key_width);
+    return scratch;
+  }
+  /// A token's values, (head, value_width).
+  [[nodiscard]] const float* values(std::size_t l, AttendedToken at, float* scratch) const noexcept {
+    return read(sources_[at.source].cache.plane(l, 1), at.token, layers_[l].value_width, false, scratch);
+  }
+
+ private:
+  [[nodiscard]] const float* read(const PlaneRef& plane, std::uint32_t token, std::size_t width, bool copy, float* scratch) const noexcept {
+    const std::int64_t slot = plane.slots.slot(token);
+    const PlaneShape& shape = plane.shape;
+    const bool whole = width == static_cast<std::size_t>(shape.channels);
+    if (whole && contiguous_heads(plane)) {
+      const std::byte* const from = plane.data + plane.byte_offset(plane.row_offset(slot, 0));
+      if (shape.type == ElementType::f32 && !copy && reinterpret_cast<std::uintptr_t>(from) % alignof(float) == 0) return reinterpret_cast<const float*>(from);
+      load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width) * shape.heads, scratch);
+      return scratch;
+    }
+    for (std::int32_t h = 0; h < shape.heads; ++h) {
+      float* const to = scratch + static_cast<std::size_t>(h) * width;
+      if (plane.contiguous_rows()) {
+        load_row(shape.type, isa_, plane.data + plane.byte_offset(plane.row_offset(slot, h)), shape.channels, to);
+      } else {
+        const std::int64_t row = plane.row_offset(slot, h);
+        for (std::int32_t c = 0; c < shape.channels; ++c) {
+          to[c] = load_element(shape.type, plane.data + plane.byte_offset(row + plane.channel_offset(c)), 0);
+        }
+      }
+      std::fill(to + shape.channels, to + width, 0.0F);
+    }
+    return scratch;
+  }
+
+  KVMELD_LAZY static Status check_queries(const AttentionQueries& queries) {
+    if (queries.frame > QueryFrame::at_positions) {
+      return error(ErrorCode::unknown_field, "attention: query frame ", static_cast<int>(queries.frame), " is none that this build knows");
+    }
+    if (queries.count <= 0) return error(ErrorCode::invalid_argument, "attention: ", queries.count, " queries; give one at least");
+    const std::size_t placed = queries.frame == QueryFrame::at_positions ? static_cast<std::size_t>(queries.count) : 0;
+    if (queries.positions.size() != placed) {
+      return error(ErrorCode::invalid_argument, "attention: ", queries.positions.size(), " positions for ", queries.count,
+                   " queries; the frame at_positions takes one each, other frames none");
+    }
+    if (!(queries.scale >= 0.0F && queries.scale < 1e30F) || !(queries.temperature > 1e-30F && queries.temperature < 1e30F)) {
+      return error(ErrorCode::invalid_argument, "attention: scale ", queries.scale, " and temperature ", queries.temperature,
+                   "; the scale is at least 0 (0: 1 / sqrt(channels)), the temperature above 0");
+    }
+    return {};
+  }
+  KVMELD_LAZY Status check_source(std::size_t s) const {
+    const AttendSource& source = sources_[s];
+    if (!source.cache.valid()) return error(ErrorCode::invalid_argument, "attention: cache ", s, " of ", sources_.size(), " has no geometry");
+    const KvCacheRef& first = sources_[0].cache;
+    if (source.cache.shared_geometry() != first.shared_geometry()) KVMELD_TRY(check_same(source.cache.geometry(), first.geometry()));
+    std::int64_t last = -1;
+    for (const std::int32_t t : source.tokens.all ? std::span<const std::int32_t>() : std::span<const std::int32_t>(source.tokens.present)) {
+      if (t <= last || t >= source.cache.tokens()) {
+        return error(ErrorCode::invalid_argument, "attention: cache ", s, " of ", source.cache.tokens(), " tokens: token ", t, " is named behind token ", last);
+      }
+      last = t;
+    }
+    return {};
+  }
+  KVMELD_LAZY static Status check_layer(const LayerShape& layer, std::size_t l) {
+    if (layer.planes.empty()) return {};
+    for (const PlaneShape& shape : layer.planes) {
+      if (shape.plane == Plane::latent || shape.plane == Plane::rope_part) {
+        return error(ErrorCode::unsupported, "attention: layer ", l, " is latent (MLA), ", shape.channels,
+                     " channels for all heads; queries meet it only through the model's up-projection: expand keys and values first");
+      }
+      if (shape.hadamard != 0 || shape.scales != ScaleScheme::none) {
+        return error(ErrorCode::unsupported, "attention: layer ", l, " keeps plane ", static_cast<int>(shape.plane), " in a Hadamard basis of ",
+                     shape.hadamard, " or with scales apart; seal it as f16 or q8_0 in the model's own basis");
+      }
+    }
+    if (layer.planes.size() != 2 || layer.planes[0].plane != Plane::key || layer.planes[1].plane != Plane::value ||
+        layer.planes[0].heads != layer.planes[1].heads) {
+      return error(ErrorCode::unsupported, "attention: layer ", l, " has ", layer.planes.size(), " planes; it takes keys and values of equal head count");
+    }
+    if (layer.planes[0].channels <= 0 || layer.planes[1].channels <= 0) {
+      return error(ErrorCode::invalid_argument, "attention: layer ", l, " has heads of ", layer.planes[0].channels, " key and ", layer.planes[1].channels,
+                   " value channels");
+    }
+    return {};
+  }
+
+  KVMELD_LAZY Status add_layer(const AttentionQueries& queries, std::size_t l, std::size_t width, std::size_t& first) {
+    const LayerShape& shape = sources_[0].cache.geometry().layers[l];
+    Layer& layer = layers_.emplace_back();
+    if (shape.planes.empty()) return {};
+    const PlaneShape& key = shape.planes[0];
+    const auto m = static_cast<std::size_t>(queries.count);
+    const auto channels = static_cast<std::size_t>(key.channels);
+    layer.heads = static_cast<std::size_t>(key.heads);
+    layer.key_width = padded_channels(key.channels);
+    layer.value_width = padded_channels(shape.planes[1].channels);
+    layer.value_channels = shape.planes[1].channels;
+    const double scale = queries.scale > 0.0F ? static_cast<double>(queries.scale) : 1.0 / math::sqrt(static_cast<double>(key.channels));
+    layer.factor = scale / static_cast<double>(queries.temperature);
+    layer.queries.assign(layer.heads * m * layer.key_width, 0.0F);
+    for (std::size_t q = 0; q < m; ++q) {
+      for (std::size_t h = 0; h < layer.heads; ++h) {
+        std::memcpy(layer.queries.data() + (h * m + q) * layer.key_width, queries.values.data() + q * width + first + h * channels, channels * sizeof(float));
+      }
+    }
+    first += layer.heads * channels;
+    if (!key.rotary || shape.rope.kind == RopeKind::none) return {};
+    if (queries.frame == QueryFrame::at_positions) {
+      auto table = RopeTable::build(shape.rope, queries.positions, longest(shape.rope));
+      if (!table) return table.error();
+      for (std::size_t h = 0; h < layer.heads; ++h) {
+        for (std::size_t q = 0; q < m; ++q) {
+          const Turn turn{table->row(q), key.channels, shape.rope.first_channel, shape.rope.rotary_channels, shape.rope.pairing};
+          turn_row(turn, isa_, layer.queries.data() + (h * m + q) * layer.key_width);
+        }
+      }
+    }
+    const bool turned = shape.key_form == KeyForm::post_rope;
+    if (turned != (queries.frame == QueryFrame::pre_rope)) return {};
+    return add_table(shape.rope, layer, turned ? -1 : 1);
+  }
+  /// The frequencies' context: what the longest source had seen.
+  [[nodiscard]] std::int64_t longest(const RopeSpec& rope) const noexcept {
+    if (!length_dependent(rope)) return 0;
+    std::int64_t length = 1;
+    for (const AttendSource& source : sources_) {
+      for (const std::int64_t p : source.positions) length = (std::max)(length, p + 1);
+    }
+    return (std::min)(length, std::int64_t{rope.original_context});
+  }
+  /// Tables are shared by layers of one rope, shifts by all tables.
+  KVMELD_LAZY Status add_table(const RopeSpec& rope, Layer& layer, std::int64_t sign) {
+    for (std::size_t t = 0; t < specs_.size(); ++t) {
+      if (*specs_[t] == rope && signs_[t] == sign) layer.table = static_cast<std::int32_t>(t);
+    }
+    if (layer.table >= 0) return {};
+    if (shifts_.empty()) {
+      for (std::size_t s = 0; s < sources_.size(); ++s) {
+        const AttendSource& source = sources_[s];
+        if (static_cast<std::int64_t>(source.positions.size()) != source.cache.tokens()) {
+          return error(ErrorCode::token_count_mismatch, "attention: ", source.positions.size(), " positions for ", source.cache.tokens(), " tokens of cache ", s,
+                       ", whose keys have to be turned");
+        }
+        shifts_.insert(shifts_.end(), source.positions.begin(), source.positions.end());
+      }
+      std::sort(shifts_.begin(), shifts_.end());
+      shifts_.erase(std::unique(shifts_.begin(), shifts_.end()), shifts_.end());
+      for (const AttendSource& source : sources_) {
+        std::vector<std::uint32_t>& index = shift_of_.emplace_back();
+        for (const std::int64_t p : source.positions) {
+          index.push_back(static_cast<std::uint32_t>(std::lower_bound(shifts_.begin(), shifts_.end(), p) - shifts_.begin()));
+        }
+      }
+    }
+    if (shifts_.empty()) return {};
+    if (length_dependent(rope)) {
+      for (std::size_t s = 0; s < sources_.size(); ++s) {
+        if (!sources_[s].positions.empty()) KVMELD_TRY(check_shift(rope, sources_[s].positions.back() + 1, 0));
+      }
+    }
+    std::vector<std::int64_t> shifts = shifts_;
+    for (std::int64_t& p : shifts) p = p > -max_position && p < max_position ? sign * p : max_position;  // beyond: refused by the table
+    auto built = RopeTable::build(rope, shifts, longest(rope));
+    if (!built) return built.error();
+    layer.table = static_cast<std::int32_t>(tables_.size());
+    specs_.push_back(&rope);
+    signs_.push_back(sign);
+    tables_.push_back(*std::move(built));
+    return {};
+  }
+
+  Isa isa_ = best_isa();
+  std::span<const AttendSource> sources_;
+  std::vector<Layer> layers_;
+  std::vector<std::int64_t> shifts_;                      // distinct positions, ascending
+  std::vector<std::vector<std::uint32_t>> shift_of_;      // (source)(token)
+  std::vector<const RopeSpec*> specs_;
+  std::vector<std::int64_t> signs_;
+  std::vector<RopeTable> tables_;
+};
+
+}  // namespace detail
+KVMELD_NAMESPACE_END
