@@ -4,74 +4,25 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <string>
 #include <utility>
 #include <vector>
 
-#include <kvmeld/align/linear_map.hpp>
-#include <kvmeld/cache/geometry.hpp>
+#include <kvmeld/align/packed_matrix.hpp>
+#include <kvmeld/align/projection_parts.hpp>
 #include <kvmeld/cache/geometry_hash.hpp>
 #include <kvmeld/cache/hash.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
-/// One KV head of one layer of the source model.
-struct HeadRef {
-  std::int32_t layer = 0;
-  std::int32_t head = 0;
+namespace detail {
 
-  bool operator==(const HeadRef&) const = default;
+/// A `LinearMap` as it is applied to caches. `inner` is empty where dense.
+struct PackedMap {
+  PackedMatrix outer;
+  PackedMatrix inner;
 };
 
-/// Some consecutive heads of a target plane: which source heads they are made of, and by which matrix.
-///
-/// The matrix's inputs are the heads' channels, one head behind the other in this order; its outputs the channels of
-/// target heads `first_head`, `first_head + 1`, …: as many heads as outputs ÷ head size. Sharing is repeating a matrix's
-/// number: per model (all layers name one), per layer (one block with all heads), per head (a block for each).
-struct MapBlock {
-  std::int32_t first_head = 0;
-  std::uint32_t matrix = 0;        ///< index into `ProjectionParts::matrices`
-  std::vector<HeadRef> inputs{};   ///< key heads for keys, value heads for values
-
-  bool operator==(const MapBlock&) const = default;
-};
-
-/// What makes one target layer: blocks in ascending order of heads that cover every head once.
-struct LayerMap {
-  std::vector<MapBlock> key{};
-  std::vector<MapBlock> value{};
-
-  bool operator==(const LayerMap&) const = default;
-};
-
-/// Whether a map computes, or only moves channels.
-enum class MapKind : std::uint8_t {
-  linear,       ///< matrices, on keys without their rotation
-  permutation,  ///< equal shapes but for the pairing of the rope: stored elements change places, bit by bit
-};
-
-/// Where a map comes from and what it was worth on data that it was not fitted on.
-struct MapRecord {
-  std::string method{};             ///< e.g. "ridge 0.01"
-  Digest128 fit_data{};             ///< of what it was fitted on
-  std::int64_t fit_tokens = 0;
-  std::int64_t held_out_tokens = 0;
-  double attention_cosine = -1;     ///< held out: mean cosine of attention outputs over mapped and own K/V; −1: not measured
-  double downstream = -1;           ///< held out: share of a task that the target solves from the mapped cache; −1: not measured
-  double bar = 0;                   ///< the attention cosine that whoever measured it asked for
-
-  bool operator==(const MapRecord&) const = default;
-};
-
-/// The public, mutable form from which a `ProjectionMap` is made.
-struct ProjectionParts {
-  Geometry source{};                  ///< element types, scales, windows and the tenant are not compared with caches
-  Geometry target{};
-  MapKind kind = MapKind::linear;
-  std::vector<LinearMap> matrices{};  ///< empty for a permutation
-  std::vector<LayerMap> layers{};     ///< one for each target layer; empty for a permutation
-  MapRecord record{};
-};
+}  // namespace detail
 
 /// How one model's K/V become another's: immutable, checked, named by its content.
 ///
@@ -97,77 +48,23 @@ class ProjectionMap {
   [[nodiscard]] const ProjectionParts& parts() const noexcept { return parts_; }
   /// Names geometries, numbers and record: part of a merger's digest.
   [[nodiscard]] const Digest128& digest() const noexcept { return digest_; }
+  [[nodiscard]] std::span<const detail::PackedMap> packed() const noexcept { return packed_; }
 
  private:
-  ProjectionMap(ProjectionParts parts, Digest128 digest) : parts_(std::move(parts)), digest_(digest) {}
+  ProjectionMap(ProjectionParts parts, Digest128 digest) : parts_(std::move(parts)), digest_(digest) {
+    for (const LinearMap& m : parts_.matrices) {
+      detail::PackedMap& packed = packed_.emplace_back();
+      packed.outer = {m.outputs, m.rank == 0 ? m.inputs : m.rank, m.weight.data(), m.bias.empty() ? nullptr : m.bias.data()};
+      if (m.rank != 0) packed.inner = {m.rank, m.inputs, m.inner.data(), nullptr};
+    }
+  }
 
   ProjectionParts parts_;
   Digest128 digest_;
+  std::vector<detail::PackedMap> packed_;  // f32, in the order of the kernels
 };
 
 namespace detail {
-
-/// The plane of a layer, or null.
-[[nodiscard]] inline const PlaneShape* find_plane(const LayerShape& layer, Plane plane) noexcept {
-  for (const PlaneShape& shape : layer.planes) {
-    if (shape.plane == plane) return &shape;
-  }
-  return nullptr;
-}
-
-KVMELD_LAZY [[nodiscard]] Status check_blocks(const ProjectionParts& parts, std::size_t layer, Plane plane, std::span<const MapBlock> blocks) {
-  const char* const name = plane == Plane::key ? " keys" : " values";
-  const PlaneShape* const out = find_plane(parts.target.layers[layer], plane);
-  std::int64_t covered = 0;
-  for (std::size_t b = 0; b < blocks.size(); ++b) {
-    const MapBlock& block = blocks[b];
-    if (block.matrix >= parts.matrices.size()) {
-      return error(ErrorCode::invalid_argument, "target layer ", layer, name, ", block ", b, ": matrix ", block.matrix, " of ", parts.matrices.size());
-    }
-    const LinearMap& matrix = parts.matrices[block.matrix];
-    std::int64_t inputs = 0;
-    for (const HeadRef& in : block.inputs) {
-      const PlaneShape* const shape = in.layer >= 0 && in.layer < std::ssize(parts.source.layers)
-                                          ? find_plane(parts.source.layers[static_cast<std::size_t>(in.layer)], plane) : nullptr;
-      if (shape == nullptr || in.head < 0 || in.head >= shape->heads) {
-        return error(ErrorCode::invalid_argument, "target layer ", layer, name, ", block ", b, ": the source has no head ", in.head, " in layer ", in.layer);
-      }
-      inputs += shape->channels;
-    }
-    const std::int64_t channels = out == nullptr ? 0 : out->channels;
-    if (channels == 0 || inputs != matrix.inputs || matrix.outputs % channels != 0 || block.first_head != covered) {
-      return error(ErrorCode::invalid_argument, "target layer ", layer, name, ", block ", b, ": a matrix of ", matrix.outputs, " x ", matrix.inputs,
-                   " for ", inputs, " source channels and heads of ", channels, " from ", block.first_head, " on, where ", covered, " are covered");
-    }
-    covered += matrix.outputs / channels;
-  }
-  const std::int64_t heads = out == nullptr || out->channels == 0 ? 0 : out->heads;
-  if (covered != heads) return error(ErrorCode::invalid_argument, "target layer ", layer, name, ": blocks make ", covered, " heads of ", heads);
-  return {};
-}
-
-/// Maps know keys and values; anything else in a layer is refused.
-KVMELD_LAZY [[nodiscard]] Status check_planes(const Geometry& geometry, const char* side) {
-  KVMELD_TRY(validate(geometry));
-  for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
-    for (const PlaneShape& shape : geometry.layers[l].planes) {
-      if (shape.plane != Plane::key && shape.plane != Plane::value) {
-        return error(ErrorCode::unsupported, side, " layer ", l, " has a plane of kind ", static_cast<int>(shape.plane), "; maps know keys and values");
-      }
-      if (shape.plane == Plane::value && shape.rotary) return error(ErrorCode::unsupported, side, " layer ", l, " rotates its values");
-    }
-  }
-  return {};
-}
-
-/// A geometry with the pairing of every rope, and the fingerprints, set alike.
-[[nodiscard]] inline Geometry without_pairing(Geometry geometry) {
-  geometry.model.clear();
-  geometry.tokenizer.clear();
-  geometry.tenant.clear();
-  for (LayerShape& layer : geometry.layers) layer.rope.pairing = RopePairing::half_split;
-  return geometry;
-}
 
 KVMELD_LAZY [[nodiscard]] Digest128 projection_digest(const ProjectionParts& parts) {
   Hasher h;
