@@ -349,7 +349,7 @@ TEST_CASE("confidence must be a number, and give a mean something to divide by")
     REQUIRE(weighed.insert(a.fragment, {1, 0}, pair).ok());
     REQUIRE(weighed.insert(b.fragment, {2, 0}, pair == -1.0F ? 1.0F : pair).ok());
     const auto mean = kvmeld::merger(ById{}, Aligner{TokenMatch{}}, Fuser{kvmeld::WeightedMean{.weighting = kvmeld::Weighting::confidence}});
-    refused(weighed, mean, at(g), ErrorCode::non_finite, {"2 weights of output 0"});
+    refused(weighed, mean, at(g), ErrorCode::non_finite, {"output 0", "the 2 weights"});
     CHECK(kvmeld::plan(weighed, kvmeld::merger(ById{}, mean.fuse), at(g)).ok());  // a single one is its own mean
     CHECK(kvmeld::plan(weighed, kvmeld::merger(ById{}, Aligner{TokenMatch{}}), at(g)).ok());
   }

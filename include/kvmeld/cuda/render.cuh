@@ -35,7 +35,7 @@ namespace detail {
 [[nodiscard]] inline const gpu::ResidentPayload* find_resident(const PlanSource& source,
                                                                const gpu::RenderOptions& options) noexcept {
   for (const gpu::ResidentPayload& r : options.resident) {
-    if (r.fragment == source.fragment.id() && r.payload == source.payload_index) return &r;
+    if (!source.own && r.fragment == source.fragment.id() && r.payload == source.payload_index) return &r;
   }
   return nullptr;
 }
@@ -46,9 +46,9 @@ struct RenderOffsets {
   std::size_t bases = 0;
 };
 
-/// @param keep_last  copies the last source through the staging buffer, so that it need not outlive the call.
+/// @param keep_own  copies what the plan made itself through the staging buffer, so that the plan need not outlive the call.
 [[nodiscard]] inline RenderOffsets lay_out(Upload& upload, const PlanCore& core, const gpu::RenderOptions& options,
-                                           bool keep_last) {
+                                           bool keep_own) {
   RenderOffsets at;
   at.tasks = upload.reserve(core.planes() * sizeof(PlaneTask));
   at.bases = upload.reserve(core.planes() * core.sources.size() * sizeof(const std::byte*));
@@ -68,7 +68,7 @@ struct RenderOffsets {
     const Payload& payload = core.sources[s].payload();
     if (const gpu::ResidentPayload* r = find_resident(core.sources[s], options)) {
       upload.resident(payload.bytes.get(), payload.byte_count, r->bytes);
-    } else if (keep_last && s + 1 == core.sources.size()) {
+    } else if (keep_own && core.sources[s].own) {
       upload.stage(payload.bytes.get(), payload.byte_count);
     } else {
       upload.attach(payload.bytes.get(), payload.byte_count);
@@ -124,7 +124,7 @@ template <class Rows>
 template <class M>
 static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<M>& plan,
                                           std::span<std::byte> workspace, const MutableKvCacheRef& out,
-                                          const gpu::RenderOptions& options, bool keep_last) {
+                                          const gpu::RenderOptions& options, bool keep_own) {
   const PlanCore& core = plan.core();
   if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
   KVMELD_TRY(check_same(*core.geometry, out.geometry()));
@@ -141,7 +141,7 @@ static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<
   if (!view) return view.error();
   KVMELD_TRY(check_device_output(core, *view, workspace, options));
   Upload upload;
-  const RenderOffsets at = lay_out(upload, core, options, keep_last);
+  const RenderOffsets at = lay_out(upload, core, options, keep_own);
   const auto rows = row_form(plan.merger().fuse.policy());
   stage_parameters(upload, rows);
   view->stage_tables(upload);
@@ -224,10 +224,9 @@ template <class M>
   const std::size_t bytes = gpu::workspace_bytes(*made, out, options);
   void* workspace = nullptr;
   KVMELD_TRY(detail::cuda_status(cudaMallocAsync(&workspace, bytes, stream.get()), "allocating a workspace"));
-  // The copy of the local cache is the plan's own, and the plan goes when this returns.
-  const bool keep_last = target.local && !target.layers.all();
+  // What the plan made itself goes with it when this returns.
   auto report = detail::run_on_device(stream, *made, std::span(static_cast<std::byte*>(workspace), bytes), out, options,
-                                      keep_last);
+                                      true);
   const Status freed = detail::cuda_status(cudaFreeAsync(workspace, stream.get()), "freeing a workspace");
   if (report.ok() && !freed) return freed;
   return report;

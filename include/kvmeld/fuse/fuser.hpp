@@ -106,7 +106,8 @@ inline constexpr bool has_form = (row_forms<F> > 0 || ScoreForm<F> || WeightForm
 /// A policy has a row form: it is a `FoldForm` or a `SelectForm`, or has `mixing() const`, which yields a `MixForm`; and may add
 /// `score` and `weight`. A policy of `score` or `weight` alone is a weighted mean by them. Optional besides: `static constexpr bool keeps_single` (one contribution is its own result),
 /// `static constexpr bool normalises` (`finish` divides by the total weight: plans refuse rows where it is not in (2^-100, 2^100)),
-/// `Status check(std::int64_t contributions) const` (whether a row of so many, as the row form gets them, can be fused).
+/// `Status check(std::int64_t contributions) const` (whether a row of so many, as the row form gets them, can be fused),
+/// `Status fits(const Geometry&) const` (whether caches of this geometry can be fused at all).
 template <class F>
 concept FusePolicy = detail::has_form<F> && detail::fold_fits<F> && detail::select_fits<F> && detail::score_fits<F> &&
                      detail::mix_fits<F> && detail::row_forms<F> <= 1;

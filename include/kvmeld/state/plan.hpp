@@ -84,7 +84,7 @@ KVMELD_LAZY Status add_local(PlanCore& core, Alignment& alignment, const Target&
     kept.contributions.push_back({static_cast<std::uint32_t>(core.sources.size()), static_cast<std::uint32_t>(o), 1.0F});
     kept.end_row();
   }
-  core.sources.push_back({*std::move(sealed), 0, 1.0F});
+  core.sources.push_back({*std::move(sealed), 0, 1.0F, true});
   alignment.groups.insert(alignment.groups.begin(), std::move(kept));  // the first group that covers a layer counts
   return {};
 }
@@ -160,7 +160,7 @@ template <class M>
 
 /// Works out what a merger makes of a set: selects, orders, aligns, marks seams, weighs, and compiles rows. Reads no K/V except
 /// what the select and order policies read and, for a fuser with a `score`, the keys of every token that several fragments hold;
-/// copies the rows of layers that the target keeps from its local cache.
+/// copies the rows of layers that the target keeps from its local cache, and maps fragments of other models where the aligner does.
 ///
 /// O(tokens · fragments), and O(n² · channels) for each scored token of n contributions. Errors: `geometry_mismatch`,
 /// `prefix_conflict`, `prefix_missing`, `payload_missing` (with the ids), `duplicate_bos`, `rope_length_dependent`,
@@ -173,7 +173,8 @@ template <class M>
   if (target.first_position < 0 || target.first_position > max_position) {
     return detail::error(ErrorCode::invalid_argument, "first_position ", target.first_position, " is not in [0, ", max_position, "]");
   }
-  const auto parts = detail::split(set, target);
+  const detail::TransformCall transform = detail::transform_call(merger.align.policy());
+  const auto parts = detail::split(set, target, transform);
   if (!parts) return parts.error();
   std::string missing;
   std::vector<Source> sources;
@@ -192,6 +193,7 @@ template <class M>
   }
   if (parts->prefix != nullptr && parts->prefix->fragment.payloads()[0].bytes == nullptr) missing.append(" ").append(parts->prefix->fragment.id().hex());
   if (!missing.empty()) return detail::error(ErrorCode::payload_missing, "evicted payloads:", missing, "; fetch them and plan again");
+  if constexpr (requires { merger.fuse.policy().fits(target.geometry); }) KVMELD_TRY(merger.fuse.policy().fits(target.geometry));
   const auto order = merger.order.order(sources);
   if (!order) return order.error();
   KVMELD_TRY(detail::check_order(*order, sources.size()));
@@ -202,8 +204,26 @@ template <class M>
   core.geometry = std::make_shared<const Geometry>(target.geometry);
   std::int64_t first_position = target.first_position;
   if (parts->prefix != nullptr) {
-    core.sources.push_back({parts->prefix->fragment, 0, 1.0F});
+    core.sources.push_back({parts->prefix->fragment, 0, 1.0F, false});
     first_position += parts->prefix->fragment.token_count();
+  }
+  // Whichever span comes first is read in its encoding without lead-in, if it has one.
+  const std::size_t first_payload = !ordered.empty() && ordered[0].fragment->payloads().size() > 1 ? 1 : 0;
+  if (first_payload == 1 && ordered[0].fragment->payloads()[1].bytes == nullptr) {
+    return detail::error(ErrorCode::payload_missing, "evicted payloads: ", ordered[0].fragment->id().hex(),
+                         " (the encoding without lead-in, which the first span is read in); fetch it and plan again");
+  }
+  std::vector<Fragment> mapped;
+  mapped.reserve(ordered.size());
+  std::vector<std::uint8_t> is_mapped(ordered.size(), 0);
+  for (std::size_t s = 0; s < ordered.size(); ++s) {
+    if (!parts->maps(*ordered[s].fragment)) continue;
+    auto made = detail::mapped_fragment(transform, *ordered[s].fragment, s == 0 ? first_payload : 0, core.geometry);
+    if (!made) return made.error();
+    mapped.push_back(*std::move(made));
+    ordered[s].fragment = &mapped.back();
+    ordered[s].payload = &mapped.back().payloads()[0];
+    is_mapped[s] = 1;
   }
   auto alignment = merger.align.policy().align(ordered, first_position);
   if (!alignment) return alignment.error();
@@ -213,13 +233,7 @@ template <class M>
   for (std::size_t s = 0; s < ordered.size(); ++s) {
     const auto weight = detail::source_weight(merger.fuse.policy(), ordered[s]);
     if (!weight) return weight.error();
-    // Whichever span comes first is read in its encoding without lead-in, if it has one.
-    const bool variant = s == 0 && ordered[s].fragment->payloads().size() > 1;
-    if (variant && ordered[s].fragment->payloads()[1].bytes == nullptr) {
-      return detail::error(ErrorCode::payload_missing, "evicted payloads: ", ordered[s].fragment->id().hex(),
-                           " (the encoding without lead-in, which the first span is read in); fetch it and plan again");
-    }
-    core.sources.push_back({*ordered[s].fragment, variant ? std::size_t{1} : std::size_t{0}, *weight});
+    core.sources.push_back({*ordered[s].fragment, s == 0 && is_mapped[0] == 0 ? first_payload : std::size_t{0}, *weight, is_mapped[s] != 0});
   }
   if (parts->prefix != nullptr) {
     detail::prepend_prefix(*alignment, parts->prefix->fragment, target.first_position);

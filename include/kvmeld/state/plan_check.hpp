@@ -17,14 +17,39 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// The prefix and the spans of a set, checked against each other and the target.
+/// What an aligner takes beside fragments in the target's geometry, of any type.
+struct TransformCall {
+  const void* policy = nullptr;
+  Status (*accepts)(const void*, const Geometry&, const Geometry&) = nullptr;
+  Result<Payload> (*transform)(const void*, const Fragment&, std::size_t, const Geometry&) = nullptr;
+};
+
+template <class P>
+[[nodiscard]] TransformCall transform_call([[maybe_unused]] const P& policy) {
+  if constexpr (TransformForm<P>) {
+    return {&policy, [](const void* p, const Geometry& from, const Geometry& to) { return static_cast<const P*>(p)->accepts(from, to); },
+            [](const void* p, const Fragment& fragment, std::size_t payload, const Geometry& to) {
+              return static_cast<const P*>(p)->transform(fragment, payload, to);
+            }};
+  } else {
+    return {};
+  }
+}
+
+/// The prefix and the spans of a set, checked against each other and the target. Fragments of other models that the aligner maps are
+/// spans; their prefixes belong to the other model's context and are left out.
 struct SetParts {
   const FragmentSet::Entry* prefix = nullptr;    ///< to be rendered
   const FragmentSet::Entry* in_place = nullptr;  ///< known, and held by the engine already
   std::vector<const FragmentSet::Entry*> spans;
+  std::vector<const FragmentSet::Entry*> mapped;  ///< those of `spans` that come from another model
+
+  [[nodiscard]] bool maps(const Fragment& fragment) const {
+    return std::any_of(mapped.begin(), mapped.end(), [&](const FragmentSet::Entry* e) { return &e->fragment == &fragment; });
+  }
 };
 
-KVMELD_LAZY Result<SetParts> split(const FragmentSet& set, const Target& target) {
+KVMELD_LAZY Result<SetParts> split(const FragmentSet& set, const Target& target, const TransformCall& transform) {
   SetParts parts;
   std::string unknown;
   for (const FragmentSet::Entry* entry : in_force(set)) {
@@ -32,7 +57,16 @@ KVMELD_LAZY Result<SetParts> split(const FragmentSet& set, const Target& target)
       unknown.append(" ").append(entry->id.hex());
       continue;
     }
-    KVMELD_TRY(check_same(entry->fragment.geometry(), target.geometry));
+    const Status same = check_same(entry->fragment.geometry(), target.geometry);
+    if (!same) {
+      if (transform.accepts == nullptr) return same;
+      KVMELD_TRY(transform.accepts(transform.policy, entry->fragment.geometry(), target.geometry));
+      if (entry->fragment.role() == Role::span) {
+        parts.spans.push_back(entry);
+        parts.mapped.push_back(entry);
+      }
+      continue;
+    }
     if (entry->fragment.role() == Role::prefix) {
       if (parts.prefix != nullptr) {
         return error(ErrorCode::prefix_conflict, "two prefixes in one set: ", parts.prefix->fragment.id().hex(), " and ", entry->fragment.id().hex());
@@ -46,7 +80,7 @@ KVMELD_LAZY Result<SetParts> split(const FragmentSet& set, const Target& target)
   const FragmentId* named = nullptr;
   for (const FragmentSet::Entry* span : parts.spans) {
     const FragmentId& prefix = span->fragment.prefix();
-    if (prefix.empty()) continue;
+    if (prefix.empty() || parts.maps(span->fragment)) continue;
     if (named != nullptr && *named != prefix) {
       return error(ErrorCode::prefix_conflict, "spans were sealed behind two prefixes: ", named->hex(), " and ", prefix.hex());
     }
@@ -74,7 +108,9 @@ KVMELD_LAZY Status check_positions(const Geometry& geometry, const std::vector<P
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     for (const PlaneShape& shape : geometry.layers[l].planes) {
       if (shape.rotary) {
-        for (const PlanSource& source : sources) KVMELD_TRY(check_source(geometry.layers[l].rope, source));
+        for (const PlanSource& source : sources) {
+          if (!source.own) KVMELD_TRY(check_source(geometry.layers[l].rope, source));  // no frequencies in keys without position
+        }
       }
       if (shape.channels > max_channels) {
         return error(ErrorCode::unsupported, "layer ", l, ": head size ", shape.channels, " is above ", max_channels);
@@ -111,6 +147,47 @@ KVMELD_LAZY Status check_selection(const TokenSet& selected, const Fragment& fra
     last = token;
   }
   return {};
+}
+
+/// Refuses what a transform (perhaps the user's) made wrong.
+KVMELD_LAZY Status check_mapped(const Payload& payload, const Geometry& geometry, std::int64_t tokens) {
+  std::size_t plane = 0;
+  const auto wrong = [&](const char* what) { return error(ErrorCode::invalid_argument, "a transform's payload of ", tokens, " tokens has wrong ", what); };
+  if (payload.bytes == nullptr || static_cast<std::int64_t>(payload.positions.size()) != tokens) return wrong("positions or no bytes");
+  for (const std::int64_t position : payload.positions) {
+    if (position != 0) return wrong("positions: its keys must come without, at position 0");
+  }
+  if (payload.layer_set.size() != geometry.layers.size()) return wrong("layers");
+  for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+    if (payload.layer_set[l] >= payload.token_sets.size()) return wrong("token sets");
+    const TokenSet& set = payload.token_sets[payload.layer_set[l]];
+    for (std::size_t i = 0; !set.all && i < set.present.size(); ++i) {
+      if (set.present[i] < 0 || set.present[i] >= tokens || (i > 0 && set.present[i] <= set.present[i - 1])) return wrong("token sets");
+    }
+    for (const PlaneShape& shape : geometry.layers[l].planes) {
+      if (plane >= payload.plane_offsets.size()) return wrong("planes");
+      const auto bytes = static_cast<std::size_t>(payload.layer_tokens(l) * shape.heads * row_bytes(shape));
+      if (payload.plane_offsets[plane] > payload.byte_count || bytes > payload.byte_count - payload.plane_offsets[plane]) return wrong("planes");
+      ++plane;
+    }
+  }
+  return {};
+}
+
+/// The fragment as it is in the target's model: one payload, the same id, token ids where the tokenizers are one.
+KVMELD_LAZY Result<Fragment> mapped_fragment(const TransformCall& call, const Fragment& fragment, std::size_t payload,
+                                             const std::shared_ptr<const Geometry>& to) {
+  auto mapped = call.transform(call.policy, fragment, payload, *to);
+  if (!mapped) return mapped.error();
+  KVMELD_TRY(check_mapped(*mapped, *to, fragment.token_count()));
+  auto body = std::make_shared<Fragment::Body>();
+  body->geometry = to;
+  body->role = fragment.role();
+  body->token_count = fragment.token_count();
+  if (fragment.geometry().tokenizer == to->tokenizer) body->tokens.assign(fragment.tokens().begin(), fragment.tokens().end());
+  body->payloads.push_back(*std::move(mapped));
+  body->id = fragment.id();
+  return Fragment(std::move(body));
 }
 
 /// Refuses an order that is not each of `count` spans once.
