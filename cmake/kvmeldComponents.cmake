@@ -3,7 +3,7 @@
 # kvmeld_component(NAME) makes the target kvmeld::NAME and sets kvmeld_NAME_FOUND; where something is missing it sets
 # kvmeld_NAME_REASON to one line that says what to do. It never stops the configuration itself.
 
-set(kvmeld_known_components cuda llama openssl zstd redis grpc mpi)
+set(kvmeld_known_components cuda llama openssl zstd redis grpc mpi eigen)
 
 function(kvmeld_component name)
   set(found FALSE)
@@ -24,6 +24,8 @@ function(kvmeld_component name)
     _kvmeld_component_grpc()
   elseif(name STREQUAL "mpi")
     _kvmeld_component_mpi()
+  elseif(name STREQUAL "eigen")
+    _kvmeld_component_eigen()
   else()
     list(JOIN kvmeld_known_components ", " known)
     set(reason "there is no component '${name}' (known: ${known})")
@@ -164,5 +166,19 @@ macro(_kvmeld_component_mpi)
     set(found TRUE)
   else()
     set(reason "no MPI 3; install libopenmpi-dev, or set MPI_HOME")
+  endif()
+endmacro()
+
+# Maps between models are fitted with Eigen: align/projection_fit.hpp. Its headers are as noisy as any, hence the system folder.
+macro(_kvmeld_component_eigen)
+  find_package(Eigen3 3.3 NO_MODULE QUIET)
+  if(TARGET Eigen3::Eigen)
+    get_target_property(kvmeld_eigen_include Eigen3::Eigen INTERFACE_INCLUDE_DIRECTORIES)
+    add_library(kvmeld::eigen INTERFACE IMPORTED ${kvmeld_component_scope})
+    target_include_directories(kvmeld::eigen SYSTEM INTERFACE ${kvmeld_eigen_include})
+    target_link_libraries(kvmeld::eigen INTERFACE kvmeld::kvmeld)
+    set(found TRUE)
+  else()
+    set(reason "no Eigen 3.3 or newer; install libeigen3-dev, or set Eigen3_DIR")
   endif()
 endmacro()
