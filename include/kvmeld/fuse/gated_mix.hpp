@@ -1,0 +1,138 @@
+#pragma once
+
+/// Gates over whole rows on hosts: the lane form's expressions, a few contributions at a time.
+
+#include <cstddef>
+
+#include <kvmeld/fuse/gated_rows.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+namespace detail {
+
+/// The mean of all rows, whole blocks.
+KVMELD_ALWAYS_INLINE void mean_row(const HeadRows& rows, std::ptrdiff_t columns, float* __restrict mean) noexcept {
+  for (std::ptrdiff_t b = 0; b < columns; b += 32) {
+    alignas(64) float sum[32];
+    for (int c = 0; c < 32; ++c) sum[c] = 0;
+    for (int i = 0; i < rows.contributions; ++i) {
+      const float* __restrict const row = rows.values + i * rows.stride + b;
+      for (int c = 0; c < 32; ++c) sum[c] += row[c];
+    }
+    for (int c = 0; c < 32; ++c) mean[b + c] = sum[c] / static_cast<float>(rows.contributions);
+  }
+}
+
+/// Hidden units of the next few contributions, from `begin` on; returns how many. The first ones bring the mean's part along.
+template <Isa isa>
+KVMELD_ALWAYS_INLINE int next_units(const float* net, const GateLayout& at, const HeadRows& rows, const float* mean, int begin, float* shared,
+                                    float* __restrict units) {
+  const int n = next_rows(isa, rows.contributions - begin);
+  multiply_rows(isa, {rows.values + begin * rows.stride, rows.stride, rows.width, net + at.own, net + at.bias, units, at.hidden,
+                      begin == 0 ? mean : nullptr, net + at.mean, shared}, n);
+  for (std::ptrdiff_t r = 0; r < n; ++r) {
+    for (std::ptrdiff_t b = 0; b < at.hidden; b += 32) {
+      float* __restrict const to = units + r * at.hidden + b;
+      const float* __restrict const add = shared + b;
+      KVMELD_KEEP_LOOP
+      for (int j = 0; j < 32; ++j) to[j] = hidden_unit(to[j] + add[j]);
+    }
+  }
+  return n;
+}
+
+/// Σ g·x of one block of 32 channels, gates by contribution.
+KVMELD_ALWAYS_INLINE void sum_gated(const HeadRows& rows, const double* gates, std::ptrdiff_t b, float* __restrict out) noexcept {
+  alignas(64) double sum[32];
+  for (int c = 0; c < 32; ++c) sum[c] = 0;
+  for (int i = 0; i < rows.contributions; ++i) {
+    const double g = gates[i];
+    const float* __restrict const row = rows.values + i * rows.stride + b;
+    KVMELD_KEEP_LOOP
+    for (int c = 0; c < 32; ++c) sum[c] = fma(g, static_cast<double>(row[c]), sum[c]);
+  }
+  for (int c = 0; c < 32; ++c) out[b + c] = static_cast<float>(sum[c]);
+}
+
+/// One block of 32 channels by gates of their own. logits: (contribution, 32)
+KVMELD_ALWAYS_INLINE void sum_opened(const HeadRows& rows, const float* logits, std::ptrdiff_t b, float* __restrict out) noexcept {
+  alignas(64) float most[32];
+  alignas(64) double total[32];
+  alignas(64) double sum[32];
+  for (int c = 0; c < 32; ++c) {
+    most[c] = logits[c];
+    total[c] = 0;
+    sum[c] = 0;
+  }
+  for (int i = 1; i < rows.contributions; ++i) {
+    for (int c = 0; c < 32; ++c) most[c] = logits[i * 32 + c] > most[c] ? logits[i * 32 + c] : most[c];
+  }
+  for (int i = 0; i < rows.contributions; ++i) {
+    const float weight = rows.weights[i];
+    const float* __restrict const logit = logits + i * 32;
+    const float* __restrict const row = rows.values + i * rows.stride + b;
+    KVMELD_KEEP_LOOP
+    for (int c = 0; c < 32; ++c) {
+      const double g = open_gate(weight, logit[c], most[c]);
+      total[c] += g;
+      sum[c] = fma(g, static_cast<double>(row[c]), sum[c]);
+    }
+  }
+  for (int c = 0; c < 32; ++c) out[b + c] = static_cast<float>(sum[c] / total[c]);
+}
+
+template <Isa isa, GateKind kind>
+KVMELD_ALWAYS_INLINE void mix_gated(const GateRows<kind>& gate, const HeadRows& rows, float* out) {
+  const GateLayout at = GateLayout::of(kind, rows.width, gate.hidden);
+  const float* const net = gate.network(rows.layer_index, rows.plane_kind);
+  const int count = rows.contributions;
+  const std::ptrdiff_t columns = whole_blocks(rows.width);
+  alignas(64) float mean[1024];
+  alignas(64) float shared[max_gate_hidden];
+  mean_row(rows, columns, mean);
+  if constexpr (kind == GateKind::token) {
+    alignas(64) float units[8 * max_gate_hidden];
+    float logits[max_mixed] = {};
+    for (int i = 0; i < count;) {
+      const int n = next_units<isa>(net, at, rows, mean, i, shared, units);
+      for (int r = 0; r < n; ++r) logits[i + r] = net[at.last] + dot_lanes(units + r * at.hidden, net + at.second, at.hidden);
+      i += n;
+    }
+    double gates[max_mixed];
+    soften(rows, logits, gates);
+    for (std::ptrdiff_t b = 0; b < columns; b += 32) sum_gated(rows, gates, b, out);
+  } else {
+    alignas(64) float units[max_gate_units];
+    for (int i = 0; i < count;) i += next_units<isa>(net, at, rows, mean, i, shared, units + i * at.hidden);
+    alignas(64) float logits[max_mixed_values];
+    multiply_rows(isa, {units, at.hidden, gate.hidden, net + at.second, net + at.last, logits, columns, nullptr, nullptr, nullptr}, count);
+    alignas(64) float block[max_mixed * 32];
+    for (std::ptrdiff_t b = 0; b < columns; b += 32) {
+      for (int i = 0; i < count; ++i) {
+        for (int c = 0; c < 32; ++c) block[i * 32 + c] = logits[i * columns + b + c];
+      }
+      sum_opened(rows, block, b, out);
+    }
+  }
+}
+
+template <GateKind kind>
+KVMELD_NOINLINE void mix_gated_baseline(const GateRows<kind>& gate, const HeadRows& rows, float* out) {
+  mix_gated<Isa::baseline>(gate, rows, out);
+}
+template <GateKind kind>
+KVMELD_TARGET_AVX2 KVMELD_NOINLINE void mix_gated_avx2(const GateRows<kind>& gate, const HeadRows& rows, float* out) {
+  mix_gated<Isa::avx2>(gate, rows, out);
+}
+template <GateKind kind>
+KVMELD_TARGET_AVX512 KVMELD_NOINLINE void mix_gated_avx512(const GateRows<kind>& gate, const HeadRows& rows, float* out) {
+  mix_gated<Isa::avx512>(gate, rows, out);
+}
+
+template <GateKind kind>
+void GateRows<kind>::mix(Isa isa, const HeadRows& rows, float* out) const {
+  if (isa == Isa::avx512) return mix_gated_avx512(*this, rows, out);
+  isa == Isa::avx2 ? mix_gated_avx2(*this, rows, out) : mix_gated_baseline(*this, rows, out);
+}
+
+}  // namespace detail
+KVMELD_NAMESPACE_END
