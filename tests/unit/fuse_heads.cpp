@@ -192,3 +192,53 @@ TEST_CASE("weights by head that do not fit are refused with their number") {
   weights.pop_back();
   CHECK(plan().code() == kvmeld::ErrorCode::invalid_argument);
 }
+
+TEST_CASE("heads that the target leaves out keep the local cache, byte by byte") {
+  const auto type = GENERATE(ElementType::f32, ElementType::bf16, ElementType::q8_0);
+  const auto g = test::geometry({.type = type, .layers = 3, .heads = 3, .channels = 64});
+  // Equal positions are fused as they lie, unequal ones without: the local cache, at positions of its own, must not change that.
+  const auto first = test::gapped_positions(9, 4), second = test::gapped_positions(6, GENERATE(4, 30));
+  const auto set = test::set_of({test::sealed(g, 9, 1, {.positions = first}), test::sealed(g, 6, 2, {.positions = second})});
+  test::TestCache local(g, 15, test::Layout::paged);
+  local.fill(7);
+  const bool match = GENERATE(false, true);
+  CAPTURE(kvmeld::to_string(type), match);
+  const auto check = [&](const auto& merger) {
+    kvmeld::Target target{*g};
+    const auto plain = test::render_everywhere(set, merger, target);
+    target.local = local.ref();
+    target.layers.layers = {1, 1, 0};
+    target.heads.heads = {1, 1, 1, 0, 1, 0, 1, 1, 1};
+    const auto masked = test::render_everywhere(set, merger, target);
+    const auto plan = kvmeld::plan(set, merger, target);
+    CHECK(plan->render_id() != kvmeld::plan(set, merger, kvmeld::Target{*g})->render_id());
+    for (std::size_t layer = 0; layer < 3; ++layer) {
+      for (std::int64_t head = 0; head < 3; ++head) {
+        const bool rendered = layer < 2 && target.heads.heads[layer * 3 + static_cast<std::size_t>(head)] != 0;
+        for (std::size_t p = 0; p < 2; ++p) {
+          const auto got = masked->out().plane(layer, p);
+          const kvmeld::PlaneRef want = rendered ? kvmeld::PlaneRef(plain->out().plane(layer, p)) : local.ref().plane(layer, p);
+          const auto bytes = static_cast<std::size_t>(kvmeld::detail::row_bytes(got.shape));
+          for (std::int64_t o = 0; o < plan->tokens(); ++o) {
+            const auto at = got.byte_offset(got.row_offset(o, head));
+            const auto from = want.byte_offset(want.row_offset(want.slots.slot(o), head));
+            INFO("layer " << layer << " head " << head << " plane " << p << " output " << o);
+            REQUIRE(std::equal(got.data + at, got.data + at + bytes, want.data + from));
+          }
+        }
+      }
+    }
+    target.heads.heads.pop_back();
+    CHECK(kvmeld::plan(set, merger, target).status().code() == kvmeld::ErrorCode::invalid_argument);
+    target.heads.heads.push_back(1);
+    target.local.reset();
+    CHECK(kvmeld::plan(set, merger, target).status().code() == kvmeld::ErrorCode::invalid_argument);
+  };
+  if (match) {
+    check(kvmeld::merger(ById{}, Aligner{kvmeld::TokenMatch{}}));
+    check(kvmeld::merger(ById{}, Aligner{kvmeld::TokenMatch{}}, Fuser{kvmeld::Medoid{}}));
+    check(kvmeld::merger(ById{}, Aligner{kvmeld::TokenMatch{}}, Fuser{kvmeld::Max{}}));
+  } else {
+    check(kvmeld::merger(ById{}));
+  }
+}

@@ -9,6 +9,8 @@
 #include <kvmeld/state/merger.hpp>
 #include <kvmeld/state/plan_check.hpp>
 #include <kvmeld/state/plan_core.hpp>
+#include <kvmeld/state/plan_local.hpp>
+#include <kvmeld/state/plan_rows.hpp>
 #include <kvmeld/state/plan_score.hpp>
 #include <kvmeld/tensor/float_environment.hpp>
 
@@ -51,80 +53,6 @@ class Plan {
 
 namespace detail {
 
-/// Appends the local cache as a source for the layers that the target leaves out.
-KVMELD_LAZY Status add_local(PlanCore& core, Alignment& alignment, const Target& target) {
-  const std::size_t layers = target.geometry.layers.size();
-  if (target.layers.all()) return {};
-  if (target.layers.layers.size() != layers) {
-    return error(ErrorCode::invalid_argument, "the target's layer mask has ", target.layers.layers.size(), " entries for ", layers, " layers");
-  }
-  if (std::find(target.layers.layers.begin(), target.layers.layers.end(), 0) == target.layers.layers.end()) return {};
-  if (!target.local || !target.local->valid()) {
-    return error(ErrorCode::invalid_argument, "the target leaves layers out and gives no local cache for them");
-  }
-  if (target.local->tokens() < core.outputs()) {
-    return error(ErrorCode::token_count_mismatch, "the local cache holds ", target.local->tokens(), " tokens, the render ", core.outputs());
-  }
-  KVMELD_TRY(check_same(target.local->geometry(), target.geometry));
-  // Layers that are rendered anyway are left out of the copy, whatever they hold; what lies behind the outputs may be stale.
-  const KvCacheRef whole = target.local->first(core.outputs());
-  const std::vector<std::int32_t> absent(static_cast<std::size_t>(core.outputs()), -1);
-  std::vector<PlaneRef> planes;
-  for (std::size_t l = 0; l < layers; ++l) {
-    for (std::size_t p = 0; p < target.geometry.layers[l].planes.size(); ++p) {
-      planes.push_back(whole.plane(l, p));
-      if (target.layers.contains(l)) planes.back().slots = {.kind = SlotKind::slot_list_i32, .table = absent.data()};
-    }
-  }
-  auto sealed = seal(KvCacheRef(whole.shared_geometry(), std::move(planes), core.outputs()), {.positions = core.positions});
-  if (!sealed) return sealed.error();
-  AlignmentGroup kept;
-  for (std::size_t l = 0; l < layers; ++l) kept.layers.layers.push_back(target.layers.contains(l) ? 0 : 1);
-  for (std::int64_t o = 0; o < core.outputs(); ++o) {
-    kept.contributions.push_back({static_cast<std::uint32_t>(core.sources.size()), static_cast<std::uint32_t>(o), 1.0F});
-    kept.end_row();
-  }
-  core.sources.push_back({*std::move(sealed), 0, 1.0F, true});
-  alignment.groups.insert(alignment.groups.begin(), std::move(kept));  // the first group that covers a layer counts
-  return {};
-}
-
-/// Puts the prefix's tokens, one contribution each, in front of the spans' alignment; the prefix becomes source 0.
-KVMELD_LAZY void prepend_prefix(Alignment& alignment, const Fragment& prefix, std::int64_t first_position) {
-  const auto count = static_cast<std::size_t>(prefix.token_count());
-  std::vector<std::int64_t> positions;
-  std::vector<TokenId> tokens;
-  for (std::size_t i = 0; i < count; ++i) {
-    positions.push_back(first_position + static_cast<std::int64_t>(i));
-    tokens.push_back(prefix.tokens().empty() ? -1 : prefix.tokens()[i]);
-  }
-  alignment.positions.insert(alignment.positions.begin(), positions.begin(), positions.end());
-  alignment.tokens.insert(alignment.tokens.begin(), tokens.begin(), tokens.end());
-  for (AlignmentGroup& group : alignment.groups) {
-    for (Contribution& c : group.contributions) ++c.source;
-    std::vector<Contribution> contributions;
-    std::vector<std::uint32_t> row_begin{0};
-    for (std::size_t i = 0; i < count; ++i) {
-      contributions.push_back({0, static_cast<std::uint32_t>(i), 1.0F});
-      row_begin.push_back(static_cast<std::uint32_t>(i + 1));
-    }
-    for (std::size_t o = 1; o < group.row_begin.size(); ++o) row_begin.push_back(group.row_begin[o] + static_cast<std::uint32_t>(count));
-    const std::size_t before = group.contributions.size();
-    contributions.insert(contributions.end(), group.contributions.begin(), group.contributions.end());
-    if (!group.head_weights.empty()) {
-      std::vector<float> weights;
-      for (std::size_t at = 0; at < group.head_weights.size(); at += before) {
-        weights.insert(weights.end(), count, 1.0F);
-        const auto row = group.head_weights.begin() + static_cast<std::ptrdiff_t>(at);
-        weights.insert(weights.end(), row, row + static_cast<std::ptrdiff_t>(before));
-      }
-      group.head_weights = std::move(weights);
-    }
-    group.contributions = std::move(contributions);
-    group.row_begin = std::move(row_begin);
-  }
-}
-
 template <class M>
 [[nodiscard]] Digest128 render_id(const M& merger, const Target& target, const FragmentSet::Entry* prefix, std::span<const Source> ordered,
                                   const FragmentId& local) {
@@ -136,6 +64,7 @@ template <class M>
   hash_append(h, target.geometry);
   h.value(target.first_position);
   h.values(std::span<const std::uint8_t>(target.layers.layers));
+  h.values(std::span<const std::uint8_t>(target.heads.heads));
   h.value(static_cast<std::uint8_t>(target.prefix_in_place));
   h.value(target.context_length);
   h.bytes(std::as_bytes(std::span(local.bytes)));
@@ -243,7 +172,9 @@ template <class M>
   core.tokens = std::move(alignment->tokens);
   KVMELD_TRY(detail::check_positions(target.geometry, core.sources, core, parts->in_place, target.context_length));
   const std::size_t from_set = core.sources.size();
-  KVMELD_TRY(detail::add_local(core, *alignment, target));
+  const auto layer_parts = detail::layer_parts(target);
+  if (!layer_parts) return layer_parts.error();
+  KVMELD_TRY(detail::add_local(core, *alignment, target, *layer_parts));
   const FragmentId local = core.sources.size() > from_set ? core.sources.back().fragment.id() : FragmentId{};
   std::int64_t length = target.context_length;
   if (length == 0 && !core.positions.empty()) length = core.positions.back() + 1;
@@ -252,6 +183,7 @@ template <class M>
   if constexpr (ScoreForm<Fuse> || MixForm<Rows> || std::is_same_v<Rows, detail::MeanRows>) {
     KVMELD_TRY(detail::weigh(core, *alignment, detail::score_call(merger.fuse.policy()), recompute, length));
   }
+  detail::add_local_heads(core, *alignment, target, *layer_parts);
   KVMELD_TRY(detail::compile(core, *alignment, {detail::rotation_equivariant<Rows>(), detail::keeps_single<Rows>()}, recompute, length));
   KVMELD_TRY(detail::check_rows<Fuse>(core, merger.fuse.policy()));
   core.render_id = detail::render_id(merger, target, parts->prefix, ordered, local);

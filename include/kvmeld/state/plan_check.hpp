@@ -10,31 +10,13 @@
 
 #include <kvmeld/state/merger.hpp>
 #include <kvmeld/state/plan_core.hpp>
+#include <kvmeld/state/plan_transform.hpp>
 #include <kvmeld/state/superseded.hpp>
 
 /// What `plan` refuses: sets that do not fit together or the target, and answers of policies that cannot be rendered.
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
-
-/// What an aligner takes beside fragments in the target's geometry, of any type.
-struct TransformCall {
-  const void* policy = nullptr;
-  Status (*accepts)(const void*, const Geometry&, const Geometry&) = nullptr;
-  Result<Payload> (*transform)(const void*, const Fragment&, std::size_t, const Geometry&) = nullptr;
-};
-
-template <class P>
-[[nodiscard]] TransformCall transform_call([[maybe_unused]] const P& policy) {
-  if constexpr (TransformForm<P>) {
-    return {&policy, [](const void* p, const Geometry& from, const Geometry& to) { return static_cast<const P*>(p)->accepts(from, to); },
-            [](const void* p, const Fragment& fragment, std::size_t payload, const Geometry& to) {
-              return static_cast<const P*>(p)->transform(fragment, payload, to);
-            }};
-  } else {
-    return {};
-  }
-}
 
 /// The prefix and the spans of a set, checked against each other and the target. Fragments of other models that the aligner maps are
 /// spans; their prefixes belong to the other model's context and are left out.
@@ -149,47 +131,6 @@ KVMELD_LAZY Status check_selection(const TokenSet& selected, const Fragment& fra
   return {};
 }
 
-/// Refuses what a transform (perhaps the user's) made wrong.
-KVMELD_LAZY Status check_mapped(const Payload& payload, const Geometry& geometry, std::int64_t tokens) {
-  std::size_t plane = 0;
-  const auto wrong = [&](const char* what) { return error(ErrorCode::invalid_argument, "a transform's payload of ", tokens, " tokens has wrong ", what); };
-  if (payload.bytes == nullptr || static_cast<std::int64_t>(payload.positions.size()) != tokens) return wrong("positions or no bytes");
-  for (const std::int64_t position : payload.positions) {
-    if (position != 0) return wrong("positions: its keys must come without, at position 0");
-  }
-  if (payload.layer_set.size() != geometry.layers.size()) return wrong("layers");
-  for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
-    if (payload.layer_set[l] >= payload.token_sets.size()) return wrong("token sets");
-    const TokenSet& set = payload.token_sets[payload.layer_set[l]];
-    for (std::size_t i = 0; !set.all && i < set.present.size(); ++i) {
-      if (set.present[i] < 0 || set.present[i] >= tokens || (i > 0 && set.present[i] <= set.present[i - 1])) return wrong("token sets");
-    }
-    for (const PlaneShape& shape : geometry.layers[l].planes) {
-      if (plane >= payload.plane_offsets.size()) return wrong("planes");
-      const auto bytes = static_cast<std::size_t>(payload.layer_tokens(l) * shape.heads * row_bytes(shape));
-      if (payload.plane_offsets[plane] > payload.byte_count || bytes > payload.byte_count - payload.plane_offsets[plane]) return wrong("planes");
-      ++plane;
-    }
-  }
-  return {};
-}
-
-/// The fragment as it is in the target's model: one payload, the same id, token ids where the tokenizers are one.
-KVMELD_LAZY Result<Fragment> mapped_fragment(const TransformCall& call, const Fragment& fragment, std::size_t payload,
-                                             const std::shared_ptr<const Geometry>& to) {
-  auto mapped = call.transform(call.policy, fragment, payload, *to);
-  if (!mapped) return mapped.error();
-  KVMELD_TRY(check_mapped(*mapped, *to, fragment.token_count()));
-  auto body = std::make_shared<Fragment::Body>();
-  body->geometry = to;
-  body->role = fragment.role();
-  body->token_count = fragment.token_count();
-  if (fragment.geometry().tokenizer == to->tokenizer) body->tokens.assign(fragment.tokens().begin(), fragment.tokens().end());
-  body->payloads.push_back(*std::move(mapped));
-  body->id = fragment.id();
-  return Fragment(std::move(body));
-}
-
 /// Refuses an order that is not each of `count` spans once.
 KVMELD_LAZY Status check_order(std::span<const std::uint32_t> order, std::size_t count) {
   if (order.size() != count) return error(ErrorCode::invalid_argument, "the order policy kept ", order.size(), " of ", count, " spans");
@@ -268,63 +209,6 @@ template <class F>
   } else {
     return 1.0F;
   }
-}
-
-/// Refuses a row of one head, or of all heads, that a fuser's row form cannot take.
-template <class F>
-Status check_row(const F& fuser, std::span<const PlaneShape> planes, const HeadInputs& row) {
-  using Rows = RowForm<F>;
-  const int count = row.used_count();
-  if constexpr (SelectForm<Rows>) {
-    if (count > max_selected) {
-      return error(ErrorCode::oversized, count, " contributions; this fuser sorts at most ", max_selected,
-                   ": fuse fewer fragments, or take a mean, a medoid or the geometric median");
-    }
-  }
-  if constexpr (MixForm<Rows>) {
-    for (const PlaneShape& shape : planes) {
-      const int most = (std::min)(max_mixed, max_mixed_values / ((shape.channels + 31) / 32 * 32));
-      if (count > most) return error(ErrorCode::oversized, count, " contributions; this fuser mixes at most ", most, " rows of ", shape.channels, " channels");
-    }
-  }
-  if constexpr (requires { fuser.check(std::int64_t{}); }) KVMELD_TRY(fuser.check(static_cast<std::int64_t>(count)));
-  if constexpr (requires { Rows::normalises; }) {
-    double total = 0;
-    for (int i = 0; i < row.count; ++i) {
-      const float weight = row.weight(i);
-      if (!(weight >= 0)) return error(ErrorCode::non_finite, "a weight of ", weight, "; weights are finite and at least 0");
-      total += static_cast<double>(weight);
-    }
-    if (total > 0x1p-100 && total < 0x1p100) return {};  // its reciprocal is a normal number
-    return error(ErrorCode::non_finite, "the ", row.count, " weights add up to ", total, "; a mean divides by their sum, which lies in (2^-100, 2^100)");
-  }
-  return count > 0 ? Status() : error(ErrorCode::non_finite, "the ", row.count, " weights are all 0");
-}
-
-/// Refuses rows that a fuser's row form cannot take: too many contributions to sort, too few for its own check, or weights
-/// that give a fuser which divides by their sum nothing to divide by.
-template <class F>
-Status check_rows(const PlanCore& core, const F& fuser) {
-  std::vector<std::uint8_t> done(core.groups.size(), 0);
-  for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
-    const GroupArrays& group = core.groups[core.layer_group[l]];
-    const bool by_head = !core.head_weights[l].empty();
-    if (!by_head && done[core.layer_group[l]]++ != 0) continue;
-    for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
-      const std::uint32_t begin = group.row_begin[o], count = group.row_begin[o + 1] - begin;
-      if (count < (keeps_single<RowForm<F>>() ? 2U : 1U)) continue;
-      for (std::size_t h = 0; h < (by_head ? layer_heads(core.geometry->layers[l]) : 1); ++h) {
-        const HeadInputs row{group.inputs.data() + begin, by_head ? core.head_weights[l].data() + h * group.inputs.size() + begin : nullptr,
-                             static_cast<int>(count)};
-        const bool single = by_head && keeps_single<RowForm<F>>() && row.used_count() == 1 && row.weight(row.first_used()) > 0;
-        const Status checked = single ? Status() : check_row(fuser, core.geometry->layers[l].planes, row);
-        if (checked) continue;
-        return error(checked.code(), "output ", o, " at position ", core.positions[o], by_head ? ", head " : "", by_head ? std::to_string(h) : "", ": ",
-                     checked.message());
-      }
-    }
-  }
-  return {};
 }
 
 }  // namespace detail

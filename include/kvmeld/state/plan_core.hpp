@@ -41,6 +41,7 @@ struct GroupArrays {
 struct PlanCore {
   std::shared_ptr<const Geometry> geometry;
   std::vector<PlanSource> sources;
+  std::size_t local_source = static_cast<std::size_t>(-1);  // the copy of the local cache, if there is one
   std::vector<std::int64_t> positions;       // (outputs)
   std::vector<TokenId> tokens;               // (outputs)
   std::vector<Hole> holes;
@@ -120,7 +121,7 @@ KVMELD_LAZY void compile_rows(const PlanCore& core, const AlignmentGroup& alignm
     const std::size_t first = out.inputs.size();
     std::uint32_t out_shift = 0;
     if (recompute[o] == 0) {
-      bool equal = true;
+      bool equal = true, any = false;
       std::int64_t common = 0;
       for (const Contribution& c : alignment.row(o)) {
         const Payload& payload = core.sources[c.source].payload();
@@ -128,8 +129,11 @@ KVMELD_LAZY void compile_rows(const PlanCore& core, const AlignmentGroup& alignm
         if (row < 0) continue;
         if (by_head) out.origin.push_back(static_cast<std::uint32_t>(&c - alignment.contributions.data()));
         const std::int64_t shift = pre_rope ? 0 : core.positions[o] - payload.positions[c.token];
-        equal = equal && (out.inputs.size() == first || shift == common);
-        common = shift;
+        if (!by_head || c.source != core.local_source) {  // the local cache has its heads to itself
+          equal = equal && (!any || shift == common);
+          common = shift;
+          any = true;
+        }
         out.inputs.push_back({c.source, static_cast<std::uint32_t>(row), rounded_product(c.weight, core.sources[c.source].weight), shift_of(shift)});
       }
       const std::size_t count = out.inputs.size() - first;

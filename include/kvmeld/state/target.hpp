@@ -2,18 +2,27 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include <kvmeld/align/alignment.hpp>
 #include <kvmeld/cache/kv_cache_ref.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
+/// Some KV heads of some layers; all of them unless told otherwise.
+struct HeadMask {
+  std::vector<std::uint8_t> heads{};///< (layer, head of its first plane) nonzero where the head is chosen; empty: all are
+
+  [[nodiscard]] bool all() const noexcept { return heads.empty(); }
+};
+
 /// What a set is rendered into.
 struct Target {
   Geometry geometry{};               ///< of the engine's cache; fragments of another are refused
   std::int64_t first_position = 0;   ///< of the first output token
-  std::optional<KvCacheRef> local{}; ///< rows of layers that `layers` leaves out; row i stays with output token i
+  std::optional<KvCacheRef> local{}; ///< rows of layers and heads that the masks leave out; row i stays with output token i
   LayerMask layers{};                ///< rendered from the set; the others are copied from `local`
+  HeadMask heads{};                  ///< within those layers, the heads that are rendered from the set
   bool prefix_in_place = false;      ///< the engine holds the prefix already: spans alone are rendered, from `first_position` on
   std::int64_t context_length = 0;   ///< tokens the engine's context is made for, where frequencies depend on it; 0: unknown
 };
