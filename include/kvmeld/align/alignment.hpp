@@ -117,7 +117,8 @@ concept AlignPolicy = Policy<P> && requires(const P& policy, std::span<const Sou
 /// An aligner that also maps fragments of other models into the target's geometry, before anything is aligned.
 ///
 /// `accepts(from, to)` is cheap and refuses with the reason. `transform(fragment, p, to)` yields payload p of the fragment in geometry
-/// `to`, in canonical order, keys without position and `positions` all 0; `plan` calls it once a fragment of another geometry.
+/// `to`, in canonical order: keys without position and `positions` all 0, or turned to ascending `positions`. `plan` calls it once a
+/// fragment of another geometry.
 template <class P>
 concept TransformForm = requires(const P& policy, const Geometry& geometry, const Fragment& fragment, std::size_t payload) {
   { policy.accepts(geometry, geometry) } -> std::same_as<Status>;

@@ -91,7 +91,9 @@ KVMELD_LAZY Status check_positions(const Geometry& geometry, const std::vector<P
     for (const PlaneShape& shape : geometry.layers[l].planes) {
       if (shape.rotary) {
         for (const PlanSource& source : sources) {
-          if (!source.own) KVMELD_TRY(check_source(geometry.layers[l].rope, source));  // no frequencies in keys without position
+          const std::vector<std::int64_t>& positions = source.payload().positions;
+          const bool unturned = source.own && !positions.empty() && positions.back() == 0;  // no frequencies in keys without position
+          if (!unturned) KVMELD_TRY(check_source(geometry.layers[l].rope, source));
         }
       }
       if (shape.channels > max_channels) {

@@ -22,7 +22,7 @@ struct PlanSource {
   Fragment fragment;
   std::size_t payload_index = 0;
   float weight = 1.0F;
-  bool own = false;  ///< made by the plan: a copy of the local cache, or mapped from another model (un-rotated, all at position 0)
+  bool own = false;  ///< made by the plan: a copy of the local cache, or mapped from another model (and then mostly un-rotated, all at position 0)
 
   [[nodiscard]] const Payload& payload() const noexcept { return fragment.payloads()[payload_index]; }
 };

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -38,8 +39,11 @@ KVMELD_LAZY Status check_mapped(const Payload& payload, const Geometry& geometry
   std::size_t plane = 0;
   const auto wrong = [&](const char* what) { return error(ErrorCode::invalid_argument, "a transform's payload of ", tokens, " tokens has wrong ", what); };
   if (payload.bytes == nullptr || static_cast<std::int64_t>(payload.positions.size()) != tokens) return wrong("positions or no bytes");
-  for (const std::int64_t position : payload.positions) {
-    if (position != 0) return wrong("positions: its keys must come without, at position 0");
+  const bool unturned = std::all_of(payload.positions.begin(), payload.positions.end(), [](std::int64_t at) { return at == 0; });
+  for (std::size_t t = 0; t < payload.positions.size() && !unturned; ++t) {
+    if (payload.positions[t] < 0 || payload.positions[t] > max_position || (t > 0 && payload.positions[t] <= payload.positions[t - 1])) {
+      return wrong("positions: all are 0, or each is above the one before");
+    }
   }
   if (payload.layer_set.size() != geometry.layers.size()) return wrong("layers");
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
