@@ -35,7 +35,7 @@ KVMELD_LAZY [[nodiscard]] Status check_elements(const Geometry& geometry, MapKin
 /// Maps fragments of another model into the target's K/V, then puts them one after the other.
 ///
 /// Y = W·X on de-rotated keys, and on values, of the source layers that the map names; keys are rotated once, to their output
-/// position. Fragments that are the target's already pass untouched. Token ids of another tokenizer become −1. What a source
+/// position. Fragments that are the target's already pass untouched. Token ids of another tokenizer are not known after it. What a source
 /// layer lacks of a token, the target layers made of it lack too. Held back by the map's score: see `bar`.
 ///
 /// O(tokens · numbers of the map), at plan time, in f32. `Chain{Projection{…}, TokenMatch{}}` aligns otherwise.
@@ -85,18 +85,8 @@ struct Projection {
     return detail::project_payload(*map, fragment.geometry(), source, to, isa);
   }
 
-  /// Whether a fragment's token ids mean the same to the target.
-  [[nodiscard]] bool keeps_token_ids(const Fragment& fragment) const {
-    return map == nullptr || fragment.geometry().tokenizer == map->target().tokenizer;
-  }
-
   [[nodiscard]] Result<Alignment> align(std::span<const Source> ordered, std::int64_t first_position) const {
-    auto out = Concat{}.align(ordered, first_position);
-    if (!out) return out;
-    for (std::size_t o = 0; o < out->tokens.size(); ++o) {
-      if (!keeps_token_ids(*ordered[out->groups[0].contributions[o].source].fragment)) out->tokens[o] = -1;
-    }
-    return out;
+    return Concat{}.align(ordered, first_position);
   }
   void digest(Hasher& hasher) const {
     hasher.text("kvmeld.Projection");
