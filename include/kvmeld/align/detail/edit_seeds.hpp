@@ -98,8 +98,8 @@ class EditPieces {
   void table(Seed begin, Seed end) {
     const TokenSpan a = part(a_, begin.a, end.a), b = part(b_, begin.b, end.b);
     const auto cells = static_cast<std::int64_t>(a.size()) * static_cast<std::int64_t>(b.size());
-    std::int32_t widest = 1;  // √(n · m / 128) edits by diagonals cost about a third of the table in bits
-    while (widest < 2048 && std::int64_t{widest} * widest < cells / 128) ++widest;
+    std::int32_t widest = 1;  // √(n · m) / 8 edits by diagonals cost about half of the table in bits
+    while (widest < 2048 && std::int64_t{widest} * widest < cells / 64) ++widest;
     if (wavefront_.align(a, b, widest, backwards_) < 0) (void)bits_.align(a, b, backwards_);
     for (std::size_t r = backwards_.size(); r-- > 0;) {
       append({begin.a + backwards_[r].a_begin, begin.b + backwards_[r].b_begin, backwards_[r].length});
