@@ -5,6 +5,7 @@
 
 #include <kvmeld/align/attention.hpp>
 #include <kvmeld/align/attention_attend.hpp>
+#include <kvmeld/align/attention_gradient.hpp>
 
 #include "support/reference.hpp"
 #include "support/rendering.hpp"
@@ -176,6 +177,18 @@ void attend_case(const Case& c) {
   const auto status = kvmeld::attend(q, sources, out.out());
   INFO(status.message());
   REQUIRE(status.ok());
+  if (c.layout == Layout::canonical) {  // rows as they lie and rows that are copied give the same bytes, together or mixed
+    std::vector<std::unique_ptr<test::TestCache>> others;
+    for (std::size_t s = 0; s < spans.size(); ++s) {
+      others.push_back(std::make_unique<test::TestCache>(g, std::ssize(spans[s].positions), c.hides ? Layout::slot_list : Layout::split_channels, spans[s].hidden));
+      others.back()->fill(11 + s);
+      if (s != 1) sources[s].cache = others.back()->ref();
+    }
+    Owned<> again(c.count, heads, channels);
+    REQUIRE(kvmeld::attend(q, sources, again.out()).ok());
+    CHECK(same_bits(out.outputs, again.outputs));
+    CHECK(same_bits(out.lse, again.lse));
+  }
   const double factor = 1.0 / std::sqrt(static_cast<double>(c.model.channels));
   double worst = 0, worst_lse = 0;
   for (std::int64_t i = 0; i < c.count; ++i) {
@@ -450,8 +463,8 @@ TEST_CASE("pooled tokens agree with plain loops, in every executor") {
 TEST_CASE("inner loops give the same bytes in every instruction set") {
   test::Random random(5);
   const std::size_t n = 160;
-  std::vector<float> queries(n * 7), key(n), dots(kvmeld::detail::attended_block), rows(n * 4);
-  for (auto* v : {&queries, &key, &dots, &rows}) {
+  std::vector<float> queries(n * 7), dots(kvmeld::detail::attended_block), rows(n * 4);
+  for (auto* v : {&queries, &dots, &rows}) {
     for (float& x : *v) x = random.value();
   }
   dots[9] = -infinity;
@@ -460,12 +473,15 @@ TEST_CASE("inner loops give the same bytes in every instruction set") {
   std::vector<double> sums;
   for (const kvmeld::Isa isa : test::instruction_sets()) {
     const auto steps = kvmeld::detail::attention_steps(isa);
-    std::vector<float> out(7 * 3), weights(kvmeld::detail::attended_block), acc(n * 7, 0.5F);
+    std::vector<float> out(7 * 5, 0.0F), weights(kvmeld::detail::attended_block), acc(n * 7, 0.5F);
     std::vector<double> total(n * 7, 0.25);
-    steps.dots(queries.data(), 7, key.data(), n, out.data(), 3);
+    const std::byte* four[4];
+    for (std::size_t i = 0; i < 4; ++i) four[i] = reinterpret_cast<const std::byte*>(rows.data() + i * n);
+    steps.dots(queries.data(), 7, four, 4, 0, n, out.data(), 5);
+    steps.dots(queries.data(), 7, four + 1, 1, 0, n, out.data() + 4, 5);
+    CHECK(steps.largest(dots.data()) == *std::max_element(dots.begin(), dots.end()));
     sums.push_back(steps.weigh(dots.data(), 0.3, 1.1, weights.data()));
-    const float* const four[] = {rows.data(), rows.data() + n, rows.data() + 2 * n, rows.data() + 3 * n};
-    steps.add(weights.data(), 4, 7, four, n, acc.data());
+    steps.add(weights.data(), 4, 7, four, 0, n, acc.data());
     std::vector<float> block = acc;
     steps.carry(block.data(), 0.7, n * 7, total.data());
     CHECK(std::all_of(block.begin(), block.end(), [](float x) { return x == 0.0F; }));
@@ -476,4 +492,256 @@ TEST_CASE("inner loops give the same bytes in every instruction set") {
     CHECK(same_bits(all, results[0]));
     CHECK(sums.back() == sums[0]);
   }
+}
+
+TEST_CASE("gradients agree with central differences, with respect to queries, keys and values, exact and by agent") {
+  constexpr std::size_t m = 3, n = 7, d = 5, e = 4;
+  test::Random random(9);
+  std::vector<double> q(m * d), k(n * d), v(n * e), to_v(m * e), to_k(m * d), to_lse(m);
+  for (auto* x : {&q, &k, &v, &to_v, &to_k, &to_lse}) {
+    for (double& y : *x) y = 0.3 * static_cast<double>(random.value());
+  }
+  const double factor = 0.7;
+  for (const std::vector<std::size_t>& agents : {std::vector<std::size_t>{}, {0, 3, 3, 5}}) {
+    // The number whose gradient is asked for: cotangents times results, in plain loops.
+    const auto value = [&] {
+      double out = 0;
+      const std::vector<std::size_t> begins = agents.empty() ? std::vector<std::size_t>{0} : agents;
+      double speakers = 0;
+      for (std::size_t a = 0; a < begins.size(); ++a) speakers += (a + 1 < begins.size() ? begins[a + 1] : n) > begins[a] ? 1 : 0;
+      for (std::size_t i = 0; i < m; ++i) {
+        for (std::size_t a = 0; a < begins.size(); ++a) {
+          const std::size_t last = a + 1 < begins.size() ? begins[a + 1] : n;
+          double total = 0, sum = 0;
+          for (std::size_t t = begins[a]; t < last; ++t) {
+            double dot = 0, g = 0;
+            for (std::size_t c = 0; c < d; ++c) dot += q[i * d + c] * k[t * d + c];
+            for (std::size_t c = 0; c < e; ++c) g += to_v[i * e + c] * v[t * e + c];
+            for (std::size_t c = 0; c < d; ++c) g += to_k[i * d + c] * k[t * d + c];
+            total += std::exp(dot * factor);
+            sum += std::exp(dot * factor) * g;
+          }
+          if (last > begins[a]) out += sum / total / speakers;
+          if (agents.empty()) out += to_lse[i] * std::log(total);
+        }
+      }
+      return out;
+    };
+    std::vector<double> gq(m * d, 0.0), gk(n * d, 0.0), gv(n * e, 0.0);
+    kvmeld::AttentionPullback<double> pull{q, k, v, d, e, factor, agents, to_v, to_k, agents.empty() ? std::span<const double>(to_lse) : std::span<const double>()};
+    REQUIRE(kvmeld::attention_vjp<double>(pull, {gq, gk, gv}).ok());
+    double worst = 0;
+    const auto compare = [&](std::vector<double>& x, const std::vector<double>& gradient) {
+      for (std::size_t i = 0; i < x.size(); ++i) {
+        const double was = x[i], h = 1e-5;
+        x[i] = was + h;
+        const double up = value();
+        x[i] = was - h;
+        const double difference = (up - value()) / (2 * h);
+        x[i] = was;
+        worst = std::max(worst, std::abs(gradient[i] - difference) / (std::abs(difference) + 1e-3));
+      }
+    };
+    compare(q, gq);
+    compare(k, gk);
+    compare(v, gv);
+    CHECK(worst < 1e-6);  // the requirement says 1e-4
+    // f32 follows.
+    const auto narrow = [](const std::vector<double>& x) { return std::vector<float>(x.begin(), x.end()); };
+    const auto q32 = narrow(q), k32 = narrow(k), v32 = narrow(v), tv32 = narrow(to_v), tk32 = narrow(to_k);
+    std::vector<float> gq32(m * d, 0.0F), gk32(n * d, 0.0F), gv32(n * e, 0.0F);
+    REQUIRE(kvmeld::attention_vjp<float>({q32, k32, v32, d, e, 0.7F, agents, tv32, tk32, {}}, {gq32, gk32, gv32}).ok());
+    if (!agents.empty()) CHECK(static_cast<double>(gk32[1]) == Approx(gk[1]).epsilon(1e-4));
+
+    auto wrong = pull;
+    wrong.values = wrong.values.first(n * e - 1);
+    const auto before = gq;
+    CHECK(kvmeld::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::invalid_argument);
+    wrong = pull;
+    wrong.key_channels = 0;
+    CHECK(kvmeld::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::invalid_argument);
+    const std::vector<std::size_t> descending{0, 5, 3}, late{1};
+    for (const auto& begins : {descending, late}) {
+      wrong = pull;
+      wrong.lse_natural = {};
+      wrong.agents = begins;
+      CHECK(kvmeld::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::invalid_argument);
+    }
+    wrong = pull;
+    wrong.agents = descending;
+    wrong.lse_natural = to_lse;
+    CHECK(kvmeld::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::unsupported);
+    wrong = pull;
+    wrong.factor = std::numeric_limits<double>::infinity();
+    CHECK(kvmeld::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::non_finite);
+    CHECK(gq == before);
+  }
+}
+
+TEST_CASE("attention refuses what it cannot read, with the number, and leaves the output alone") {
+  const auto g = test::geometry({.layers = 2, .heads = 2, .channels = 8});
+  const auto positions = test::gapped_positions(5);
+  test::TestCache cache(g, 5);
+  cache.fill(1);
+  const auto values = random_queries(*g, 2, 1);
+  const AttentionQueries good{values, 2, QueryFrame::pre_rope, {}, 0.0F, 1.0F};
+  const AttendSource source{cache.ref(), positions, {}};
+  Owned<> out(2, 4, 8);
+  const auto refused = [&](const AttentionQueries& q, const AttendSource& s, const MutableAttentionState<LseNatural>& to, ErrorCode code, const char* text) {
+    const auto status = kvmeld::attend(q, std::span(&s, 1), to);
+    INFO(status.message());
+    CHECK(status.code() == code);
+    CHECK(status.message().find(text) != std::string::npos);
+    CHECK(out.untouched());
+  };
+  auto q = good;
+  q.count = 0;
+  refused(q, source, out.out(), ErrorCode::invalid_argument, "0 queries");
+  q = good;
+  q.values = q.values.first(q.values.size() - 1);
+  refused(q, source, out.out(), ErrorCode::invalid_argument, "63 numbers for 2 queries");
+  auto odd = values;
+  odd[33] = not_a_number;
+  q = good;
+  q.values = odd;
+  refused(q, source, out.out(), ErrorCode::non_finite, "query 1");
+  q = good;
+  q.frame = static_cast<QueryFrame>(7);
+  refused(q, source, out.out(), ErrorCode::unknown_field, "frame 7");
+  q = good;
+  q.frame = QueryFrame::at_positions;
+  refused(q, source, out.out(), ErrorCode::invalid_argument, "0 positions for 2");
+  q = good;
+  q.positions = positions;
+  refused(q, source, out.out(), ErrorCode::invalid_argument, "5 positions for 2");
+  for (const float bad : {-1.0F, not_a_number, infinity}) {
+    q = good;
+    q.scale = bad;
+    refused(q, source, out.out(), ErrorCode::invalid_argument, "scale");
+    q = good;
+    q.temperature = bad;
+    refused(q, source, out.out(), ErrorCode::invalid_argument, "temperature");
+  }
+  q = good;
+  q.temperature = 0.0F;
+  refused(q, source, out.out(), ErrorCode::invalid_argument, "temperature");
+  refused(good, {cache.ref(), std::span(positions).first(4), {}}, out.out(), ErrorCode::token_count_mismatch, "4 positions for 5");
+  refused(good, {cache.ref(), positions, {false, {1, 5}}}, out.out(), ErrorCode::invalid_argument, "token 5");
+  refused(good, {cache.ref(), positions, {false, {3, 3}}}, out.out(), ErrorCode::invalid_argument, "token 3");
+  refused(good, {kvmeld::KvCacheRef(), positions, {}}, out.out(), ErrorCode::invalid_argument, "no geometry");
+  refused(good, source, Owned<>(3, 4, 8).out(), ErrorCode::invalid_argument, "3 rows for 2");
+  refused(good, source, Owned<>(2, 3, 8).out(), ErrorCode::invalid_argument, "3 heads for 4");
+  refused(good, source, Owned<>(2, 4, 9).out(), ErrorCode::unsupported, "9 channels");
+  cache.set(1, 3, 1, 2, infinity);
+  refused(good, source, out.out(), ErrorCode::non_finite, "layer 0 head 1");
+  cache.fill(1);
+  cache.set(2, 3, 1, 2, not_a_number);
+  refused(good, source, out.out(), ErrorCode::non_finite, "layer 1 head 1");
+  cache.fill(1);
+  const auto edited = [&](auto edit, ErrorCode code, const char* text) {
+    const auto other = std::make_shared<kvmeld::Geometry>(*g);
+    edit(*other);
+    std::vector<kvmeld::PlaneRef> planes;
+    for (const auto& layer : other->layers) {
+      for (const auto& shape : layer.planes) planes.push_back(kvmeld::detail::canonical_plane(shape, static_cast<const std::byte*>(nullptr), nullptr, 0));
+    }
+    refused(good, {kvmeld::KvCacheRef(other, planes, 0), {}, {}}, out.out(), code, text);
+  };
+  edited([](kvmeld::Geometry& o) { o.layers[1].planes[0].plane = kvmeld::Plane::latent; }, ErrorCode::unsupported, "latent");
+  edited([](kvmeld::Geometry& o) { o.layers[1].planes[0].hadamard = 8; }, ErrorCode::unsupported, "basis of 8");
+  edited([](kvmeld::Geometry& o) { o.layers[0].planes[1].scales = kvmeld::ScaleScheme::per_tensor; }, ErrorCode::unsupported, "scales");
+  edited([](kvmeld::Geometry& o) { o.layers[0].planes[1].heads = 1; }, ErrorCode::unsupported, "2 planes");
+  edited([](kvmeld::Geometry& o) { o.layers[0].planes.pop_back(); }, ErrorCode::unsupported, "1 planes");
+  edited([](kvmeld::Geometry& o) { o.layers[0].planes[0].channels = 0; }, ErrorCode::invalid_argument, "0 key");
+  {
+    auto o = std::make_shared<kvmeld::Geometry>(*g);
+    o->layers[1].rope.base = 500.0;
+    test::TestCache other(o, 5);
+    other.fill(2);
+    const AttendSource both[] = {source, {other.ref(), positions, {}}};
+    CHECK(kvmeld::attend(good, both, out.out()).code() == ErrorCode::geometry_mismatch);
+    for (auto& layer : o->layers) layer.rope = {.kind = kvmeld::RopeKind::rotary, .rotary_channels = 8, .scaling = kvmeld::RopeScaling::dynamic_ntk,
+                                                .factor = 2.0, .original_context = 6};
+    test::TestCache grown(o, 5);
+    grown.fill(2);
+    refused(good, {grown.ref(), positions, {}}, out.out(), ErrorCode::rope_length_dependent, "original context 6");
+  }
+
+  // Nothing to attend over is the empty state.
+  for (int form = 0; form < 3; ++form) {
+    Owned<> none(2, 4, 8);
+    test::TestCache no_tokens(g, 0);
+    const AttendSource sources[] = {form == 1 ? AttendSource{no_tokens.ref(), {}, {}} : AttendSource{cache.ref(), positions, {false, {}}}};
+    REQUIRE(kvmeld::attend(good, form == 0 ? std::span<const AttendSource>() : std::span<const AttendSource>(sources), none.out()).ok());
+    CHECK(std::all_of(none.outputs.begin(), none.outputs.end(), [](float x) { return x == 0.0F; }));
+    CHECK(std::all_of(none.lse.begin(), none.lse.end(), [](float x) { return x == -infinity; }));
+  }
+}
+
+TEST_CASE("plans refuse wrong queries, and take empty fragments, one fragment, a thousand") {
+  const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 4});
+  kvmeld::FragmentSet set;
+  for (std::uint64_t s = 0; s < 1000; ++s) {
+    REQUIRE(set.insert(test::sealed(g, s % 7 == 0 ? 0 : 1, s).fragment, kvmeld::Provenance{s, 0}).ok());
+  }
+  const auto queries = std::make_shared<const std::vector<float>>(random_queries(*g, 2, 5));
+  const Attention good{.queries = queries, .count = 2};
+  const auto plan = kvmeld::plan(set, merger_of(good), at(g));
+  INFO(plan.status().message());
+  REQUIRE(plan.ok());
+  CHECK(plan->tokens() == 2);
+  CHECK(plan->holes().empty());
+  CHECK(plan->token_ids()[0] == -1);
+  CHECK(plan->positions()[1] == 1);
+  const auto refused = [&](const Attention& policy, ErrorCode code) {
+    const auto no = kvmeld::plan(set, merger_of(policy), at(g));
+    REQUIRE_FALSE(no.ok());
+    INFO(no.status().message());
+    CHECK(no.status().code() == code);
+  };
+  auto bad = good;
+  bad.queries = nullptr;
+  refused(bad, ErrorCode::invalid_argument);
+  bad = good;
+  bad.count = 3;
+  refused(bad, ErrorCode::invalid_argument);
+  bad = good;
+  bad.mode = static_cast<AttentionMode>(9);
+  refused(bad, ErrorCode::unknown_field);
+  bad = good;
+  auto odd = *queries;
+  odd[0] = infinity;
+  bad.queries = std::make_shared<const std::vector<float>>(odd);
+  refused(bad, ErrorCode::non_finite);
+  odd[0] = 3e38F;
+  odd[1] = 3e38F;
+  bad.queries = std::make_shared<const std::vector<float>>(odd);
+  refused(bad, ErrorCode::non_finite);
+  // Everything that decides the result is in the digest.
+  const auto digest = [](const Attention& policy) {
+    kvmeld::Hasher h;
+    policy.digest(h);
+    return h.digest();
+  };
+  auto other = good;
+  other.scale = 0.5F;
+  CHECK_FALSE(digest(good) == digest(other));
+  other = good;
+  other.mode = AttentionMode::per_agent_mean;
+  CHECK_FALSE(digest(good) == digest(other));
+  other = good;
+  odd = *queries;
+  odd[3] += 1.0F;
+  other.queries = std::make_shared<const std::vector<float>>(odd);
+  CHECK_FALSE(digest(good) == digest(other));
+  // One fragment of one token is that token, in every head.
+  const auto alone = test::sealed(g, 1, 3);
+  kvmeld::FragmentSet one;
+  REQUIRE(one.insert(alone.fragment, kvmeld::Provenance{1, 0}).ok());
+  const auto out = test::render_everywhere(one, merger_of(Attention{.queries = std::make_shared<const std::vector<float>>(random_queries(*g, 1, 5))}), at(g));
+  for (std::int64_t c = 0; c < 4; ++c) CHECK(out->get(1, 0, 0, c) == alone.values[1][static_cast<std::size_t>(c)]);
+  // No fragments: no output.
+  const auto none = kvmeld::plan(kvmeld::FragmentSet{}, merger_of(good), at(g));
+  REQUIRE(none.ok());
+  CHECK(none->tokens() == 0);
 }

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include <kvmeld/align/aligner.hpp>
-#include <kvmeld/align/attention_kernels.hpp>
 #include <kvmeld/align/attention_rows.hpp>
+#include <kvmeld/align/attention_steps.hpp>
 #include <kvmeld/cache/fragment_view.hpp>
 #include <kvmeld/tensor/float_environment.hpp>
 
@@ -130,7 +130,8 @@ struct Attention {
   KVMELD_LAZY [[nodiscard]] Status weigh_layer(const detail::AttentionReader& reader, std::size_t l, std::span<const Source> ordered,
                                                std::span<const std::size_t> begin, float* weights) const {
     const detail::AttentionReader::Layer& layer = reader.layer(l);
-    const detail::AttentionSteps steps = detail::attention_steps(best_isa());
+    const detail::AttentionSteps steps = detail::attention_steps(best_isa(), layer.key_type);
+    const bool raw = steps.raw_dots != nullptr && count <= 4;
     const auto m = static_cast<std::size_t>(count);
     const std::size_t n = begin.back();
     std::vector<float> scratch(layer.heads * layer.key_width);
@@ -143,9 +144,11 @@ struct Attention {
       std::size_t i = begin[s];
       for (const detail::AttendedToken at : held) {
         while (ordered[s].selected_token(static_cast<std::int64_t>(i - begin[s])) != static_cast<std::int64_t>(at.token)) ++i;
-        const float* const keys = reader.keys(l, at, scratch.data());
+        const detail::AttendedRow row = reader.keys(l, at, raw, scratch.data());
+        const auto stride = static_cast<std::ptrdiff_t>(layer.key_width) * block_bytes(row.raw ? layer.key_type : ElementType::f32);
         for (std::size_t h = 0; h < layer.heads; ++h) {
-          steps.dots(layer.queries.data() + h * m * layer.key_width, m, keys + h * layer.key_width, layer.key_width, weights + h * m * n + i, n);
+          (row.raw ? steps.raw_dots : steps.dots)(layer.queries.data() + h * m * layer.key_width, m, &row.data, 1, static_cast<std::ptrdiff_t>(h) * stride,
+                                                  layer.key_width, weights + h * m * n + i, n);
         }
       }
     }

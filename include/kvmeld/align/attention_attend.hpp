@@ -7,9 +7,9 @@
 #include <span>
 #include <vector>
 
-#include <kvmeld/align/attention_kernels.hpp>
 #include <kvmeld/align/attention_rows.hpp>
 #include <kvmeld/align/attention_state.hpp>
+#include <kvmeld/align/attention_steps.hpp>
 #include <kvmeld/config.hpp>
 #include <kvmeld/status.hpp>
 #include <kvmeld/tensor/float_environment.hpp>
@@ -20,61 +20,87 @@ namespace detail {
 /// One layer's running softmax: blocks of 64 tokens in f32, their sums in f64.
 class LayerAttention {
  public:
-  LayerAttention(const AttentionReader::Layer& layer, std::size_t queries)
-      : layer_(layer), rows_(layer.heads * queries), queries_(queries), dots_(rows_ * attended_block), weights_(rows_ * attended_block),
-        block_(rows_ * layer.value_width), key_row_(layer.heads * layer.key_width), value_rows_((added_rows + 1) * layer.heads * layer.value_width),
-        outputs(rows_ * layer.value_width), sums(rows_), tops(rows_, -INFINITY) {}
+  LayerAttention(const AttentionReader& reader, std::size_t layer, std::size_t queries)
+      : reader_(reader), layer_(reader.layer(layer)), index_(layer), rows_(layer_.heads * queries), queries_(queries),
+        key_steps_(attention_steps(best_isa(), layer_.key_type)), value_steps_(attention_steps(best_isa(), layer_.value_type)),
+        dots_(rows_ * attended_block), weights_(rows_ * attended_block), block_(rows_ * layer_.value_width), scales_(rows_),
+        key_rows_(attended_rows * layer_.heads * layer_.key_width), value_rows_((attended_rows + 1) * layer_.heads * layer_.value_width),
+        outputs(rows_ * layer_.value_width), sums(rows_), tops(rows_, -INFINITY) {}
 
   /// Adds up to `attended_block` tokens.
-  void add(const AttentionReader& reader, std::size_t l, std::span<const AttendedToken> tokens) {
+  void add(std::span<const AttendedToken> tokens) {
     if (tokens.size() < attended_block) std::fill(dots_.begin(), dots_.end(), -INFINITY);
-    for (std::size_t j = 0; j < tokens.size(); ++j) {
-      const float* const keys = reader.keys(l, tokens[j], key_row_.data());
-      for (std::size_t h = 0; h < layer_.heads; ++h) {
-        steps_.dots(layer_.queries.data() + h * queries_ * layer_.key_width, queries_, keys + h * layer_.key_width, layer_.key_width,
-                    dots_.data() + h * queries_ * attended_block + j, attended_block);
-      }
-    }
-    scales_.resize(rows_);
+    for (std::size_t j = 0; j < tokens.size(); j += attended_rows) add_dots(tokens.subspan(j, (std::min)(attended_rows, tokens.size() - j)), j);
     for (std::size_t r = 0; r < rows_; ++r) {
       const float* const dots = dots_.data() + r * attended_block;
-      float largest = -INFINITY;
-      for (std::size_t j = 0; j < attended_block; ++j) largest = dots[j] > largest ? dots[j] : largest;
-      const double here = fma(static_cast<double>(largest), layer_.factor, 0.0);
+      const double here = fma(static_cast<double>(key_steps_.largest(dots)), layer_.factor, 0.0);
       const double top = here > tops[r] ? here : tops[r];
       scales_[r] = math::exp(tops[r] - top);
       tops[r] = top;
-      sums[r] = fma(sums[r], scales_[r], steps_.weigh(dots, layer_.factor, top, weights_.data() + r * attended_block));
+      sums[r] = fma(sums[r], scales_[r], key_steps_.weigh(dots, layer_.factor, top, weights_.data() + r * attended_block));
     }
-    const std::size_t width = layer_.heads * layer_.value_width;
-    const float* rows[added_rows];
-    for (std::size_t j = 0; j < tokens.size(); j += added_rows) {
-      for (std::size_t i = 0; i < added_rows; ++i) {
-        float* const scratch = value_rows_.data() + i * width;
-        rows[i] = j + i < tokens.size() ? reader.values(l, tokens[j + i], scratch) : value_rows_.data() + added_rows * width;  // zeros
-      }
-      for (std::size_t h = 0; h < layer_.heads; ++h) {
-        steps_.add(weights_.data() + h * queries_ * attended_block + j, attended_block, queries_, rows, layer_.value_width,
-                   block_.data() + h * queries_ * layer_.value_width);
-        for (const float*& row : rows) row += layer_.value_width;
-      }
-    }
+    for (std::size_t j = 0; j < tokens.size(); j += attended_rows) add_values(tokens.subspan(j, (std::min)(attended_rows, tokens.size() - j)), j);
     for (std::size_t r = 0; r < rows_; ++r) {
-      steps_.carry(block_.data() + r * layer_.value_width, scales_[r], layer_.value_width, outputs.data() + r * layer_.value_width);
+      value_steps_.carry(block_.data() + r * layer_.value_width, scales_[r], layer_.value_width, outputs.data() + r * layer_.value_width);
     }
   }
 
  private:
+  // Rows are converted in registers where few queries read them, and once into memory where many do.
+  static constexpr std::size_t most_raw_dots = 4, most_raw_sums = 2;
+
+  void add_dots(std::span<const AttendedToken> tokens, std::size_t at) {
+    const bool wanted = key_steps_.raw_dots != nullptr && (queries_ <= most_raw_dots || layer_.key_type == ElementType::f32);
+    const std::byte* rows[attended_rows] = {};
+    const bool raw = gather(tokens, wanted, rows, key_rows_, layer_.heads * layer_.key_width,
+                            [this](AttendedToken t, bool r, float* scratch) { return reader_.keys(index_, t, r, scratch); });
+    const auto stride = static_cast<std::ptrdiff_t>(layer_.key_width) * (raw ? block_bytes(layer_.key_type) : block_bytes(ElementType::f32));
+    const AttentionSteps::Dots dots = raw ? key_steps_.raw_dots : key_steps_.dots;
+    for (std::size_t h = 0; h < layer_.heads; ++h) {
+      dots(layer_.queries.data() + h * queries_ * layer_.key_width, queries_, rows, tokens.size(), static_cast<std::ptrdiff_t>(h) * stride, layer_.key_width,
+           dots_.data() + h * queries_ * attended_block + at, attended_block);
+    }
+  }
+  void add_values(std::span<const AttendedToken> tokens, std::size_t at) {
+    const bool wanted = value_steps_.raw_add != nullptr && (queries_ <= most_raw_sums || layer_.value_type == ElementType::f32);
+    const std::size_t width = layer_.heads * layer_.value_width;
+    const std::byte* rows[attended_rows] = {};
+    const bool raw = gather(tokens, wanted, rows, value_rows_, width,
+                            [this](AttendedToken t, bool r, float* scratch) { return reader_.values(index_, t, r, scratch); });
+    // Behind the last token: zeros, of every type, whose weights are 0.
+    for (std::size_t i = tokens.size(); i < attended_rows; ++i) rows[i] = reinterpret_cast<const std::byte*>(value_rows_.data() + attended_rows * width);
+    const auto stride = static_cast<std::ptrdiff_t>(layer_.value_width) * (raw ? block_bytes(layer_.value_type) : block_bytes(ElementType::f32));
+    const AttentionSteps::Add sum = raw ? value_steps_.raw_add : value_steps_.add;
+    for (std::size_t h = 0; h < layer_.heads; ++h) {
+      sum(weights_.data() + h * queries_ * attended_block + at, attended_block, queries_, rows, static_cast<std::ptrdiff_t>(h) * stride, layer_.value_width,
+          block_.data() + h * queries_ * layer_.value_width);
+    }
+  }
+  /// Rows of a few tokens, all raw or all f32; whether they are raw.
+  template <class Read>
+  static bool gather(std::span<const AttendedToken> tokens, bool raw, const std::byte** rows, std::vector<float>& scratch, std::size_t width, const Read& read) {
+    for (std::size_t i = 0; i < tokens.size();) {
+      const AttendedRow row = read(tokens[i], raw, scratch.data() + i * width);
+      rows[i++] = row.data;
+      if (row.raw == raw) continue;
+      raw = false;
+      i = 0;  // caches of several layouts: all over again
+    }
+    return raw;
+  }
+
+  const AttentionReader& reader_;
   const AttentionReader::Layer& layer_;
+  std::size_t index_;
   std::size_t rows_;                // head · queries + query
   std::size_t queries_;
-  AttentionSteps steps_ = attention_steps(best_isa());
+  AttentionSteps key_steps_, value_steps_;
   std::vector<float> dots_;         // (row, attended_block)
   std::vector<float> weights_;      // (row, attended_block)
   std::vector<float> block_;        // (row, value_width)
-  std::vector<float> key_row_;      // (head, key_width)
-  std::vector<float> value_rows_;   // (added_rows + 1, head, value_width) the last: zeros
   std::vector<double> scales_;      // (row)
+  std::vector<float> key_rows_;     // (attended_rows, head, key_width)
+  std::vector<float> value_rows_;   // (attended_rows + 1, head, value_width) the last: zeros
 
  public:
   std::vector<double> outputs;      // (row, value_width) not yet divided by `sums`
@@ -125,11 +151,11 @@ KVMELD_LAZY [[nodiscard]] Status attend(const AttentionQueries& queries, std::sp
   std::vector<detail::AttendedToken> tokens;
   for (std::size_t l = 0; l < reader->count(); ++l) {
     const detail::AttentionReader::Layer& layer = reader->layer(l);
-    detail::LayerAttention attention(layer, m);
+    detail::LayerAttention attention(*reader, l, m);
     tokens.clear();
     for (std::size_t s = 0; s < sources.size(); ++s) reader->tokens(l, s, tokens);
     for (std::size_t at = 0; at < tokens.size(); at += detail::attended_block) {
-      attention.add(*reader, l, std::span(tokens).subspan(at, (std::min)(detail::attended_block, tokens.size() - at)));
+      attention.add(std::span(tokens).subspan(at, (std::min)(detail::attended_block, tokens.size() - at)));
     }
     for (std::size_t q = 0; q < m && !tokens.empty(); ++q) {
       for (std::size_t h = 0; h < layer.heads; ++h) {

@@ -55,6 +55,12 @@ struct AttendedToken {
   std::uint32_t token = 0;
 };
 
+/// All heads of one token: f32 with heads padded to 32 channels, or as the cache has them.
+struct AttendedRow {
+  const std::byte* data = nullptr;
+  bool raw = false;
+};
+
 [[nodiscard]] constexpr std::size_t padded_channels(std::int32_t channels) noexcept { return (static_cast<std::size_t>(channels) + 31) / 32 * 32; }
 
 /// Checked queries and caches; rows as f32 with heads padded to 32 channels, keys in the queries' frame.
@@ -66,6 +72,8 @@ class AttentionReader {
     std::size_t value_width = 0;
     std::int32_t value_channels = 0;
     double factor = 0;            ///< logit / (q·k)
+    ElementType key_type = ElementType::f32;
+    ElementType value_type = ElementType::f32;
     std::vector<float> queries;   ///< (head, query, key_width)
     std::int32_t table = -1;      ///< of `tables_`, where keys are turned
   };
@@ -116,33 +124,34 @@ class AttentionReader {
     }
   }
 
-  /// A token's keys, (head, key_width), in the queries' frame: the cache's own memory where it lies so, or `scratch`.
-  [[nodiscard]] const float* keys(std::size_t l, AttendedToken at, float* scratch) const noexcept {
+  /// A token's keys in the queries' frame, (head, key_width): copied to `scratch`, unless they may come raw and can.
+  [[nodiscard]] AttendedRow keys(std::size_t l, AttendedToken at, bool raw, float* scratch) const noexcept {
     const Layer& layer = layers_[l];
     const PlaneRef& plane = sources_[at.source].cache.plane(l, 0);
-    const float* const row = read(plane, at.token, layer.key_width, layer.table >= 0, scratch);
+    const AttendedRow row = read(plane, at.token, layer.key_width, raw && layer.table < 0, scratch);
     if (layer.table < 0) return row;
     const RopeSpec& rope = sources_[at.source].cache.geometry().layers[l].rope;
     const Turn turn{tables_[static_cast<std::size_t>(layer.table)].row(shift_of_[at.source][at.token]), plane.shape.channels, rope.first_channel,
                     rope.rotary_channels, rope.pairing};
     for (std::size_t h = 0; h < layer.heads; ++h) turn_row(turn, isa_, scratch + h * layer.key_width);
-    return scratch;
+    return row;
   }
   /// A token's values, (head, value_width).
-  [[nodiscard]] const float* values(std::size_t l, AttendedToken at, float* scratch) const noexcept {
-    return read(sources_[at.source].cache.plane(l, 1), at.token, layers_[l].value_width, false, scratch);
+  [[nodiscard]] AttendedRow values(std::size_t l, AttendedToken at, bool raw, float* scratch) const noexcept {
+    return read(sources_[at.source].cache.plane(l, 1), at.token, layers_[l].value_width, raw, scratch);
   }
 
  private:
-  [[nodiscard]] const float* read(const PlaneRef& plane, std::uint32_t token, std::size_t width, bool copy, float* scratch) const noexcept {
+  [[nodiscard]] AttendedRow read(const PlaneRef& plane, std::uint32_t token, std::size_t width, bool raw, float* scratch) const noexcept {
+    const AttendedRow copied{reinterpret_cast<const std::byte*>(scratch), false};
     const std::int64_t slot = plane.slots.slot(token);
     const PlaneShape& shape = plane.shape;
     const bool whole = width == static_cast<std::size_t>(shape.channels);
     if (whole && contiguous_heads(plane)) {
       const std::byte* const from = plane.data + plane.byte_offset(plane.row_offset(slot, 0));
-      if (shape.type == ElementType::f32 && !copy && reinterpret_cast<std::uintptr_t>(from) % alignof(float) == 0) return reinterpret_cast<const float*>(from);
+      if (raw) return {from, true};
       load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width) * shape.heads, scratch);
-      return scratch;
+      return copied;
     }
     for (std::int32_t h = 0; h < shape.heads; ++h) {
       float* const to = scratch + static_cast<std::size_t>(h) * width;
@@ -156,7 +165,7 @@ class AttentionReader {
       }
       std::fill(to + shape.channels, to + width, 0.0F);
     }
-    return scratch;
+    return copied;
   }
 
   KVMELD_LAZY static Status check_queries(const AttentionQueries& queries) {
@@ -223,6 +232,8 @@ class AttentionReader {
     layer.key_width = padded_channels(key.channels);
     layer.value_width = padded_channels(shape.planes[1].channels);
     layer.value_channels = shape.planes[1].channels;
+    layer.key_type = key.type;
+    layer.value_type = shape.planes[1].type;
     const double scale = queries.scale > 0.0F ? static_cast<double>(queries.scale) : 1.0 / math::sqrt(static_cast<double>(key.channels));
     layer.factor = scale / static_cast<double>(queries.temperature);
     layer.queries.assign(layer.heads * m * layer.key_width, 0.0F);
