@@ -14,12 +14,12 @@ namespace test {
 
 enum class Sharing { model, layer, head };
 
-/// A matrix of numbers in [−1, 1) ÷ inputs.
+/// A matrix of numbers in (−1, 1) ÷ inputs that f32 cannot hold.
 inline kvmeld::LinearMap random_matrix(std::int32_t outputs, std::int32_t inputs, std::int32_t rank, bool bias, Random& random) {
   kvmeld::LinearMap m{.outputs = outputs, .inputs = inputs, .rank = rank};
   const auto fill = [&](std::vector<double>& numbers, std::int32_t rows, std::int32_t columns) {
     numbers.resize(static_cast<std::size_t>(rows) * static_cast<std::size_t>(columns));
-    for (double& x : numbers) x = static_cast<double>(random.value()) / 4 / columns;
+    for (double& x : numbers) x = static_cast<double>(random.value()) / 4.1 / columns;
   };
   fill(m.weight, outputs, rank == 0 ? inputs : rank);
   if (rank != 0) fill(m.inner, rank, inputs);
