@@ -14,15 +14,63 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline double weigh_avx2(const float* dots, double factor, double top, float* weights) noexcept {
-  return weigh_body(dots, factor, top, weights);
-}
-KVMELD_TARGET_AVX512 KVMELD_NOINLINE inline double weigh_avx512(const float* dots, double factor, double top, float* weights) noexcept {
-  return weigh_body(dots, factor, top, weights);
-}
+// The expressions of `weight_exp`, which compilers spread over registers they do not have.
+#define KVMELD_WEIGH(NAME, TARGET, BYTES, FMA)                                                                                       \
+  TARGET KVMELD_NOINLINE inline double NAME(const float* dots, double factor, double top, float* weights) noexcept {                 \
+    using Doubles = vector_t<double, BYTES>;                                                                                         \
+    using Words = vector_t<unsigned long long, BYTES>;                                                                               \
+    using Floats = vector_t<float, BYTES / 2>;                                                                                       \
+    const Doubles by = Doubles{} + factor, from = Doubles{} - top, magic = Doubles{} + integer_magic;                                \
+    const Doubles least = Doubles{} - 104.0, one = Doubles{} + 1.0;                                                                  \
+    alignas(64) double sums[8];                                                                                                      \
+    for (std::size_t l = 0; l < 8; l += BYTES / 8) {                                                                                 \
+      Doubles sum{};                                                                                                                 \
+      for (std::size_t i = l; i < attended_block; i += 8) {                                                                          \
+        const Floats dot = *reinterpret_cast<const unaligned_vector_t<float, BYTES / 2>*>(dots + i);                                 \
+        const Doubles x = FMA(__builtin_convertvector(dot, Doubles), by, from);                                                      \
+        const Doubles bounded = x < least ? least : x;                                                                               \
+        const Doubles k = FMA(bounded, Doubles{} + 0x1.71547652b82fep+0, magic);                                                     \
+        const Doubles r = FMA(magic - k, Doubles{} + 0x1.62e42fefa39efp-1, bounded);                                                 \
+        Doubles p = FMA(Doubles{} + 0x1.a15179d80ae96p-13, r, Doubles{} + 0x1.6d7543e4127b8p-10);                                    \
+        p = FMA(p, r, Doubles{} + 0x1.1110c632a3088p-7);                                                                             \
+        p = FMA(p, r, Doubles{} + 0x1.5554accfdb593p-5);                                                                             \
+        p = FMA(p, r, Doubles{} + 0x1.55555567532adp-3);                                                                             \
+        p = FMA(p, r, Doubles{} + 0x1.000000287f871p-1);                                                                             \
+        p = FMA(p, r, one);                                                                                                          \
+        p = FMA(p, r, one);                                                                                                          \
+        p = reinterpret_cast<Doubles>(reinterpret_cast<Words>(p) + (reinterpret_cast<Words>(k) << 52));                              \
+        p = x < least ? Doubles{} : p;                                                                                               \
+        p = x == x ? p : x;                                                                                                          \
+        const Floats w = __builtin_convertvector(p, Floats);                                                                         \
+        *reinterpret_cast<unaligned_vector_t<float, BYTES / 2>*>(weights + i) = w;                                                   \
+        sum = sum + __builtin_convertvector(w, Doubles);                                                                             \
+      }                                                                                                                              \
+      *reinterpret_cast<Doubles*>(sums + l) = sum;                                                                                   \
+    }                                                                                                                                \
+    return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));                                \
+  }
+#define KVMELD_FMA_256(a, b, c) __builtin_ia32_vfmaddpd256(a, b, c)
+#define KVMELD_FMA_512(a, b, c) __builtin_ia32_vfmaddpd512_mask(a, b, c, 0xff, 4)
+KVMELD_WEIGH(weigh_avx2, KVMELD_TARGET_AVX2, 32, KVMELD_FMA_256)
+KVMELD_WEIGH(weigh_avx512, KVMELD_TARGET_AVX512, 64, KVMELD_FMA_512)
+#undef KVMELD_FMA_256
+#undef KVMELD_FMA_512
+#undef KVMELD_WEIGH
+
 KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline float largest_avx2(const float* dots) noexcept { return largest_body(dots); }
 KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void carry_avx2(float* block, double scale, std::size_t n, double* total) noexcept {
   carry_body(block, scale, n, total);
+}
+
+KVMELD_TARGET_AVX512 KVMELD_NOINLINE inline void carry_avx512(float* block, double scale, std::size_t n, double* total) noexcept {
+  using Doubles = vector_t<double, 64>;
+  constexpr int current_rounding = 4;
+  const Doubles by = Doubles{} + scale;
+  for (std::size_t c = 0; c < n; c += 8) {
+    auto* const sum = reinterpret_cast<unaligned_vector_t<double, 64>*>(total + c);
+    *sum = __builtin_ia32_vfmaddpd512_mask(*sum, by, __builtin_convertvector(load_lanes(block + c), Doubles), 0xff, current_rounding);
+    store_lanes(FloatLanes{}, block + c);
+  }
 }
 
 /// The levels 4, 2, 1 of the tree over eight lanes.
@@ -153,25 +201,28 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE void dots_avx512(const float* queries, std:
     }
   }
   for (; q < count; ++q, queries += n) {  // four keys share the loads of a query
-    const std::byte* a = keys[0] + offset;
-    const std::byte* b = (keys_count > 1 ? keys[1] : keys[0]) + offset;
-    const std::byte* c = (keys_count > 2 ? keys[2] : keys[0]) + offset;
-    const std::byte* d = (keys_count > 3 ? keys[3] : keys[0]) + offset;
-    WideFloats a0{}, a1{}, b0{}, b1{}, c0{}, c1{}, d0{}, d1{};
-    for (std::size_t at = 0; at < n; at += 32, a += 2 * half, b += 2 * half, c += 2 * half, d += 2 * half) {
-      const WideFloats q0 = load_wide(queries + at), q1 = load_wide(queries + at + 16);
-      a0 = fma_wide(q0, load_sixteen<type>(a), a0);
-      a1 = fma_wide(q1, load_sixteen<type>(a + half), a1);
-      b0 = fma_wide(q0, load_sixteen<type>(b), b0);
-      b1 = fma_wide(q1, load_sixteen<type>(b + half), b1);
-      c0 = fma_wide(q0, load_sixteen<type>(c), c0);
-      c1 = fma_wide(q1, load_sixteen<type>(c + half), c1);
-      d0 = fma_wide(q0, load_sixteen<type>(d), d0);
-      d1 = fma_wide(q1, load_sixteen<type>(d + half), d1);
+    for (std::size_t k = 0; k < keys_count; k += 4) {
+      const std::size_t left = keys_count - k < 4 ? keys_count - k : 4;
+      const std::byte* a = keys[k] + offset;
+      const std::byte* b = keys[left > 1 ? k + 1 : k] + offset;
+      const std::byte* c = keys[left > 2 ? k + 2 : k] + offset;
+      const std::byte* d = keys[left > 3 ? k + 3 : k] + offset;
+      WideFloats a0{}, a1{}, b0{}, b1{}, c0{}, c1{}, d0{}, d1{};
+      for (std::size_t at = 0; at < n; at += 32, a += 2 * half, b += 2 * half, c += 2 * half, d += 2 * half) {
+        const WideFloats q0 = load_wide(queries + at), q1 = load_wide(queries + at + 16);
+        a0 = fma_wide(q0, load_sixteen<type>(a), a0);
+        a1 = fma_wide(q1, load_sixteen<type>(a + half), a1);
+        b0 = fma_wide(q0, load_sixteen<type>(b), b0);
+        b1 = fma_wide(q1, load_sixteen<type>(b + half), b1);
+        c0 = fma_wide(q0, load_sixteen<type>(c), c0);
+        c1 = fma_wide(q1, load_sixteen<type>(c + half), c1);
+        d0 = fma_wide(q0, load_sixteen<type>(d), d0);
+        d1 = fma_wide(q1, load_sixteen<type>(d + half), d1);
+      }
+      const WideFloats s = join_four(a0 + a1, b0 + b1, c0 + c1, d0 + d1);
+      const float sums[] = {s[0], s[4], s[8], s[12]};
+      for (std::size_t i = 0; i < left; ++i) out[q * stride + k + i] = sums[i];
     }
-    const WideFloats s = join_four(a0 + a1, b0 + b1, c0 + c1, d0 + d1);
-    const float sums[] = {s[0], s[4], s[8], s[12]};
-    for (std::size_t k = 0; k < keys_count; ++k) out[q * stride + k] = sums[k];
   }
 }
 template <ElementType type>

@@ -103,15 +103,6 @@ inline void product_baseline(const float* w, const float* x, std::int32_t n, flo
 
 #if KVMELD_X86_DISPATCH
 
-[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats fma_wide(WideFloats a, WideFloats b, WideFloats c) noexcept {
-#if defined(__clang__)
-  constexpr unsigned short all = 0xffff;
-#else
-  constexpr short all = -1;  // the builtin's own type
-#endif
-  constexpr int current_rounding = 4;
-  return __builtin_ia32_vfmaddps512_mask(a, b, c, all, current_rounding);
-}
 [[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats spread_wide(float x) noexcept {
   return WideFloats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
 }

@@ -55,10 +55,6 @@ KVMELD_LAZY KVMELD_NOINLINE void row_products_baseline(const RowProducts& p, int
 
 #if KVMELD_X86_DISPATCH
 
-[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats fma_wide(WideFloats a, WideFloats b, WideFloats c) noexcept {
-  return __builtin_ia32_vfmaddps512_mask(a, b, c, Avx512Lanes32<ElementType::f16>::all_loaded, 4);
-}
-
 // Sums of `rows` rows by four vectors of columns, as named members: compilers keep an array of them in memory.
 #define KVMELD_ROW_PRODUCTS(NAME, TARGET, FLOATS, LOAD, STORE, FMA)                                                              \
   template <int rows>                                                                                                            \
@@ -174,10 +170,35 @@ KVMELD_LAZY void multiply_rows([[maybe_unused]] Isa isa, RowProducts p, int rows
   }
 }
 
-/// A hidden unit: tanh of what its inputs add up to, rounded to f32; what overflowed both ways counts as 0.
+/// e^x as scale · (1 + q), for x in [−700, 700].
+struct ShortExp {
+  double scale;
+  double q;
+};
+
+/// The expressions of `math::exp` with as many terms as a result in f32 needs: within 6e-9 of e^x, in half the time.
+[[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE ShortExp short_exp(double x) noexcept {
+  const double magic = fma(x, 0x1.71547652b82fep+0, integer_magic);
+  const double k = magic - integer_magic;
+  const double r = fma(-k, 0x1.62e42fefa39efp-1, x);  // |r| <= 0.3466
+  double p = 1.0 / 5040;
+  p = fma(p, r, 1.0 / 720);
+  p = fma(p, r, 1.0 / 120);
+  p = fma(p, r, 1.0 / 24);
+  p = fma(p, r, 1.0 / 6);
+  p = fma(p, r, 0.5);
+  p = fma(p, r, 1.0);
+  return {power_of_two(static_cast<std::int64_t>(double_bits(magic) - double_bits(integer_magic))), p * r};
+}
+
+/// A hidden unit: tanh of what its inputs add up to, within 1e-8 and rounded to f32. A sum that overflowed both ways counts as a
+/// large one.
 [[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE float hidden_unit(float sum) noexcept {
-  const auto x = static_cast<double>(sum);
-  return static_cast<float>(math::tanh(select(x == x, x, 0.0)));
+  const double twice = 2.0 * static_cast<double>(sum);
+  const double below = twice < 40.0 ? twice : 40.0;
+  const ShortExp e = short_exp(below > -40.0 ? below : -40.0);
+  const double minus_one = fma(e.scale, e.q, e.scale - 1.0);  // e^2x − 1, which keeps its relative precision near 0
+  return static_cast<float>(minus_one / (minus_one + 2.0));
 }
 
 /// What is added to a logit: a · b, n a multiple of 32, by the 32 lanes and tree of every reduction within a row.

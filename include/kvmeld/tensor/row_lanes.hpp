@@ -139,6 +139,15 @@ using WideWords = vector_t<unsigned, 64>;
 KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void store_wide(WideFloats v, void* out) noexcept {
   *static_cast<unaligned_vector_t<float, 64>*>(out) = v;
 }
+[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats fma_wide(WideFloats a, WideFloats b, WideFloats c) noexcept {
+#if defined(__clang__)
+  constexpr unsigned short all = 0xffff;
+#else
+  constexpr short all = -1;
+#endif
+  constexpr int current_rounding = 4;
+  return __builtin_ia32_vfmaddps512_mask(a, b, c, all, current_rounding);
+}
 
 /// The same in 512-bit registers.
 template <ElementType type>
