@@ -53,22 +53,24 @@ KVMELD_ALWAYS_INLINE void sum_gated(const HeadRows& rows, const double* gates, s
   for (int c = 0; c < 32; ++c) out[b + c] = static_cast<float>(sum[c]);
 }
 
-/// One block of 32 channels by gates of their own. logits: (contribution, 32)
-KVMELD_ALWAYS_INLINE void sum_opened(const HeadRows& rows, const float* logits, std::ptrdiff_t b, float* __restrict out) noexcept {
+/// One block of 32 channels by gates of their own. logits: (contribution, columns)
+KVMELD_ALWAYS_INLINE void sum_opened(const HeadRows& rows, const float* logits, std::ptrdiff_t columns, std::ptrdiff_t b,
+                                     float* __restrict out) noexcept {
   alignas(64) float most[32];
   alignas(64) double total[32];
   alignas(64) double sum[32];
   for (int c = 0; c < 32; ++c) {
-    most[c] = logits[c];
+    most[c] = logits[b + c];
     total[c] = 0;
     sum[c] = 0;
   }
   for (int i = 1; i < rows.contributions; ++i) {
-    for (int c = 0; c < 32; ++c) most[c] = logits[i * 32 + c] > most[c] ? logits[i * 32 + c] : most[c];
+    const float* __restrict const logit = logits + i * columns + b;
+    for (int c = 0; c < 32; ++c) most[c] = logit[c] > most[c] ? logit[c] : most[c];
   }
   for (int i = 0; i < rows.contributions; ++i) {
     const float weight = rows.weights[i];
-    const float* __restrict const logit = logits + i * 32;
+    const float* __restrict const logit = logits + i * columns + b;
     const float* __restrict const row = rows.values + i * rows.stride + b;
     KVMELD_KEEP_LOOP
     for (int c = 0; c < 32; ++c) {
@@ -105,13 +107,7 @@ KVMELD_ALWAYS_INLINE void mix_gated(const GateRows<kind>& gate, const HeadRows& 
     for (int i = 0; i < count;) i += next_units<isa>(net, at, rows, mean, i, shared, units + i * at.hidden);
     alignas(64) float logits[max_mixed_values];
     multiply_rows(isa, {units, at.hidden, gate.hidden, net + at.second, net + at.last, logits, columns, nullptr, nullptr, nullptr}, count);
-    alignas(64) float block[max_mixed * 32];
-    for (std::ptrdiff_t b = 0; b < columns; b += 32) {
-      for (int i = 0; i < count; ++i) {
-        for (int c = 0; c < 32; ++c) block[i * 32 + c] = logits[i * columns + b + c];
-      }
-      sum_opened(rows, block, b, out);
-    }
+    for (std::ptrdiff_t b = 0; b < columns; b += 32) sum_opened(rows, logits, columns, b, out);
   }
 }
 
