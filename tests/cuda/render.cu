@@ -2,6 +2,10 @@
 // included.
 #include <kvmeld/cuda/render.cuh>
 
+#include <kvmeld/align/attention.hpp>
+#include <kvmeld/fuse/gated.hpp>
+#include <kvmeld/fuse/norm_preserving_mean.hpp>
+
 #include "cuda/device_cache.cuh"
 #include "support/lane_work.hpp"
 #include "support/rendering.hpp"
@@ -84,6 +88,27 @@ TEST_CASE("crowds of contributions are joined by the host's tree on the device")
       {test::sealed(g, 40, 1, {.positions = positions}), test::sealed(g, 40, 2, {.positions = positions})});
   compare(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::WeightedMean{}}), g, Layout::paged, Tables::host);
   compare(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::Max{}}), g, Layout::paged, Tables::host);
+}
+
+TEST_CASE("gates with their parameters, norm-preserving means and weights by head render on the device") {
+  const auto type = GENERATE(ElementType::f32, ElementType::bf16, ElementType::q8_0);
+  CAPTURE(kvmeld::to_string(type));
+  const auto g = test::geometry({.type = type, .heads = 2, .channels = 64, .first = 6, .rotary = 34});
+  const auto set = spans(g, 5);
+  const auto numbers = [](std::size_t n) {
+    test::Random random(n);
+    std::vector<float> out(n);
+    for (float& x : out) x = random.value() / 8;
+    return out;
+  };
+  const kvmeld::GateShape shape{.key_channels = 64, .value_channels = 64, .hidden = 5};
+  const auto gate = kvmeld::GateWeights::make(shape, numbers(static_cast<std::size_t>(shape.size())));
+  REQUIRE(gate.ok());
+  const Aligner match{kvmeld::TokenMatch{}};
+  compare(set, kvmeld::merger(ById{}, match, Fuser{kvmeld::Gated{*gate}}), g, Layout::paged, Tables::host);
+  compare(set, kvmeld::merger(ById{}, match, Fuser{kvmeld::NormPreservingMean{}}), g, Layout::canonical, Tables::host);
+  kvmeld::Attention attention{.queries = std::make_shared<const std::vector<float>>(numbers(3 * 2 * 2 * 64)), .count = 3};
+  compare(set, kvmeld::merger(ById{}, Aligner{attention}), g, Layout::paged, Tables::host);
 }
 
 TEST_CASE("resident payloads, and render with a workspace from the stream's pool") {

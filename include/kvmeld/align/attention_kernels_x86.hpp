@@ -146,6 +146,13 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE void add_avx2(const float* weights, std::size
   }
 }
 
+/// How far ahead of each of four rows the next four lie, where rows follow each other in memory: what is asked for early.
+[[nodiscard]] KVMELD_ALWAYS_INLINE std::uintptr_t four_rows(const std::byte* row, const std::byte* next) noexcept {
+  return 4 * (reinterpret_cast<std::uintptr_t>(next) - reinterpret_cast<std::uintptr_t>(row));
+}
+KVMELD_ALWAYS_INLINE void ask_for(const std::byte* row, std::uintptr_t ahead) noexcept {
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(row) + ahead));
+}
 /// Sixteen elements in order.
 template <ElementType type>
 [[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats load_sixteen(const std::byte* in) noexcept {
@@ -154,8 +161,14 @@ template <ElementType type>
     const vector_t<short, 32> stored = *reinterpret_cast<const unaligned_vector_t<short, 32>*>(in);
     return __builtin_ia32_vcvtph2ps512_mask(stored, WideFloats{}, Avx512Lanes32<ElementType::f16>::all_loaded, current_rounding);
   } else if constexpr (type == ElementType::bf16) {
+#if defined(__clang__)
     const vector_t<std::uint16_t, 32> stored = *reinterpret_cast<const unaligned_vector_t<std::uint16_t, 32>*>(in);
     return reinterpret_cast<WideFloats>(__builtin_convertvector(stored, WideWords) << 16);
+#else  // g++ converts in two halves and puts them together
+    const vector_t<short, 32> stored = *reinterpret_cast<const unaligned_vector_t<short, 32>*>(in);
+    const vector_t<int, 64> words = __builtin_ia32_pmovzxwd512_mask(stored, vector_t<int, 64>{}, static_cast<unsigned short>(Avx512Lanes32<ElementType::f16>::all_loaded));
+    return reinterpret_cast<WideFloats>(words << 16);
+#endif
   } else {
     return load_wide(in);
   }
@@ -207,9 +220,14 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE void dots_avx512(const float* queries, std:
       const std::byte* b = keys[left > 1 ? k + 1 : k] + offset;
       const std::byte* c = keys[left > 2 ? k + 2 : k] + offset;
       const std::byte* d = keys[left > 3 ? k + 3 : k] + offset;
+      const std::uintptr_t ahead = four_rows(a, b);
       WideFloats a0{}, a1{}, b0{}, b1{}, c0{}, c1{}, d0{}, d1{};
       for (std::size_t at = 0; at < n; at += 32, a += 2 * half, b += 2 * half, c += 2 * half, d += 2 * half) {
         const WideFloats q0 = load_wide(queries + at), q1 = load_wide(queries + at + 16);
+        ask_for(a, ahead);
+        ask_for(b, ahead);
+        ask_for(c, ahead);
+        ask_for(d, ahead);
         a0 = fma_wide(q0, load_sixteen<type>(a), a0);
         a1 = fma_wide(q1, load_sixteen<type>(a + half), a1);
         b0 = fma_wide(q0, load_sixteen<type>(b), b0);
@@ -234,10 +252,17 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE void add_avx512(const float* weights, std::
     const std::byte* r1 = rows[1] + offset;
     const std::byte* r2 = rows[2] + offset;
     const std::byte* r3 = rows[3] + offset;
+    const std::uintptr_t ahead = four_rows(r0, r1);
     const float* const w = weights + q * stride;
     const WideFloats w0 = WideFloats{} + w[0], w1 = WideFloats{} + w[1], w2 = WideFloats{} + w[2], w3 = WideFloats{} + w[3];
     for (std::size_t c = 0; c < n; c += 16, r0 += step, r1 += step, r2 += step, r3 += step) {
       WideFloats s = load_wide(acc + c);
+      if (q == 0) {
+        ask_for(r0, ahead);
+        ask_for(r1, ahead);
+        ask_for(r2, ahead);
+        ask_for(r3, ahead);
+      }
       s = fma_wide(w0, load_sixteen<type>(r0), s);
       s = fma_wide(w1, load_sixteen<type>(r1), s);
       s = fma_wide(w2, load_sixteen<type>(r2), s);
