@@ -27,9 +27,10 @@ enum class FitSharing : std::uint8_t {
 
 struct ProjectionFitOptions {
   std::int32_t nearest = 6;  ///< source layers for each target layer, the nearest by relative depth (`k_nearest`); 0: the one that `last_aligned` names
+  bool with_first = false;   ///< source layer 0 besides, whose rows say little but which token it is: for values of deep layers
   FitSharing sharing = FitSharing::per_layer;
   bool bias = true;
-  /// Source layers of every target layer, in the order in which their channels are inputs. Empty: by `nearest`.
+  /// Source layers of every target layer, in the order in which their channels are inputs. Empty: by the two above.
   std::vector<std::vector<std::int32_t>> source_layers{};
 };
 
@@ -141,6 +142,8 @@ Result<ProjectionFit> ProjectionFit::make(Geometry source, Geometry target, Proj
     for (std::int32_t l = 0; l < target_layers; ++l) {
       options.source_layers.push_back(options.nearest == 0 ? last_aligned(l, target_layers, source_layers)
                                                            : k_nearest(l, target_layers, source_layers, options.nearest));
+      std::vector<std::int32_t>& from = options.source_layers.back();
+      if (options.with_first && from.front() != 0) from.insert(from.begin(), 0);
     }
   }
   if (options.source_layers.size() != target.layers.size()) {
