@@ -17,24 +17,72 @@
 #include <kvmeld/cache/fragment.hpp>
 #include <kvmeld/cache/normalise.hpp>
 #include <kvmeld/cache/row_copy.hpp>
+#include <kvmeld/tensor/row_codecs.hpp>
 #include <kvmeld/tensor/rows.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// Fills in where the planes of a payload lie, whose token sets are known, and makes zeros for them.
-KVMELD_LAZY [[nodiscard]] std::shared_ptr<std::vector<std::byte>> lay_out(const Geometry& geometry, Payload& payload) {
+/// Fills in where the planes of a payload lie, whose token sets are known, and makes memory for them; what lies between is zero.
+KVMELD_LAZY [[nodiscard]] std::shared_ptr<std::byte[]> lay_out(const Geometry& geometry, Payload& payload) {
+  std::vector<std::pair<std::size_t, std::size_t>> gaps;
   std::size_t total = 0;
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     for (const PlaneShape& shape : geometry.layers[l].planes) {
       const auto rows = static_cast<std::size_t>(payload.layer_tokens(l) * shape.heads);
+      const std::size_t bytes = rows * static_cast<std::size_t>(row_bytes(shape));
       payload.plane_offsets.push_back(total);
-      total += (rows * static_cast<std::size_t>(row_bytes(shape)) + 3) / 4 * 4;
+      gaps.emplace_back(total + bytes, (bytes + 3) / 4 * 4 - bytes);
+      total += (bytes + 3) / 4 * 4;
       payload.scale_offsets.push_back(total);
     }
   }
   payload.byte_count = total;
-  return std::make_shared<std::vector<std::byte>>((std::max)(total, std::size_t{1}));
+  std::shared_ptr<std::byte[]> memory(new std::byte[(std::max)(total, std::size_t{1})]);
+  for (const auto& [at, bytes] : gaps) std::fill_n(memory.get() + at, bytes, std::byte{0});
+  return memory;
+}
+
+/// `normalise` for rows that were just stored: whole blocks first, by loops that become vectors.
+template <class Bits, Bits Sign, Bits Exponent>
+KVMELD_ALWAYS_INLINE bool tidy_blocks(std::byte* bytes, std::size_t count) noexcept {
+  auto* const x = reinterpret_cast<unaligned_t<Bits>*>(bytes);
+  Bits bad[row_block] = {};
+  std::size_t i = 0;
+  for (; i + row_block <= count; i += row_block) {
+    KVMELD_KEEP_LOOP
+    for (std::size_t c = 0; c < row_block; ++c) {
+      const Bits v = x[i + c];
+      bad[c] = static_cast<Bits>(bad[c] | static_cast<Bits>((v & Exponent) == Exponent));
+      x[i + c] = v == Sign ? Bits{0} : v;
+    }
+  }
+  Bits any = 0;
+  for (const Bits b : bad) any = static_cast<Bits>(any | b);
+  return normalise_bits<Bits, Sign, Exponent>(bytes + i * sizeof(Bits), count - i) || any != 0;
+}
+template <bool vectors>
+struct TidyRows {
+  [[nodiscard]] static bool narrow(std::byte* bytes, std::size_t count) noexcept { return tidy_blocks<std::uint16_t, 0x8000U, 0x7C00U>(bytes, count); }
+  [[nodiscard]] static bool brain(std::byte* bytes, std::size_t count) noexcept { return tidy_blocks<std::uint16_t, 0x8000U, 0x7F80U>(bytes, count); }
+};
+#if KVMELD_X86_DISPATCH
+template <>
+struct TidyRows<true> {
+  KVMELD_TARGET_AVX2 [[nodiscard]] static bool narrow(std::byte* bytes, std::size_t count) noexcept {
+    return tidy_blocks<std::uint16_t, 0x8000U, 0x7C00U>(bytes, count);
+  }
+  KVMELD_TARGET_AVX2 [[nodiscard]] static bool brain(std::byte* bytes, std::size_t count) noexcept {
+    return tidy_blocks<std::uint16_t, 0x8000U, 0x7F80U>(bytes, count);
+  }
+};
+#endif
+/// Turns −0 into +0; true if a number is not finite.
+[[nodiscard]] inline bool tidy_rows(ElementType type, Isa isa, std::byte* bytes, std::size_t byte_count) noexcept {
+  const bool vectors = isa != Isa::baseline;
+  if (type == ElementType::f16) return vectors ? TidyRows<true>::narrow(bytes, byte_count / 2) : TidyRows<false>::narrow(bytes, byte_count / 2);
+  if (type == ElementType::bf16) return vectors ? TidyRows<true>::brain(bytes, byte_count / 2) : TidyRows<false>::brain(bytes, byte_count / 2);
+  return normalise(type, bytes, byte_count);
 }
 
 /// Applies matrices to tiles; owns what lies between.
@@ -72,30 +120,36 @@ class TileProduct {
   std::vector<float> out_;
 };
 
+/// The tokens that all inputs of a target layer hold.
+KVMELD_LAZY [[nodiscard]] std::vector<std::int32_t> tokens_held(const LayerMap& layer, const Payload& payload, const std::vector<std::vector<std::int32_t>>& rows) {
+  std::vector<std::uint8_t> needed(payload.token_sets.size(), 0);
+  for (const std::vector<MapBlock>* blocks : {&layer.key, &layer.value}) {
+    for (const MapBlock& block : *blocks) {
+      for (const HeadRef& in : block.inputs) needed[payload.layer_set[static_cast<std::size_t>(in.layer)]] = 1;
+    }
+  }
+  std::vector<std::int32_t> out;
+  for (std::size_t t = 0; t < payload.positions.size(); ++t) {
+    bool all = true;
+    for (std::size_t s = 0; s < rows.size(); ++s) all = all && (needed[s] == 0 || rows[s].empty() || rows[s][t] >= 0);
+    if (all) out.push_back(static_cast<std::int32_t>(t));
+  }
+  return out;
+}
+
 /// A payload through a linear map. `from` and `to` fit the map. Target keys are un-rotated and all positions 0.
 KVMELD_LAZY [[nodiscard]] Result<Payload> project_payload(const ProjectionMap& map, const Geometry& from, const Payload& payload,
                                                           const Geometry& to, Isa isa) {
   const auto tokens = std::ssize(payload.positions);
-  SourceRows keys(map, from, payload, Plane::key, isa);
-  SourceRows values(map, from, payload, Plane::value, isa);
+  const std::vector<std::vector<std::int32_t>> token_row = token_rows(payload);
   Payload out;
   out.lead_in = payload.lead_in;
   out.positions.assign(payload.positions.size(), 0);
-  std::vector<std::vector<std::int32_t>> held;  // (layers) tokens that all of a layer's inputs hold
+  std::vector<std::vector<std::int32_t>> held;  // (layers)
   for (const LayerMap& layer : map.layers()) {
+    held.push_back(tokens_held(layer, payload, token_row));
     TokenSet set;
-    std::vector<std::int32_t>& present = held.emplace_back();
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      bool all = true;
-      for (const MapBlock& block : layer.key) {
-        for (const HeadRef& in : block.inputs) all = all && keys.holds(in.layer, t);
-      }
-      for (const MapBlock& block : layer.value) {
-        for (const HeadRef& in : block.inputs) all = all && values.holds(in.layer, t);
-      }
-      if (all) present.push_back(static_cast<std::int32_t>(t));
-    }
-    if (std::ssize(present) != tokens) set = {.all = false, .present = present};
+    if (std::ssize(held.back()) != tokens) set = {.all = false, .present = held.back()};
     const auto same = std::find(out.token_sets.begin(), out.token_sets.end(), set);
     out.layer_set.push_back(static_cast<std::uint16_t>(same - out.token_sets.begin()));
     if (same == out.token_sets.end()) out.token_sets.push_back(std::move(set));
@@ -103,49 +157,42 @@ KVMELD_LAZY [[nodiscard]] Result<Payload> project_payload(const ProjectionMap& m
   const auto storage = lay_out(to, out);
   TileProduct product(map);
   for (const Plane plane : {Plane::key, Plane::value}) {
-    SourceRows& rows = plane == Plane::key ? keys : values;
+    SourceRows rows(map, from, payload, token_row, plane, isa);
     const std::vector<std::ptrdiff_t> index = plane_indices(to, plane);
     std::vector<std::size_t> done(to.layers.size(), 0);  // rows written
     for (std::int64_t first = 0; first < tokens; first += gather_tokens) {
       const std::int64_t last = (std::min)(first + gather_tokens, tokens);
-      KVMELD_TRY(rows.gather(first, last - first));
+      rows.begin(first, last - first);
       for (std::size_t l = 0; l < to.layers.size(); ++l) {
         if (index[l] < 0) continue;
+        KVMELD_TRY(rows.need(l));
         const PlaneShape& shape = *find_plane(to.layers[l], plane);
-        std::byte* const bytes = storage->data() + out.plane_offsets[static_cast<std::size_t>(index[l])];
+        std::byte* const bytes = storage.get() + out.plane_offsets[static_cast<std::size_t>(index[l])];
         while (done[l] < held[l].size() && held[l][done[l]] < last) {
-          std::int32_t count = 0;
-          while (count < tile_tokens && done[l] + static_cast<std::size_t>(count) < held[l].size() &&
-                 held[l][done[l] + static_cast<std::size_t>(count)] < last) {
-            ++count;
-          }
+          std::size_t count = 1;
+          while (count < tile_tokens && done[l] + count < held[l].size() && held[l][done[l] + count] < last) ++count;
           const std::vector<HeadRef>* loaded = nullptr;
-          for (const MapBlock& block : plane == Plane::key ? map.layers()[l].key : map.layers()[l].value) {
-            if (loaded == nullptr || *loaded != block.inputs) {
-              for (std::int32_t t = 0; t < count; ++t) rows.put(block.inputs, held[l][done[l] + static_cast<std::size_t>(t)], t, product.input());
-            }
+          bool bad = false;
+          for (const MapBlock& block : rows.blocks(l)) {
+            if (loaded == nullptr || *loaded != block.inputs) rows.put(block.inputs, std::span(held[l]).subspan(done[l], count), product.input());
             loaded = &block.inputs;
             const PackedMap& matrix = map.packed()[block.matrix];
-            const float* const y = product(matrix, count, isa);
-            for (std::int32_t t = 0; t < count; ++t) {
-              const std::int64_t row = (static_cast<std::int64_t>(done[l]) + t) * shape.heads + block.first_head;
-              store_row(shape.type, isa, y + static_cast<std::size_t>(t) * matrix.outer.padded_outputs(), matrix.outer.outputs(), bytes + row * row_bytes(shape));
+            const float* const y = product(matrix, static_cast<std::int32_t>(count), isa);
+            const std::int64_t size = byte_size(shape.type, matrix.outer.outputs());
+            for (std::size_t t = 0; t < count; ++t) {
+              std::byte* const to_row = bytes + (static_cast<std::int64_t>(done[l] + t) * shape.heads + block.first_head) * row_bytes(shape);
+              store_row(shape.type, isa, y + t * matrix.outer.padded_outputs(), matrix.outer.outputs(), to_row);
+              bad = tidy_rows(shape.type, isa, to_row, static_cast<std::size_t>(size)) || bad;
             }
           }
-          done[l] += static_cast<std::size_t>(count);
+          if (bad) return error(ErrorCode::non_finite, "projection: target layer ", l, " holds numbers beyond ", to_string(shape.type));
+          done[l] += count;
         }
-      }
-    }
-    for (std::size_t l = 0; l < to.layers.size(); ++l) {
-      if (index[l] < 0) continue;
-      const PlaneShape& shape = *find_plane(to.layers[l], plane);
-      const auto size = held[l].size() * static_cast<std::size_t>(shape.heads * row_bytes(shape));
-      if (normalise(shape.type, storage->data() + out.plane_offsets[static_cast<std::size_t>(index[l])], size)) {
-        return error(ErrorCode::non_finite, "projection: target layer ", l, " holds numbers beyond ", to_string(shape.type));
+        rows.release(l);
       }
     }
   }
-  out.bytes = std::shared_ptr<const std::byte[]>(storage, storage->data());
+  out.bytes = storage;
   return out;
 }
 
