@@ -1,7 +1,7 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
+#include <new>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -122,24 +122,60 @@ class [[nodiscard]] Result {
  public:
   using value_type = T;
 
-  Result(T value) : value_(std::move(value)) {}                  // NOLINT: implicit on purpose
-  Result(Status status) : status_(std::move(status)) {}          // NOLINT: implicit on purpose
+  Result(T value) : value_(std::move(value)), has_value_(true) {}  // NOLINT: implicit on purpose
+  Result(Status status) : status_(std::move(status)) {}            // NOLINT: implicit on purpose
   Result(ErrorCode code, std::string message) : status_(code, std::move(message)) {}
 
-  [[nodiscard]] bool ok() const noexcept { return value_.has_value(); }
-  [[nodiscard]] explicit operator bool() const noexcept { return ok(); }
+  Result(const Result& other)
+    requires std::is_copy_constructible_v<T>
+      : status_(other.status_) {
+    if (other.has_value_) hold(other.value_);
+  }
+  Result(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>) : status_(std::move(other.status_)) {
+    if (other.has_value_) hold(std::move(other.value_));
+  }
+  Result& operator=(const Result& other)
+    requires std::is_copy_constructible_v<T>
+  {
+    return *this = Result(other);
+  }
+  Result& operator=(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>) {
+    if (this == &other) return *this;
+    drop();
+    status_ = std::move(other.status_);
+    if (other.has_value_) hold(std::move(other.value_));
+    return *this;
+  }
+  ~Result() { drop(); }
+
+  [[nodiscard]] bool ok() const noexcept { return has_value_; }
+  [[nodiscard]] explicit operator bool() const noexcept { return has_value_; }
   [[nodiscard]] const Status& error() const noexcept { return status_; }
   [[nodiscard]] const Status& status() const noexcept { return status_; }
 
-  [[nodiscard]] T& operator*() & noexcept { return *value_; }
-  [[nodiscard]] const T& operator*() const& noexcept { return *value_; }
-  [[nodiscard]] T&& operator*() && noexcept { return *std::move(value_); }
-  [[nodiscard]] T* operator->() noexcept { return &*value_; }
-  [[nodiscard]] const T* operator->() const noexcept { return &*value_; }
+  [[nodiscard]] T& operator*() & noexcept { return value_; }
+  [[nodiscard]] const T& operator*() const& noexcept { return value_; }
+  [[nodiscard]] T&& operator*() && noexcept { return std::move(value_); }
+  [[nodiscard]] T* operator->() noexcept { return __builtin_addressof(value_); }
+  [[nodiscard]] const T* operator->() const noexcept { return __builtin_addressof(value_); }
 
  private:
-  std::optional<T> value_;
+  template <class V>
+  void hold(V&& value) {
+    ::new (static_cast<void*>(__builtin_addressof(value_))) T(std::forward<V>(value));
+    has_value_ = true;
+  }
+  void drop() noexcept {
+    if (has_value_) value_.~T();
+    has_value_ = false;
+  }
+
+  // Not std::optional: every function that returns a Result would have the compiler build its five classes.
+  union {
+    T value_;
+  };
   Status status_;
+  bool has_value_ = false;
 };
 
 namespace detail {

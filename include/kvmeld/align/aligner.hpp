@@ -35,7 +35,7 @@ Aligner(P) -> Aligner<P>;
 struct Concat {
   static constexpr bool reproducible = true;
 
-  [[nodiscard]] Result<Alignment> align(std::span<const Source> ordered, std::int64_t first_position) const {
+  KVMELD_LAZY [[nodiscard]] Result<Alignment> align(std::span<const Source> ordered, std::int64_t first_position) const {
     Alignment out;
     out.groups.resize(1);
     AlignmentGroup& group = out.groups[0];
@@ -50,7 +50,7 @@ struct Concat {
     }
     return out;
   }
-  void digest(Hasher& hasher) const { hasher.text("kvmeld.Concat"); }
+  KVMELD_LAZY void digest(Hasher& hasher) const { hasher.text("kvmeld.Concat"); }
 };
 
 KVMELD_NAMESPACE_END

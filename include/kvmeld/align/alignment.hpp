@@ -9,6 +9,7 @@
 #include <kvmeld/cache/metadata.hpp>
 #include <kvmeld/config.hpp>
 #include <kvmeld/status.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -19,7 +20,7 @@ struct Source {
   const Metadata* metadata = nullptr;
   TokenSet selected{};                ///< the tokens that the select policy kept
 
-  [[nodiscard]] std::int64_t selected_count() const noexcept {
+  KVMELD_LAZY [[nodiscard]] std::int64_t selected_count() const noexcept {
     return selected.all ? fragment->token_count() : static_cast<std::int64_t>(selected.present.size());
   }
   /// Index in the fragment of the i-th selected token.
@@ -27,7 +28,7 @@ struct Source {
     return selected.all ? i : selected.present[static_cast<std::size_t>(i)];
   }
   /// Id of a token of the fragment; −1 in a latent one.
-  [[nodiscard]] TokenId token_id(std::int64_t token) const noexcept {
+  KVMELD_LAZY [[nodiscard]] TokenId token_id(std::int64_t token) const noexcept {
     return fragment->tokens().empty() ? -1 : fragment->tokens()[static_cast<std::size_t>(token)];
   }
 };
@@ -36,8 +37,8 @@ struct Source {
 struct LayerMask {
   std::vector<std::uint8_t> layers{};///< nonzero where the layer is chosen; empty: all are
 
-  [[nodiscard]] bool all() const noexcept { return layers.empty(); }
-  [[nodiscard]] bool contains(std::size_t layer) const noexcept {
+  KVMELD_LAZY [[nodiscard]] bool all() const noexcept { return layers.empty(); }
+  KVMELD_LAZY [[nodiscard]] bool contains(std::size_t layer) const noexcept {
     return layers.empty() || (layer < layers.size() && layers[layer] != 0);
   }
 };
@@ -61,9 +62,9 @@ struct AlignmentGroup {
   std::vector<float> head_weights{};
 
   /// Ends the row of the current output token.
-  void end_row() { row_begin.push_back(static_cast<std::uint32_t>(contributions.size())); }
-  [[nodiscard]] std::span<const Contribution> row(std::size_t output) const noexcept {
-    return std::span(contributions).subspan(row_begin[output], row_begin[output + 1] - row_begin[output]);
+  KVMELD_LAZY void end_row() { row_begin.push_back(static_cast<std::uint32_t>(contributions.size())); }
+  KVMELD_LAZY [[nodiscard]] std::span<const Contribution> row(std::size_t output) const noexcept {
+    return detail::span_of(contributions).subspan(row_begin[output], row_begin[output + 1] - row_begin[output]);
   }
 };
 

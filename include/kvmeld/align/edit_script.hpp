@@ -35,18 +35,18 @@ struct EditScript {
   bool operator==(const EditScript&) const = default;
 
   /// Tokens with a partner.
-  [[nodiscard]] std::int64_t matched() const noexcept {
+  KVMELD_LAZY [[nodiscard]] std::int64_t matched() const noexcept {
     std::int64_t sum = 0;
     for (const MatchRun& run : runs) sum += run.length;
     return sum;
   }
   /// 1 for equal sequences (two empty ones too), 0 where every token of the longer one is an edit.
-  [[nodiscard]] double similarity() const noexcept {
+  KVMELD_LAZY [[nodiscard]] double similarity() const noexcept {
     const std::int64_t longer = (std::max)(a_tokens, b_tokens);
     return longer == 0 ? 1.0 : 1.0 - static_cast<double>(distance) / static_cast<double>(longer);
   }
   /// For every token of a the index of its partner in b, ascending; −1: a hole. O(tokens).
-  [[nodiscard]] std::vector<std::int64_t> position_map() const {
+  KVMELD_LAZY [[nodiscard]] std::vector<std::int64_t> position_map() const {
     std::vector<std::int64_t> map(static_cast<std::size_t>(a_tokens), -1);
     for (const MatchRun& run : runs) {
       for (std::int32_t i = 0; i < run.length; ++i) map[static_cast<std::size_t>(run.a_begin + i)] = run.b_begin + i;
@@ -54,7 +54,7 @@ struct EditScript {
     return map;
   }
   /// The script from b to a.
-  [[nodiscard]] EditScript inverse() const {
+  KVMELD_LAZY [[nodiscard]] EditScript inverse() const {
     EditScript out{runs, b_tokens, a_tokens, distance, exact};
     for (MatchRun& run : out.runs) run = {run.b_begin, run.a_begin, run.length};
     return out;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <kvmeld/align/select_keys.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -64,7 +65,7 @@ KVMELD_LAZY [[nodiscard]] std::vector<std::int32_t> mutual_nearest(std::span<con
   return partner;
 }
 
-[[nodiscard]] inline Status check_cosine(const char* who, float threshold) {
+KVMELD_LAZY [[nodiscard]] Status check_cosine(const char* who, float threshold) {
   if (threshold >= -1.0F && threshold <= 1.0F) return {};
   return error(ErrorCode::invalid_argument, who, ": a threshold of ", threshold, " is no cosine; it lies in [-1, 1]");
 }
@@ -123,7 +124,7 @@ KVMELD_LAZY [[nodiscard]] Result<std::vector<std::int32_t>> mutual_neighbours(st
     made[side] = *std::move(side_made);
     for (std::size_t t = 0; t < made[side].tokens.size(); ++t) rows[side].push_back(made[side].row(t));
   }
-  return detail::mutual_nearest(rows[0], rows[1], made[0].width, static_cast<double>(threshold));
+  return detail::mutual_nearest(detail::span_of(rows[0]), detail::span_of(rows[1]), made[0].width, static_cast<double>(threshold));
 }
 
 KVMELD_NAMESPACE_END

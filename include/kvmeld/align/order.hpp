@@ -54,7 +54,7 @@ struct ByKeyNorm {
   static constexpr bool reproducible = true;
   std::int32_t layer = -1;  ///< whose keys are measured; −1: ⌊layers / 2⌋
 
-  [[nodiscard]] Result<std::vector<std::uint32_t>> order(std::span<const Source> sources) const {
+  KVMELD_LAZY [[nodiscard]] Result<std::vector<std::uint32_t>> order(std::span<const Source> sources) const {
     std::vector<double> norms;
     for (const Source& source : sources) {
       const auto layers = static_cast<std::int32_t>(source.fragment->geometry().layers.size());
@@ -71,7 +71,7 @@ struct ByKeyNorm {
     });
     return out;
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.ByKeyNorm");
     hasher.value(layer);
   }
@@ -81,13 +81,13 @@ struct ByKeyNorm {
 struct ById {
   static constexpr bool reproducible = true;
 
-  [[nodiscard]] Result<std::vector<std::uint32_t>> order(std::span<const Source> sources) const {
+  KVMELD_LAZY [[nodiscard]] Result<std::vector<std::uint32_t>> order(std::span<const Source> sources) const {
     std::vector<std::uint32_t> out = detail::indices(sources.size());
     std::sort(out.begin(), out.end(),
               [&](std::uint32_t a, std::uint32_t b) { return sources[a].fragment->id() < sources[b].fragment->id(); });
     return out;
   }
-  void digest(Hasher& hasher) const { hasher.text("kvmeld.ById"); }
+  KVMELD_LAZY void digest(Hasher& hasher) const { hasher.text("kvmeld.ById"); }
 };
 
 /// Orders spans by their smallest provenance dot (agent, epoch, sequence), then by id: the order in which a conversation was had.
@@ -96,7 +96,7 @@ struct ByProvenance {
   static constexpr MetadataFields metadata = MetadataFields::provenance;
   bool reversed = false;  ///< largest dot first
 
-  [[nodiscard]] Result<std::vector<std::uint32_t>> order(std::span<const Source> sources) const {
+  KVMELD_LAZY [[nodiscard]] Result<std::vector<std::uint32_t>> order(std::span<const Source> sources) const {
     std::vector<std::uint32_t> out = detail::indices(sources.size());
     const auto dot = [&](std::uint32_t i) {
       const auto& marks = sources[i].metadata->marks;
@@ -108,7 +108,7 @@ struct ByProvenance {
     });
     return out;
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.ByProvenance");
     hasher.value(static_cast<std::uint8_t>(reversed));
   }

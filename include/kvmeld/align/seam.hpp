@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <kvmeld/align/alignment.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -13,18 +14,18 @@ struct SeamNone {
   static constexpr bool reproducible = true;
 
   [[nodiscard]] Status mark(std::span<const Source>, const Alignment&, std::span<std::uint8_t>) const { return {}; }
-  void digest(Hasher& hasher) const { hasher.text("kvmeld.SeamNone"); }
+  KVMELD_LAZY void digest(Hasher& hasher) const { hasher.text("kvmeld.SeamNone"); }
 };
 
 /// Recomputes every output token: the cache that full text gives, at its price.
 struct SeamAll {
   static constexpr bool reproducible = true;
 
-  [[nodiscard]] Status mark(std::span<const Source>, const Alignment&, std::span<std::uint8_t> recompute) const {
+  KVMELD_LAZY [[nodiscard]] Status mark(std::span<const Source>, const Alignment&, std::span<std::uint8_t> recompute) const {
     std::fill(recompute.begin(), recompute.end(), std::uint8_t{1});
     return {};
   }
-  void digest(Hasher& hasher) const { hasher.text("kvmeld.SeamAll"); }
+  KVMELD_LAZY void digest(Hasher& hasher) const { hasher.text("kvmeld.SeamAll"); }
 };
 
 /// Recomputes the first sentences of every span but the first, up to the end of the sentence in which `share` is reached.
@@ -38,7 +39,7 @@ struct SeamShare {
   std::vector<TokenId> boundary_tokens{};///< ids that end a sentence or line, ascending
   std::int64_t past_boundary = 0;        ///< tokens recomputed beyond the cut: > 0 cuts inside the next sentence
 
-  [[nodiscard]] Status mark(std::span<const Source> ordered, const Alignment& alignment, std::span<std::uint8_t> recompute) const {
+  KVMELD_LAZY [[nodiscard]] Status mark(std::span<const Source> ordered, const Alignment& alignment, std::span<std::uint8_t> recompute) const {
     if (!(share >= 0.0F && share <= 1.0F)) return detail::error(ErrorCode::invalid_argument, "SeamShare: share ", share, " is outside [0, 1]");
     if (!std::is_sorted(boundary_tokens.begin(), boundary_tokens.end())) {
       return detail::error(ErrorCode::invalid_argument, "SeamShare: the ", boundary_tokens.size(), " boundary tokens must ascend");
@@ -58,16 +59,16 @@ struct SeamShare {
     }
     return {};
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.SeamShare");
     hasher.value(share);
-    hasher.values(std::span<const TokenId>(boundary_tokens));
+    hasher.values(detail::span_of(boundary_tokens));
     hasher.value(past_boundary);
   }
 
  private:
   /// Tokens of the fragment below the index returned are recomputed; the share counts selected tokens.
-  [[nodiscard]] Result<std::int64_t> cut_of(const Source& source) const {
+  KVMELD_LAZY [[nodiscard]] Result<std::int64_t> cut_of(const Source& source) const {
     const std::int64_t count = source.selected_count();
     // In f32, so that 0.1 of 10 tokens is 1: in f64 the share is a little more than what its decimal says.
     auto cut = static_cast<std::int64_t>(std::ceil(share * static_cast<float>(count)));

@@ -11,7 +11,7 @@ struct SelectAll {
   static constexpr bool reproducible = true;
 
   [[nodiscard]] Result<TokenSet> select(const Source&) const { return TokenSet{}; }
-  void digest(Hasher& hasher) const { hasher.text("kvmeld.SelectAll"); }
+  KVMELD_LAZY void digest(Hasher& hasher) const { hasher.text("kvmeld.SelectAll"); }
 };
 
 /// Keeps the last `tokens` tokens of every fragment: a window over each agent's own text.
@@ -19,7 +19,7 @@ struct SelectLast {
   static constexpr bool reproducible = true;
   std::int64_t tokens = 256;  ///< at most this many a fragment
 
-  [[nodiscard]] Result<TokenSet> select(const Source& source) const {
+  KVMELD_LAZY [[nodiscard]] Result<TokenSet> select(const Source& source) const {
     if (tokens < 0) return detail::error(ErrorCode::invalid_argument, "SelectLast: ", tokens, " tokens is negative");
     TokenSet set;
     const std::int64_t count = source.fragment->token_count();
@@ -28,7 +28,7 @@ struct SelectLast {
     for (std::int64_t t = count - tokens; t < count; ++t) set.present.push_back(static_cast<std::int32_t>(t));
     return set;
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.SelectLast");
     hasher.value(tokens);
   }

@@ -11,6 +11,7 @@
 #include <kvmeld/exec/row_work.hpp>
 #include <kvmeld/tensor/isa.hpp>
 #include <kvmeld/tensor/math.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
@@ -27,7 +28,7 @@ struct LayerKeys {
 };
 
 /// Turns one row back by its position, in f64.
-inline void unrotate(const RopeSpec& rope, std::span<const double> frequencies, std::int64_t position, double* row, std::int32_t channels) noexcept {
+KVMELD_LAZY void unrotate(const RopeSpec& rope, std::span<const double> frequencies, std::int64_t position, double* row, std::int32_t channels) noexcept {
   for (std::int32_t c = 0; c < channels; ++c) {
     const RopePair pair = rope_pair(rope.pairing, rope.first_channel, rope.rotary_channels, c);
     if (pair.partner <= c) continue;  // unpaired, or done with its partner
@@ -78,7 +79,7 @@ KVMELD_LAZY [[nodiscard]] Result<LayerKeys> layer_keys(const Source& source, std
     for (std::int32_t h = 0; h < shape.heads; ++h, from += byte_size(shape.type, shape.channels), to += shape.channels) {
       load_row<Isa::baseline>(shape.type, from, shape.channels, row.data());
       for (std::size_t c = 0; c < keys.channels; ++c) to[c] = static_cast<double>(row[c]);
-      if (turns) unrotate(rope, frequencies, payload.positions[static_cast<std::size_t>(token)], to, shape.channels);
+      if (turns) unrotate(rope, span_of(frequencies), payload.positions[static_cast<std::size_t>(token)], to, shape.channels);
     }
   }
   return keys;
@@ -123,7 +124,7 @@ using RowMeasure = double (*)(const double*, const double*, std::size_t) noexcep
 [[nodiscard]] inline RowMeasure distance_measure() noexcept { return best_isa() == Isa::baseline ? distance_baseline : distance_avx2; }
 
 /// Checks a budget, and says whether every token fits into it.
-[[nodiscard]] inline Result<bool> keeps_all(const char* policy, std::int64_t budget, std::int64_t tokens) {
+KVMELD_LAZY [[nodiscard]] Result<bool> keeps_all(const char* policy, std::int64_t budget, std::int64_t tokens) {
   if (budget < 0) return error(ErrorCode::invalid_argument, policy, ": a budget of ", budget, " tokens is negative");
   return budget >= tokens;
 }

@@ -11,6 +11,7 @@
 #include <kvmeld/align/detail/token_grid.hpp>
 #include <kvmeld/align/edit_script.hpp>
 #include <kvmeld/align/neighbours.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -51,7 +52,7 @@ struct TokenMatch {
     }
     return detail::error(ErrorCode::unknown_field, "TokenMatch: mode ", static_cast<int>(mode), " unknown to this build");
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.TokenMatch");
     hasher.value(mode);
     if (mode == MatchMode::edit_distance) {
@@ -65,25 +66,25 @@ struct TokenMatch {
     for (const TokenEmbeddings& e : embeddings) {
       hasher.bytes(std::as_bytes(std::span(e.fragment.bytes)));
       hasher.value(e.channels);
-      hasher.values(std::span<const float>(e.values));
+      hasher.values(detail::span_of(e.values));
     }
   }
 
  private:
   using Grid = detail::TokenGrid<>;
 
-  [[nodiscard]] static TokenId id(const Source& source, std::int64_t i) { return source.token_id(source.selected_token(i)); }
-  [[nodiscard]] static Status require_ids(const Source& source) {
+  KVMELD_LAZY [[nodiscard]] static TokenId id(const Source& source, std::int64_t i) { return source.token_id(source.selected_token(i)); }
+  KVMELD_LAZY [[nodiscard]] static Status require_ids(const Source& source) {
     if (!source.fragment->latent()) return {};
     return detail::error(ErrorCode::tokens_required, "TokenMatch: fragment ", source.fragment->id().hex(), " has ", source.fragment->token_count(),
                          " tokens without ids; match by index or by neighbours, or concatenate");
   }
-  static void finish(Alignment& out, std::int64_t position, TokenId token) {
+  KVMELD_LAZY static void finish(Alignment& out, std::int64_t position, TokenId token) {
     out.positions.push_back(position);
     out.tokens.push_back(token);
     out.groups[0].end_row();
   }
-  [[nodiscard]] static std::vector<detail::GridToken> selected_tokens(const Source& source) {
+  KVMELD_LAZY [[nodiscard]] static std::vector<detail::GridToken> selected_tokens(const Source& source) {
     std::vector<detail::GridToken> out(static_cast<std::size_t>(source.selected_count()));
     for (std::size_t i = 0; i < out.size(); ++i) {
       const std::int64_t token = source.selected_token(static_cast<std::int64_t>(i));
@@ -136,13 +137,13 @@ struct TokenMatch {
       of_fragment.clear();
       for (const auto& column : grid.columns()) of_grid.push_back(column.founder.id);
       for (const detail::GridToken& token : tokens) of_fragment.push_back(token.id);
-      auto script = edit_script(of_grid, of_fragment, edit);
+      auto script = edit_script(detail::span_of(of_grid), detail::span_of(of_fragment), edit);
       if (!script) return script.error();
       std::vector<std::int32_t> column_of(tokens.size(), -1);
       for (const MatchRun& run : script->runs) {
         for (std::int32_t i = 0; i < run.length; ++i) column_of[static_cast<std::size_t>(run.b_begin + i)] = run.a_begin + i;
       }
-      grid.add(static_cast<std::uint32_t>(s), tokens, column_of);
+      grid.add(static_cast<std::uint32_t>(s), detail::span_of(tokens), detail::span_of(column_of));
     }
     return grid.alignment(first_position);
   }
@@ -155,7 +156,7 @@ struct TokenMatch {
       return detail::error(ErrorCode::invalid_argument, "TokenMatch: embeddings of ", embeddings.size(), " fragments, ascending by id, and none of fragment ",
                            source.fragment->id().hex());
     }
-    return detail::directions("TokenMatch", at->values, at->channels, source.fragment->token_count());
+    return detail::directions("TokenMatch", detail::span_of(at->values), at->channels, source.fragment->token_count());
   }
 
   KVMELD_LAZY [[nodiscard]] Result<Alignment> by_neighbours(std::span<const Source> ordered, std::int64_t first_position) const {
@@ -187,12 +188,12 @@ struct TokenMatch {
         of_fragment.push_back(tokens[t].row);
         token.push_back(static_cast<std::int32_t>(t));
       }
-      const std::vector<std::int32_t> partner = detail::mutual_nearest(of_grid, of_fragment, own.width, static_cast<double>(threshold));
+      const std::vector<std::int32_t> partner = detail::mutual_nearest(detail::span_of(of_grid), detail::span_of(of_fragment), own.width, static_cast<double>(threshold));
       std::vector<std::int32_t> column_of(tokens.size(), -1);
       for (std::size_t g = 0; g < partner.size(); ++g) {
         if (partner[g] >= 0) column_of[static_cast<std::size_t>(token[static_cast<std::size_t>(partner[g])])] = column[g];
       }
-      grid.add(static_cast<std::uint32_t>(s), tokens, column_of);
+      grid.add(static_cast<std::uint32_t>(s), detail::span_of(tokens), detail::span_of(column_of));
     }
     return grid.alignment(first_position);
   }

@@ -16,7 +16,7 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-[[nodiscard]] inline Status check_strides(const PlaneRef& plane) {
+KVMELD_LAZY [[nodiscard]] Status check_strides(const PlaneRef& plane) {
   const PlaneShape& shape = plane.shape;
   const std::int64_t unit = block_elements(shape.type);
   if (shape.type > ElementType::q8_0 || shape.plane > Plane::scale || shape.scales > ScaleScheme::per_channel_group) {
@@ -54,7 +54,7 @@ namespace detail {
 }
 
 /// `check_view` with the code that a short buffer gives and the number of slots that exist.
-[[nodiscard]] inline Status check_plane_view(const PlaneRef& plane, std::size_t capacity_bytes,
+KVMELD_LAZY [[nodiscard]] Status check_plane_view(const PlaneRef& plane, std::size_t capacity_bytes,
                                              std::size_t bytes_before, ErrorCode too_small,
                                              std::int64_t slot_count = max_extent) {
   KVMELD_TRY(check_strides(plane));
@@ -88,7 +88,7 @@ namespace detail {
 /// Nothing is dereferenced but the table, so `data` may be device memory. O(table entries); no overflow whatever the
 /// numbers. Errors: `truncated` (the byte and the capacity), `unknown_layout`, `unknown_field`, `unsupported` (block
 /// elements that do not lie in rows), `invalid_argument` (strides, extents, missing table, data or scales).
-[[nodiscard]] inline Status check_view(const PlaneRef& plane, std::size_t capacity_bytes,
+KVMELD_LAZY [[nodiscard]] Status check_view(const PlaneRef& plane, std::size_t capacity_bytes,
                                        std::size_t bytes_before = 0) {
   return detail::check_plane_view(plane, capacity_bytes, bytes_before, ErrorCode::truncated);
 }

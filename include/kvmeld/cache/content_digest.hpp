@@ -7,6 +7,7 @@
 #include <kvmeld/cache/hash.hpp>
 #include <kvmeld/cache/kv_cache_ref.hpp>
 #include <kvmeld/cache/row_copy.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -31,17 +32,17 @@ template <class Present>
       rows.resize(heads_bytes);
       each_row(layer, plane, [&](std::int64_t slot) {
         if (contiguous_heads(plane)) {
-          hash.update({plane.data + plane.byte_offset(plane.row_offset(slot, 0)), heads_bytes});
+          hash.update(detail::span_of(plane.data + plane.byte_offset(plane.row_offset(slot, 0)), heads_bytes));
         } else {
           gather_heads(plane, slot, rows.data());
-          hash.update(rows);
+          hash.update(detail::span_of(rows));
         }
       });
       if (plane.shape.scales == ScaleScheme::none) continue;
       scales.resize(static_cast<std::size_t>(row_scales(plane.shape) * plane.shape.heads));
       each_row(layer, plane, [&](std::int64_t slot) {
         gather_scales(plane, slot, scales.data());
-        hash.update(std::as_bytes(std::span(scales)));
+        hash.update(std::as_bytes(detail::span_of(scales)));
       });
     }
   }

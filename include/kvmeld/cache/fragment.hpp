@@ -10,6 +10,7 @@
 
 #include <kvmeld/cache/geometry.hpp>
 #include <kvmeld/cache/hash.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -28,7 +29,7 @@ struct Context {
 };
 
 /// The digest by which a lead-in is named in a fragment's context.
-[[nodiscard]] inline Digest128 lead_in_digest(std::span<const TokenId> tokens) {
+KVMELD_LAZY [[nodiscard]] Digest128 lead_in_digest(std::span<const TokenId> tokens) {
   if (tokens.empty()) return {};
   Hasher hasher;
   hasher.text("kvmeld.lead_in");
@@ -59,7 +60,7 @@ struct Payload {
   std::array<std::uint8_t, 31> digest{};     ///< of positions, token sets and bytes
 
   /// Tokens that a layer holds.
-  [[nodiscard]] std::int64_t layer_tokens(std::size_t layer) const noexcept {
+  KVMELD_LAZY [[nodiscard]] std::int64_t layer_tokens(std::size_t layer) const noexcept {
     const TokenSet& set = token_sets[layer_set[layer]];
     return static_cast<std::int64_t>(set.all ? positions.size() : set.present.size());
   }
@@ -91,9 +92,9 @@ class Fragment {
   [[nodiscard]] const Geometry& geometry() const noexcept { return *body_->geometry; }
   [[nodiscard]] const std::shared_ptr<const Geometry>& shared_geometry() const noexcept { return body_->geometry; }
   [[nodiscard]] std::int64_t token_count() const noexcept { return body_->token_count; }
-  [[nodiscard]] std::span<const TokenId> tokens() const noexcept { return body_->tokens; }
-  [[nodiscard]] bool latent() const noexcept { return body_->tokens.empty() && body_->token_count > 0; }
-  [[nodiscard]] std::span<const Payload> payloads() const noexcept { return body_->payloads; }
+  KVMELD_LAZY [[nodiscard]] std::span<const TokenId> tokens() const noexcept { return detail::span_of(body_->tokens); }
+  KVMELD_LAZY [[nodiscard]] bool latent() const noexcept { return body_->tokens.empty() && body_->token_count > 0; }
+  KVMELD_LAZY [[nodiscard]] std::span<const Payload> payloads() const noexcept { return detail::span_of(body_->payloads); }
   [[nodiscard]] const std::shared_ptr<const Body>& body() const noexcept { return body_; }
 
  private:
@@ -101,7 +102,7 @@ class Fragment {
 };
 
 /// Of two handles of one id, the payload bytes that either has: what was evicted here may be there. O(payloads).
-[[nodiscard]] inline Fragment with_all_bytes(const Fragment& a, const Fragment& b) {
+KVMELD_LAZY [[nodiscard]] Fragment with_all_bytes(const Fragment& a, const Fragment& b) {
   std::shared_ptr<Fragment::Body> both;
   for (std::size_t p = 0; p < a.payloads().size(); ++p) {
     if (a.payloads()[p].bytes != nullptr || b.payloads()[p].bytes == nullptr) continue;

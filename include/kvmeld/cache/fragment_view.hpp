@@ -37,7 +37,7 @@ template <class Byte>
 class FragmentView {
  public:
   /// @param payload index below `fragment.payloads().size()`, whose bytes are there.
-  explicit FragmentView(const Fragment& fragment, std::size_t payload = 0) : fragment_(fragment) {
+  KVMELD_LAZY explicit FragmentView(const Fragment& fragment, std::size_t payload = 0) : fragment_(fragment) {
     const Payload& source = fragment.payloads()[payload];
     for (const TokenSet& set : source.token_sets) {
       std::vector<std::int32_t> slots;

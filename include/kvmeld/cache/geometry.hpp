@@ -59,7 +59,7 @@ struct Geometry {
 };
 
 /// A key plane and a value plane of equal head count, the shape of most models.
-[[nodiscard]] inline LayerShape attention_layer(ElementType type, std::int32_t heads, std::int32_t channels, RopeSpec rope) {
+KVMELD_LAZY [[nodiscard]] LayerShape attention_layer(ElementType type, std::int32_t heads, std::int32_t channels, RopeSpec rope) {
   LayerShape layer;
   layer.planes = {PlaneShape{.plane = Plane::key, .type = type, .heads = heads, .channels = channels,
                              .rotary = rope.kind != RopeKind::none},
@@ -70,7 +70,7 @@ struct Geometry {
 
 namespace detail {
 
-[[nodiscard]] inline Status check_plane(const PlaneShape& shape, std::size_t layer, std::size_t plane) {
+KVMELD_LAZY [[nodiscard]] Status check_plane(const PlaneShape& shape, std::size_t layer, std::size_t plane) {
   if (shape.plane > Plane::scale || shape.type > ElementType::q8_0 || shape.scales > ScaleScheme::per_channel_group) {
     return error(ErrorCode::unknown_field, "layer ", layer, " plane ", plane, ": enumerator unknown to this build");
   }
@@ -90,7 +90,7 @@ namespace detail {
   return {};
 }
 
-[[nodiscard]] inline Status differ(const char* field, const std::string& a, const std::string& b) {
+KVMELD_LAZY [[nodiscard]] Status differ(const char* field, const std::string& a, const std::string& b) {
   return error(ErrorCode::geometry_mismatch, field, " differs: '", a, "' against '", b, "'");
 }
 template <class Number>
@@ -103,14 +103,14 @@ template <class Number>
 }
 
 /// The factors of two specs: their counts, or the first that differs.
-[[nodiscard]] inline Status differ(const char* field, std::size_t layer, const std::vector<float>& a, const std::vector<float>& b) {
+KVMELD_LAZY [[nodiscard]] Status differ(const char* field, std::size_t layer, const std::vector<float>& a, const std::vector<float>& b) {
   if (a.size() != b.size()) return differ(field, layer, a.size(), b.size());
   std::size_t i = 0;
   while (a[i] == b[i]) ++i;
   return differ(field, layer, a[i], b[i]);
 }
 
-[[nodiscard]] inline Status check_same(const RopeSpec& a, const RopeSpec& b, std::size_t layer) {
+KVMELD_LAZY [[nodiscard]] Status check_same(const RopeSpec& a, const RopeSpec& b, std::size_t layer) {
   if (a == b) return {};
   if (a.kind != b.kind) return differ("rope kind", layer, static_cast<int>(a.kind), static_cast<int>(b.kind));
   if (a.pairing != b.pairing) return differ("rope pairing", layer, static_cast<int>(a.pairing), static_cast<int>(b.pairing));
@@ -134,7 +134,7 @@ template <class Number>
 }  // namespace detail
 
 /// Checks that a geometry is one this build can hold; O(layers).
-[[nodiscard]] inline Status validate(const Geometry& geometry) {
+KVMELD_LAZY [[nodiscard]] Status validate(const Geometry& geometry) {
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     const LayerShape& layer = geometry.layers[l];
     if (layer.key_form > KeyForm::pre_rope) return detail::error(ErrorCode::unknown_field, "layer ", l, ": key form unknown");
@@ -159,7 +159,7 @@ template <class Number>
 }
 
 /// Refuses two geometries that differ, naming the first field that does. `a` is what is there, `b` what is asked.
-[[nodiscard]] inline Status check_same(const Geometry& a, const Geometry& b) {
+KVMELD_LAZY [[nodiscard]] Status check_same(const Geometry& a, const Geometry& b) {
   using detail::differ;
   if (a.model != b.model) return differ("model", a.model, b.model);
   if (a.tokenizer != b.tokenizer) return differ("tokenizer", a.tokenizer, b.tokenizer);

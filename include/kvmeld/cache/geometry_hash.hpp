@@ -2,6 +2,7 @@
 
 #include <kvmeld/cache/geometry.hpp>
 #include <kvmeld/cache/hash.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -22,9 +23,9 @@ void hash_append(BasicHasher<Hash>& h, const RopeSpec& rope) {
   h.value(rope.beta_slow);
   h.value(static_cast<std::uint8_t>(rope.yarn_truncate));
   h.value(rope.attention_factor);
-  h.values(std::span<const float>(rope.short_factors));
-  h.values(std::span<const float>(rope.long_factors));
-  h.values(std::span<const float>(rope.factors));
+  h.values(detail::span_of(rope.short_factors));
+  h.values(detail::span_of(rope.long_factors));
+  h.values(detail::span_of(rope.factors));
 }
 
 /// Appends a geometry's fields in the order of their declaration.

@@ -19,6 +19,7 @@
 #endif
 
 #include <kvmeld/config.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -40,7 +41,7 @@ struct Digest128 {
 
   auto operator<=>(const Digest128&) const = default;
   /// 32 hexadecimal digits, high word first.
-  [[nodiscard]] std::string hex() const {
+  KVMELD_LAZY [[nodiscard]] std::string hex() const {
     static constexpr char digits[] = "0123456789abcdef";
     std::string text;
     for (int i = 15; i >= 0; --i) text += digits[(high >> (4 * i)) & 15U];
@@ -93,7 +94,7 @@ class BasicHasher {
   }
   void text(std::string_view s) {
     value(static_cast<std::uint64_t>(s.size()));
-    hash_.update(std::as_bytes(std::span(s.data(), s.size())));
+    hash_.update(detail::span_of(reinterpret_cast<const std::byte*>(s.data()), s.size()));
   }
   template <class T>
     requires(std::is_arithmetic_v<T>)
@@ -127,7 +128,7 @@ struct FragmentId {
   [[nodiscard]] std::uint8_t tag() const noexcept { return bytes[0]; }
   [[nodiscard]] bool empty() const noexcept { return *this == FragmentId{}; }
   /// 64 hexadecimal digits.
-  [[nodiscard]] std::string hex() const {
+  KVMELD_LAZY [[nodiscard]] std::string hex() const {
     static constexpr char digits[] = "0123456789abcdef";
     std::string text;
     for (const std::uint8_t b : bytes) {

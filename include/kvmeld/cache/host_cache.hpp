@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <kvmeld/cache/fragment_view.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -15,7 +16,7 @@ KVMELD_NAMESPACE_BEGIN
 /// For hosts that have no cache of their own to render into, and for tests. O(bytes) to build.
 class HostCache {
  public:
-  HostCache(std::shared_ptr<const Geometry> geometry, std::int64_t tokens) {
+  KVMELD_LAZY HostCache(std::shared_ptr<const Geometry> geometry, std::int64_t tokens) {
     std::vector<std::size_t> offsets;
     std::size_t total = 0;
     const auto align = [](std::size_t bytes) { return (bytes + 63) / 64 * 64; };
@@ -45,10 +46,10 @@ class HostCache {
   HostCache(HostCache&&) noexcept = default;             // the buffer does not move, so the views stay true
   HostCache& operator=(HostCache&&) noexcept = default;
 
-  [[nodiscard]] KvCacheRef kv_cache_ref() const { return ref_; }
+  KVMELD_LAZY [[nodiscard]] KvCacheRef kv_cache_ref() const { return ref_; }
   [[nodiscard]] const MutableKvCacheRef& mutable_ref() noexcept { return ref_; }
-  [[nodiscard]] std::span<std::byte> bytes() noexcept { return bytes_; }
-  [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return bytes_; }
+  KVMELD_LAZY [[nodiscard]] std::span<std::byte> bytes() noexcept { return detail::span_of(bytes_); }
+  KVMELD_LAZY [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return detail::span_of(bytes_); }
 
  private:
   std::vector<std::byte> bytes_;

@@ -35,7 +35,7 @@ inline void row_axes(const PlaneRef& plane, std::int64_t scale, std::int64_t uni
     axes[3] = {channels / plane.channel_split, plane.split_stride * scale};
   }
 }
-inline void sort_axes(Axis* first, std::size_t count) noexcept {
+KVMELD_LAZY void sort_axes(Axis* first, std::size_t count) noexcept {
   std::sort(first, first + count,
             [](const Axis& a, const Axis& b) { return magnitude(a.stride) < magnitude(b.stride); });
 }
@@ -55,7 +55,7 @@ struct SlotRange {
 };
 
 /// Whether no two (slot, head, channel) share an element: each axis steps over all that the smaller ones span.
-[[nodiscard]] inline bool nested(const PlaneRef& plane, const SlotRange& range) noexcept {
+KVMELD_LAZY [[nodiscard]] bool nested(const PlaneRef& plane, const SlotRange& range) noexcept {
   if (range.high < range.low) return true;
   const std::int64_t unit = block_elements(plane.shape.type), block = plane.slots.block_size;
   const std::int64_t slots = range.high - range.low + 1;
@@ -82,7 +82,7 @@ struct Segment {
 };
 
 /// Every contiguous piece of a plane, sorted. O(pieces log pieces): rows, or whole blocks where they are contiguous.
-[[nodiscard]] inline std::vector<Segment> segments(const PlaneRef& plane) {
+KVMELD_LAZY [[nodiscard]] std::vector<Segment> segments(const PlaneRef& plane) {
   std::vector<Segment> out;
   const std::int64_t unit = block_elements(plane.shape.type), size = block_bytes(plane.shape.type);
   if (plane.shape.heads == 0 || plane.shape.channels == 0) return out;
@@ -117,7 +117,7 @@ struct Segment {
   return out;
 }
 
-[[nodiscard]] inline bool intersect(const std::vector<Segment>& a, const std::vector<Segment>& b) noexcept {
+KVMELD_LAZY [[nodiscard]] bool intersect(const std::vector<Segment>& a, const std::vector<Segment>& b) noexcept {
   std::uintptr_t reach_a = 0,
                  reach_b = 0;  // segments of one plane may overlap each other, so remember how far any went
   for (std::size_t i = 0, j = 0; i < a.size() || j < b.size();) {
@@ -133,7 +133,7 @@ struct Segment {
 }
 
 /// Slots of a plane, each with the first token that uses it; sorted.
-[[nodiscard]] inline std::vector<std::pair<std::int64_t, std::int64_t>> used_slots(const TokenSlots& slots,
+KVMELD_LAZY [[nodiscard]] std::vector<std::pair<std::int64_t, std::int64_t>> used_slots(const TokenSlots& slots,
                                                                                    std::int64_t tokens) {
   std::vector<std::pair<std::int64_t, std::int64_t>> out;
   for (std::int64_t t = 0; t < tokens; ++t) {
@@ -152,7 +152,7 @@ struct Segment {
          a.slots.block_stride == b.slots.block_stride;
 }
 
-[[nodiscard]] inline bool planes_overlap(const PlaneRef& a, const PlaneRef& b) {
+KVMELD_LAZY [[nodiscard]] bool planes_overlap(const PlaneRef& a, const PlaneRef& b) {
   if (!same_lattice(a, b)) return intersect(segments(a), segments(b));
   const auto x = used_slots(a.slots, a.tokens), y = used_slots(b.slots, b.tokens);
   for (std::size_t i = 0, j = 0; i < x.size() && j < y.size();) {
@@ -166,7 +166,7 @@ struct Segment {
   return !nested(a, both) && intersect(segments(a), segments(b));
 }
 
-[[nodiscard]] inline Segment extent_in_memory(const PlaneRef& plane) noexcept {
+KVMELD_LAZY [[nodiscard]] Segment extent_in_memory(const PlaneRef& plane) noexcept {
   const Footprint f = footprint(plane);
   const auto base = reinterpret_cast<std::uintptr_t>(plane.data);
   if (f.empty()) return {};
@@ -180,7 +180,7 @@ struct Segment {
 /// Exact. Two sequences of one engine's pool do not overlap merely because their blocks alternate. Both passed
 /// `check_view`. O(planes²) comparisons of footprints; only planes whose footprints meet are compared slot by slot or
 /// piece by piece.
-[[nodiscard]] inline bool overlaps(const KvCacheRef& a, const KvCacheRef& b) {
+KVMELD_LAZY [[nodiscard]] bool overlaps(const KvCacheRef& a, const KvCacheRef& b) {
   std::vector<detail::Segment> extents;
   for (const PlaneRef& plane : b.planes()) extents.push_back(detail::extent_in_memory(plane));
   for (const PlaneRef& x : a.planes()) {
@@ -195,14 +195,14 @@ struct Segment {
 
 namespace detail {
 
-[[nodiscard]] inline Status check_steps(const PlaneRef& plane) {
+KVMELD_LAZY [[nodiscard]] Status check_steps(const PlaneRef& plane) {
   if (plane.tokens == 0 || plane.shape.heads == 0 || plane.shape.channels == 0 || nested(plane, SlotRange(plane))) return {};
   return error(ErrorCode::aliasing, "strides step into each other: token ", plane.token_stride, ", head ", plane.head_stride,
                ", channel ", plane.channel_stride, ", block ", plane.slots.block_stride);
 }
 
 /// Whether no two of the tokens share a slot, in memory of the caller: `scratch` takes a number for each token.
-[[nodiscard]] inline Status check_slots_apart(const TokenSlots& slots, std::int64_t tokens, std::int64_t* scratch) {
+KVMELD_LAZY [[nodiscard]] Status check_slots_apart(const TokenSlots& slots, std::int64_t tokens, std::int64_t* scratch) {
   if (slots.kind == SlotKind::identity) return {};
   std::int64_t* end = scratch;
   for (std::int64_t t = 0; t < tokens; ++t) {
@@ -225,7 +225,7 @@ namespace detail {
 ///
 /// Errors: `aliasing`, naming the two tokens that share a slot, or the strides that step into each other (a stride of 0
 /// over more than one head or token, say). O(tokens log tokens).
-[[nodiscard]] inline Status check_writable(const MutablePlaneRef& plane) {
+KVMELD_LAZY [[nodiscard]] Status check_writable(const MutablePlaneRef& plane) {
   KVMELD_TRY(detail::check_steps(plane));
   if (plane.tokens == 0 || plane.shape.heads == 0 || plane.shape.channels == 0) return {};
   std::vector<std::int64_t> scratch(static_cast<std::size_t>(plane.slots.kind == SlotKind::identity ? 0 : plane.tokens));

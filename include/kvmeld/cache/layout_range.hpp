@@ -69,7 +69,7 @@ void for_each_run(const TokenSlots& slots, std::int64_t tokens, Visit&& visit) {
 
 /// Checks the token axis: kinds, table present, entries in a range that cannot overflow. O(table entries).
 /// @param slot_count slots that exist; entries at or above it are refused.
-[[nodiscard]] inline Status check_slots(const TokenSlots& slots, std::int64_t tokens,
+KVMELD_LAZY [[nodiscard]] Status check_slots(const TokenSlots& slots, std::int64_t tokens,
                                         std::int64_t slot_count = max_extent) {
   if (slots.kind > SlotKind::slot_list_i64) {
     return error(ErrorCode::unknown_layout, "slot kind ", static_cast<int>(slots.kind),
@@ -105,7 +105,7 @@ void for_each_run(const TokenSlots& slots, std::int64_t tokens, Visit&& visit) {
 }
 
 /// The range of element offsets; false where there is none. Exact: each axis is linear, so its ends are at its ends.
-[[nodiscard]] inline bool element_range(const PlaneRef& plane, Wide& low, Wide& high) noexcept {
+KVMELD_LAZY [[nodiscard]] bool element_range(const PlaneRef& plane, Wide& low, Wide& high) noexcept {
   if (plane.shape.heads <= 0 || plane.shape.channels <= 0) return false;
   bool any = false;
   for_each_run(plane.slots, plane.tokens, [&](std::int64_t, std::int64_t slot, std::int64_t count) {
@@ -140,7 +140,7 @@ void for_each_run(const TokenSlots& slots, std::int64_t tokens, Visit&& visit) {
 /// The bytes that a view spans, exact at both ends; what lies between may be another's. O(table entries).
 ///
 /// The view passed `check_view`.
-[[nodiscard]] inline Footprint footprint(const PlaneRef& plane) noexcept {
+KVMELD_LAZY [[nodiscard]] Footprint footprint(const PlaneRef& plane) noexcept {
   detail::Wide low = 0, high = 0;
   if (!detail::element_range(plane, low, high)) return {};
   const auto unit = block_elements(plane.shape.type), size = block_bytes(plane.shape.type);

@@ -52,7 +52,7 @@ struct Metadata {
   bool operator==(const Metadata&) const = default;
 
   /// The highest confidence that any agent gave; 1 where none did.
-  [[nodiscard]] float best_confidence() const noexcept {
+  KVMELD_LAZY [[nodiscard]] float best_confidence() const noexcept {
     std::optional<float> best;
     for (const Mark& mark : marks) {
       if (mark.confidence && (!best || *mark.confidence > *best)) best = mark.confidence;
@@ -60,7 +60,7 @@ struct Metadata {
     return best.value_or(1.0F);
   }
   /// The highest confidence that one agent gave, if it gave any.
-  [[nodiscard]] std::optional<float> confidence_of(std::uint64_t agent) const noexcept {
+  KVMELD_LAZY [[nodiscard]] std::optional<float> confidence_of(std::uint64_t agent) const noexcept {
     std::optional<float> best;
     for (const Mark& mark : marks) {
       if (mark.dot.agent == agent && mark.confidence && (!best || *mark.confidence > *best)) best = mark.confidence;

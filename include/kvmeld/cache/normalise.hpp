@@ -26,7 +26,7 @@ template <class Bits, Bits Sign, Bits Exponent>
 }
 
 /// Normalises `bytes` of contiguous elements before they are hashed; true if one is not finite.
-[[nodiscard]] inline bool normalise(ElementType type, std::byte* bytes, std::size_t byte_count) noexcept {
+KVMELD_LAZY [[nodiscard]] bool normalise(ElementType type, std::byte* bytes, std::size_t byte_count) noexcept {
   switch (type) {
     case ElementType::f64:
       return normalise_bits<std::uint64_t, 0x8000000000000000ULL, 0x7FF0000000000000ULL>(bytes, byte_count / 8);

@@ -69,7 +69,7 @@ namespace detail {
 /// True for numbers above zero and below infinity; false for NaN.
 [[nodiscard]] constexpr bool finite_positive(double x) noexcept { return x > 0.0 && x <= 1.7976931348623157e308; }
 
-[[nodiscard]] inline Status check_factors(const std::vector<float>& factors, std::int32_t pairs, const char* name) {
+KVMELD_LAZY [[nodiscard]] Status check_factors(const std::vector<float>& factors, std::int32_t pairs, const char* name) {
   if (factors.size() != static_cast<std::size_t>(pairs))
     return error(ErrorCode::invalid_argument, "rope: ", name, " holds ", factors.size(), " values for ", pairs,
                  " channel pairs; give one for each pair");
@@ -80,7 +80,7 @@ namespace detail {
   return {};
 }
 
-[[nodiscard]] inline Status check_scaling(const RopeSpec& rope) {
+KVMELD_LAZY [[nodiscard]] Status check_scaling(const RopeSpec& rope) {
   const std::int32_t pairs = rope.rotary_channels / 2;
   const RopeScaling s = rope.scaling;
   if (!finite_positive(rope.attention_factor))
@@ -136,7 +136,7 @@ namespace detail {
 ///
 /// `channels` is the head size of the keys. Fields that the scaling does not read are not looked at.
 /// Errors: `rope_unsupported` (several axes), `unknown_field` (an enumerator from a newer build), `invalid_argument`.
-[[nodiscard]] inline Status validate(const RopeSpec& rope, std::int32_t channels) {
+KVMELD_LAZY [[nodiscard]] Status validate(const RopeSpec& rope, std::int32_t channels) {
   using detail::error;
   if (channels <= 0) return error(ErrorCode::invalid_argument, "rope: a head of ", channels, " channels");
   if (rope.kind == RopeKind::multi_axis)
@@ -176,7 +176,7 @@ namespace detail {
 /// lengths speak only for keys of one prefill. Errors: `rope_length_dependent` (dynamic NTK: the lengths differ and
 /// either is beyond `original_context`; LongRoPE: they lie on different sides of it), `rope_unsupported` (several
 /// axes), `invalid_argument` (a negative length).
-[[nodiscard]] inline Status check_shift(const RopeSpec& rope, std::int64_t source_length, std::int64_t target_length) {
+KVMELD_LAZY [[nodiscard]] Status check_shift(const RopeSpec& rope, std::int64_t source_length, std::int64_t target_length) {
   using detail::error;
   if (rope.kind == RopeKind::multi_axis)
     return error(ErrorCode::rope_unsupported,

@@ -31,7 +31,7 @@ inline constexpr double two_pi = 6.283185307179586476925;
 /// Llama 3.1 (the `llama3` rope type of its published configuration): pairs that turn fewer than `low_freq_factor`
 /// times over the original context are slowed by `factor`, those that turn more than `high_freq_factor` times are kept,
 /// and between them the frequency is blended linearly in the number of turns.
-[[nodiscard]] inline double llama3_frequency(const RopeSpec& rope, double f) noexcept {
+KVMELD_LAZY [[nodiscard]] double llama3_frequency(const RopeSpec& rope, double f) noexcept {
   const double turns = turns_over_context(rope, f);
   if (turns > rope.high_freq_factor) return f;
   if (turns < rope.low_freq_factor) return f / rope.factor;
@@ -41,7 +41,7 @@ inline constexpr double two_pi = 6.283185307179586476925;
 
 /// The index (real, in pairs) of the pair that turns `turns` times over the original context:
 /// base^(-2x/r) * context = 2 pi turns, solved for x (YaRN, arXiv:2309.00071, appendix A.2).
-[[nodiscard]] inline double yarn_index(const RopeSpec& rope, double turns) noexcept {
+KVMELD_LAZY [[nodiscard]] double yarn_index(const RopeSpec& rope, double turns) noexcept {
   const double r = static_cast<double>(rope.rotary_channels);
   return r * math::log(static_cast<double>(rope.original_context) / (turns * two_pi)) / (2.0 * math::log(rope.base));
 }
@@ -77,7 +77,7 @@ struct YarnRamp {
 
 /// Dynamic NTK: the base for which the slowest pair turns over the longer context as often as it did over the original
 /// one.
-[[nodiscard]] inline double dynamic_base(const RopeSpec& rope, std::int64_t context_length) noexcept {
+KVMELD_LAZY [[nodiscard]] double dynamic_base(const RopeSpec& rope, std::int64_t context_length) noexcept {
   if (context_length <= rope.original_context) return rope.base;
   const double r = static_cast<double>(rope.rotary_channels);
   const double stretch = rope.factor * static_cast<double>(context_length) / static_cast<double>(rope.original_context);
@@ -93,7 +93,7 @@ struct YarnRamp {
 /// empty vector. Engines compute these in f32, often as a running product, and may be off by some 1e-6 relative; angles
 /// then differ by that times the position. Errors: those of `validate`; `invalid_argument` without a length where one
 /// is needed. One power a pair.
-[[nodiscard]] inline Result<std::vector<double>> inverse_frequencies(const RopeSpec& rope,
+KVMELD_LAZY [[nodiscard]] Result<std::vector<double>> inverse_frequencies(const RopeSpec& rope,
                                                                      std::int64_t context_length) {
   // The head size is not known here and does not matter: any that holds the rotary part will do.
   const std::int64_t end = static_cast<std::int64_t>(rope.first_channel) + rope.rotary_channels;

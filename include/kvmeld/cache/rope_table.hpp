@@ -78,7 +78,7 @@ class RopeTable {
   /// `context_length` picks the frequencies where they depend on it (see `inverse_frequencies`); `check_shift` says
   /// whether the shift is sound there at all. O(shifts * pairs). Errors: those of `validate`; `invalid_argument` for
   /// |shift| above `max_rope_shift` or a missing length.
-  [[nodiscard]] static Result<RopeTable> build(const RopeSpec& rope, std::span<const std::int64_t> shifts,
+  KVMELD_LAZY [[nodiscard]] static Result<RopeTable> build(const RopeSpec& rope, std::span<const std::int64_t> shifts,
                                                std::int64_t context_length = 0) {
     for (std::size_t s = 0; s < shifts.size(); ++s)
       if (shifts[s] > max_rope_shift || shifts[s] < -max_rope_shift)

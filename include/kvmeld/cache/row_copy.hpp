@@ -39,7 +39,7 @@ template <class Byte>
 }
 
 /// Copies the elements of one row out of a view into contiguous bytes.
-inline void gather_row(const PlaneRef& plane, std::int64_t slot, std::int64_t head, std::byte* out) noexcept {
+KVMELD_LAZY inline void gather_row(const PlaneRef& plane, std::int64_t slot, std::int64_t head, std::byte* out) noexcept {
   const std::int64_t offset = plane.row_offset(slot, head);
   if (plane.contiguous_rows()) {
     std::memcpy(out, plane.data + plane.byte_offset(offset), static_cast<std::size_t>(row_bytes(plane.shape)));
@@ -52,7 +52,7 @@ inline void gather_row(const PlaneRef& plane, std::int64_t slot, std::int64_t he
 }
 
 /// Copies contiguous bytes into the elements of one row of a view.
-inline void scatter_row(const MutablePlaneRef& plane, std::int64_t slot, std::int64_t head, const std::byte* in) noexcept {
+KVMELD_LAZY inline void scatter_row(const MutablePlaneRef& plane, std::int64_t slot, std::int64_t head, const std::byte* in) noexcept {
   const std::int64_t offset = plane.row_offset(slot, head);
   if (plane.contiguous_rows()) {
     std::memcpy(plane.data + plane.byte_offset(offset), in, static_cast<std::size_t>(row_bytes(plane.shape)));
@@ -65,7 +65,7 @@ inline void scatter_row(const MutablePlaneRef& plane, std::int64_t slot, std::in
 }
 
 /// Copies the canonical bytes of all heads of one slot; `out` takes heads * row_bytes.
-inline void gather_heads(const PlaneRef& plane, std::int64_t slot, std::byte* out) noexcept {
+KVMELD_LAZY inline void gather_heads(const PlaneRef& plane, std::int64_t slot, std::byte* out) noexcept {
   const std::int64_t bytes = row_bytes(plane.shape);
   if (contiguous_heads(plane)) {
     std::memcpy(out, plane.data + plane.byte_offset(plane.row_offset(slot, 0)),
@@ -76,7 +76,7 @@ inline void gather_heads(const PlaneRef& plane, std::int64_t slot, std::byte* ou
 }
 
 /// Copies the scales of all heads of one slot in the order (head, group).
-inline void gather_scales(const PlaneRef& plane, std::int64_t slot, float* out) noexcept {
+KVMELD_LAZY inline void gather_scales(const PlaneRef& plane, std::int64_t slot, float* out) noexcept {
   const std::int64_t groups = row_scales(plane.shape);
   for (std::int64_t head = 0; head < plane.shape.heads; ++head) {
     for (std::int64_t g = 0; g < groups; ++g) *out++ = plane.scales.at(slot, head, g);

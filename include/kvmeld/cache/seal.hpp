@@ -12,6 +12,7 @@
 #include <kvmeld/cache/kv_cache_ref.hpp>
 #include <kvmeld/cache/normalise.hpp>
 #include <kvmeld/cache/row_copy.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -145,13 +146,13 @@ template <ContentHash Hash>
   h.text("kvmeld.payload.v1");
   h.value(payload.lead_in.low);
   h.value(payload.lead_in.high);
-  h.values(std::span<const std::int64_t>(payload.positions));
-  h.values(std::span<const std::uint16_t>(payload.layer_set));
+  h.values(span_of(payload.positions));
+  h.values(span_of(payload.layer_set));
   for (const TokenSet& set : payload.token_sets) {
     h.value(static_cast<std::uint8_t>(set.all));
-    h.values(std::span<const std::int32_t>(set.present));
+    h.values(span_of(set.present));
   }
-  h.bytes(std::span(payload.bytes.get(), payload.byte_count));
+  h.bytes(span_of(payload.bytes.get(), payload.byte_count));
   return h.hash().finish();
 }
 
@@ -164,7 +165,7 @@ template <ContentHash Hash>
   h.value(body.role);
   h.bytes(std::as_bytes(std::span(body.prefix.bytes)));
   h.value(body.token_count);
-  h.values(std::span<const TokenId>(body.tokens));
+  h.values(span_of(body.tokens));
   h.value(static_cast<std::uint64_t>(body.payloads.size()));
   for (const Payload& payload : body.payloads) h.bytes(std::as_bytes(std::span(payload.digest)));
   FragmentId id;

@@ -36,15 +36,14 @@ namespace detail {
 #if KVMELD_X86_DISPATCH
 
 /// Copies bytes without keeping their destination in the caches; `stream_fence` orders the stores. No overlap.
-inline void stream_copy(std::byte* out, const std::byte* in, std::size_t bytes) noexcept {
+KVMELD_LAZY inline void stream_copy(std::byte* out, const std::byte* in, std::size_t bytes) noexcept {
   typedef long long Chunk __attribute__((vector_size(16), may_alias));
   typedef long long UnalignedChunk __attribute__((vector_size(16), aligned(1), may_alias));
   constexpr std::size_t line = 64;
   std::size_t head = (line - reinterpret_cast<std::uintptr_t>(out) % line) % line;
   if (head > bytes) head = bytes;
   std::memcpy(out, in, head);
-  std::size_t at = head;
-  for (; at + line <= bytes; at += line) {
+  const auto copy_line = [out, in](std::size_t at) {
     // Spelled out: `auto` would drop the attributes, and g++ then reads aligned.
     Chunk* const to = reinterpret_cast<Chunk*>(out + at);
     const UnalignedChunk* const from = reinterpret_cast<const UnalignedChunk*>(in + at);
@@ -60,7 +59,20 @@ inline void stream_copy(std::byte* out, const std::byte* in, std::size_t bytes) 
     __builtin_ia32_movntdq(to + 2, c);
     __builtin_ia32_movntdq(to + 3, d);
 #endif
+  };
+  // Lines of four stretches of 4 KiB in turn: one core then waits for four pages at once.
+  constexpr std::size_t stretch = 4096;
+  std::size_t at = head;
+  for (; at + 4 * stretch <= bytes; at += 4 * stretch) {
+    const std::size_t ahead = at + 8 * stretch <= bytes ? 4 * stretch : 0;
+    for (std::size_t l = at; l < at + stretch; l += line) {
+      for (std::size_t from = l; from < l + 4 * stretch; from += stretch) {
+        __builtin_prefetch(in + from + ahead);
+        copy_line(from);
+      }
+    }
   }
+  for (; at + line <= bytes; at += line) copy_line(at);
   std::memcpy(out + at, in + at, bytes - at);
 }
 /// Makes streamed stores visible to whoever sees what this thread does next.

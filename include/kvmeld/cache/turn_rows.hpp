@@ -7,21 +7,14 @@
 #include <cstring>
 
 #include <kvmeld/cache/rope_rotate.hpp>
+#include <kvmeld/cache/turn.hpp>
+#include <kvmeld/cache/turn_wide.hpp>
 #include <kvmeld/config.hpp>
 #include <kvmeld/tensor/row_lanes.hpp>
 #include <kvmeld/tensor/rows.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
-
-/// Which channels of a row turn, how they pair, and by what.
-struct Turn {
-  const float* table = nullptr;  ///< cosines, then sines (rotary_channels)
-  std::int32_t channels = 0;
-  std::int32_t first_channel = 0;
-  std::int32_t rotary_channels = 0;
-  RopePairing pairing = RopePairing::half_split;
-};
 
 #if KVMELD_X86_DISPATCH
 
@@ -39,7 +32,7 @@ struct TurnTables {
     }
   }
   /// Interleaved pairs (a, b) become fma((a, a), (cos, sin), (b, b) * (-sin, cos)).
-  void pairs(const float* cos, const float* sin, std::int32_t half) noexcept {
+  KVMELD_LAZY void pairs(const float* cos, const float* sin, std::int32_t half) noexcept {
     for (std::int32_t i = 0; i < half; ++i) {
       first[2 * i] = cos[i];
       first[2 * i + 1] = sin[i];
@@ -156,9 +149,12 @@ inline void turn_row(const Turn& turn, Isa isa, float* row) noexcept {
 }
 
 /// Turns contiguous rows of `type`, reading each once: the vector code where there is one, `rotate_row` elsewhere.
-inline void turn_rows(ElementType type, Isa isa, const Turn& turn, const std::byte* in, std::int64_t in_stride, std::byte* out,
+KVMELD_LAZY inline void turn_rows(ElementType type, Isa isa, const Turn& turn, const std::byte* in, std::int64_t in_stride, std::byte* out,
                       std::int64_t out_stride, std::int64_t rows) noexcept {
 #if KVMELD_X86_DISPATCH
+  if (isa == Isa::avx512 && type == ElementType::bf16 && turns_wide(turn) && in_stride == out_stride && in_stride == 2 * turn.channels) {
+    return turn_rows_wide(turn, in, out, rows, false);
+  }
   if (isa != Isa::baseline) {
     if (type == ElementType::f16) return turn_rows_avx2<ElementType::f16>(turn, in, in_stride, out, out_stride, rows);
     if (type == ElementType::bf16) return turn_rows_avx2<ElementType::bf16>(turn, in, in_stride, out, out_stride, rows);

@@ -36,7 +36,7 @@ struct RopeFit {
 
 /// Plain f64, a pair at a time: this is a check of the fast path's declaration, so it shares no code with the fast
 /// path.
-[[nodiscard]] inline RopeFit fit_rope(const RopeSpec& rope, RopePairing pairing, std::int32_t channels,
+KVMELD_LAZY [[nodiscard]] RopeFit fit_rope(const RopeSpec& rope, RopePairing pairing, std::int32_t channels,
                                       const std::vector<double>& cosines, const std::vector<double>& sines,
                                       std::span<const float> at_p, std::span<const float> at_q) {
   const auto width = static_cast<std::size_t>(channels);
@@ -85,7 +85,7 @@ inline constexpr std::int64_t verify_rope_min_distance = 64;
 /// those of `validate`; `token_count_mismatch` (spans unequal, or not whole tokens); `non_finite`; `invalid_argument`
 /// (distance below 64, no keys, all keys zero, or keys that hardly move and so tell nothing); `rope_mismatch` with the
 /// figures and what would fit instead. O(keys).
-[[nodiscard]] inline Result<RopeCheck> verify_rope(const RopeSpec& rope, std::int32_t heads, std::int32_t channels,
+KVMELD_LAZY [[nodiscard]] Result<RopeCheck> verify_rope(const RopeSpec& rope, std::int32_t heads, std::int32_t channels,
                                                    std::span<const float> keys_at_p,  // (token, head, channel)
                                                    std::span<const float> keys_at_q,  // (token, head, channel)
                                                    std::int64_t p, std::int64_t q, double tolerance = 0.01,

@@ -53,7 +53,7 @@ class Threads {
   static constexpr bool on_device = false;
 
   /// Starts `threads` workers (the caller counts as one) that live as long as a copy of this policy.
-  explicit Threads(std::size_t threads, Isa isa = best_isa())
+  KVMELD_LAZY explicit Threads(std::size_t threads, Isa isa = best_isa())
       : owned_(std::make_shared<ThreadPool>(std::max<std::size_t>(threads, 1))), isa_(isa) {
     bind(*owned_);
   }
@@ -114,14 +114,14 @@ struct Cpu {
   }
 
  private:
-  static const Threads& all_cores() {
+  KVMELD_LAZY static const Threads& all_cores() {
     static const Threads instance(std::max<std::size_t>(std::thread::hardware_concurrency(), 1));
     return instance;
   }
 };
 
 /// Several threads: `exec::threads(4)`, or `exec::threads(pool)` over the host's own pool.
-[[nodiscard]] inline Threads threads(std::size_t count) { return Threads(count); }
+KVMELD_LAZY [[nodiscard]] Threads threads(std::size_t count) { return Threads(count); }
 template <TaskPool P>
 [[nodiscard]] Threads threads(P& pool) {
   return Threads(pool);

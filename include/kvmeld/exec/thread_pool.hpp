@@ -21,7 +21,7 @@ namespace exec {
 class ThreadPool {
  public:
   /// @param threads how many threads work on a job, the caller included; at least 1.
-  explicit ThreadPool(std::size_t threads) {
+  KVMELD_LAZY explicit ThreadPool(std::size_t threads) {
 #if defined(__cpp_exceptions)
     try {
       start(threads);
@@ -42,10 +42,10 @@ class ThreadPool {
     for (std::thread& worker : workers_) worker.join();
   }
 
-  [[nodiscard]] std::size_t size() const noexcept { return workers_.size() + 1; }
+  KVMELD_LAZY [[nodiscard]] std::size_t size() const noexcept { return workers_.size() + 1; }
 
   /// Calls `task(context, i)` once for each i < tasks, from any of the threads, and returns when all are done.
-  void run(std::size_t tasks, void (*task)(void*, std::size_t), void* context) {
+  KVMELD_LAZY void run(std::size_t tasks, void (*task)(void*, std::size_t), void* context) {
     const std::lock_guard one_job(jobs_);
     {
       const std::lock_guard lock(mutex_);
@@ -63,14 +63,14 @@ class ThreadPool {
   }
 
  private:
-  void start(std::size_t threads) {
+  KVMELD_LAZY void start(std::size_t threads) {
     workers_.reserve(threads);
     for (std::size_t i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
   }
-  void drain(void (*task)(void*, std::size_t), void* context, std::size_t tasks) {
+  KVMELD_LAZY void drain(void (*task)(void*, std::size_t), void* context, std::size_t tasks) {
     for (std::size_t i = next_.fetch_add(1); i < tasks; i = next_.fetch_add(1)) task(context, i);
   }
-  void work() {
+  KVMELD_LAZY void work() {
     std::size_t seen = 0;
     std::unique_lock lock(mutex_);
     while (true) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <kvmeld/fuse/medoid.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -32,7 +33,7 @@ struct Cluster {
   std::int32_t k = 0;
   ClusterResult result = ClusterResult::medoid;
 
-  [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
+  KVMELD_LAZY [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
     if (k == 0 && !(threshold >= -1.0F && threshold <= 1.0F)) {
       return detail::error(ErrorCode::invalid_argument, "Cluster: a threshold of ", threshold, " is no cosine");
     }
@@ -47,14 +48,14 @@ struct Cluster {
     }
     std::vector<double> kept(weights.size(), 0.0);
     if (result == ClusterResult::medoid) {
-      kept[detail::medoid_of(scoring, *largest, weights)] = 1.0;
+      kept[detail::medoid_of(scoring, detail::span_of(*largest), weights)] = 1.0;
     } else {
       for (const std::size_t i : *largest) kept[i] = weights[i];
     }
     std::copy(kept.begin(), kept.end(), weights.begin());
     return {};
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.Cluster");
     hasher.value(threshold);
     hasher.value(k);
@@ -62,7 +63,7 @@ struct Cluster {
   }
 
  private:
-  [[nodiscard]] std::vector<std::vector<std::size_t>> by_cosine(const Scoring& scoring) const {
+  KVMELD_LAZY [[nodiscard]] std::vector<std::vector<std::size_t>> by_cosine(const Scoring& scoring) const {
     std::vector<std::vector<std::size_t>> clusters;
     for (std::size_t i = 0; i < scoring.count(); ++i) {
       const auto fits = [&](const auto& cluster) {
@@ -77,7 +78,7 @@ struct Cluster {
     }
     return clusters;
   }
-  [[nodiscard]] std::vector<std::vector<std::size_t>> by_number(const Scoring& scoring, std::span<const double> mass) const {
+  KVMELD_LAZY [[nodiscard]] std::vector<std::vector<std::size_t>> by_number(const Scoring& scoring, std::span<const double> mass) const {
     std::vector<std::size_t> medoids{0};
     while (medoids.size() < static_cast<std::size_t>(k)) {
       std::size_t farthest = 0;
@@ -107,7 +108,7 @@ struct Cluster {
         clusters[at].push_back(i);
       }
       std::vector<std::size_t> next;
-      for (const auto& cluster : clusters) next.push_back(detail::medoid_of(scoring, cluster, mass));
+      for (const auto& cluster : clusters) next.push_back(detail::medoid_of(scoring, detail::span_of(cluster), mass));
       if (next == medoids) break;
       medoids = std::move(next);
     }

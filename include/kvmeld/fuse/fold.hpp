@@ -23,7 +23,7 @@ struct WeightedMean {
   [[nodiscard]] float weight(const Source& source) const {
     return weighting == Weighting::confidence ? source.metadata->best_confidence() : 1.0F;
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.WeightedMean");
     hasher.value(weighting);
   }
@@ -38,7 +38,7 @@ struct Sum {
   [[nodiscard]] KVMELD_HD float absorb(float acc, float value, float weight) const noexcept { return fma(weight, value, acc); }
   [[nodiscard]] KVMELD_HD constexpr float join(float a, float b) const noexcept { return a + b; }
   [[nodiscard]] KVMELD_HD constexpr float finish(float acc, float, int) const noexcept { return acc; }
-  void digest(Hasher& hasher) const { hasher.text("kvmeld.Sum"); }
+  KVMELD_LAZY void digest(Hasher& hasher) const { hasher.text("kvmeld.Sum"); }
 };
 
 /// The largest value of each channel, weights left aside: it acts per channel, so keys are compared un-rotated.
@@ -51,7 +51,7 @@ struct Max {
   [[nodiscard]] KVMELD_HD constexpr float absorb(float acc, float value, float) const noexcept { return acc < value ? value : acc; }
   [[nodiscard]] KVMELD_HD constexpr float join(float a, float b) const noexcept { return a < b ? b : a; }
   [[nodiscard]] KVMELD_HD constexpr float finish(float acc, float, int) const noexcept { return acc; }
-  void digest(Hasher& hasher) const { hasher.text("kvmeld.Max"); }
+  KVMELD_LAZY void digest(Hasher& hasher) const { hasher.text("kvmeld.Max"); }
 };
 
 KVMELD_NAMESPACE_END

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
@@ -39,8 +40,8 @@ KVMELD_LAZY void select_krum(const Scoring& scoring, std::int64_t f, std::size_t
   std::vector<std::size_t> everyone(n);
   for (std::size_t i = 0; i < n; ++i) everyone[i] = i;
   std::vector<double> scores(n);
-  krum_scores(scoring, everyone, n - static_cast<std::size_t>(f) - 2, scores);
-  keep_smallest(scores, kept, weights);
+  krum_scores(scoring, span_of(everyone), n - static_cast<std::size_t>(f) - 2, span_of(scores));
+  keep_smallest(span_of(scores), kept, weights);
 }
 
 KVMELD_LAZY [[nodiscard]] Status check_krum(const char* rule, std::int64_t f, std::int64_t n, std::int64_t factor) {
@@ -59,12 +60,12 @@ struct Krum {
   static constexpr bool reproducible = true;
   std::int32_t f = 1;  ///< contributions that may lie
 
-  [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
+  KVMELD_LAZY [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
     KVMELD_TRY(detail::check_krum("Krum", f, static_cast<std::int64_t>(scoring.count()), 2));
     detail::select_krum(scoring, f, 1, weights);
     return {};
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.Krum");
     hasher.value(f);
   }
@@ -78,7 +79,7 @@ struct MultiKrum {
   std::int32_t f = 1;  ///< contributions that may lie
   std::int32_t m = 2;  ///< contributions kept
 
-  [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
+  KVMELD_LAZY [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
     const auto n = static_cast<std::int64_t>(scoring.count());
     KVMELD_TRY(detail::check_krum("MultiKrum", f, n, 2));
     if (m < 1 || m > n - f) {
@@ -87,7 +88,7 @@ struct MultiKrum {
     detail::select_krum(scoring, f, static_cast<std::size_t>(m), weights);
     return {};
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.MultiKrum");
     hasher.value(f);
     hasher.value(m);
@@ -106,7 +107,7 @@ struct Bulyan {
   static constexpr bool keeps_single = true;
   std::int32_t f = 1;  ///< contributions that may lie
 
-  [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
+  KVMELD_LAZY [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
     const auto n = static_cast<std::int64_t>(scoring.count());
     KVMELD_TRY(detail::check_krum("Bulyan", f, n, 4));
     std::vector<std::size_t> left(scoring.count());
@@ -115,7 +116,7 @@ struct Bulyan {
     std::fill(weights.begin(), weights.end(), 0.0);
     for (std::int64_t kept = 0; kept < n - 2 * std::int64_t{f}; ++kept) {
       const auto neighbours = (std::max)(n - kept - f - 2, std::int64_t{1});
-      detail::krum_scores(scoring, left, static_cast<std::size_t>(neighbours), scores);
+      detail::krum_scores(scoring, detail::span_of(left), static_cast<std::size_t>(neighbours), detail::span_of(scores));
       const auto best = std::min_element(scores.begin(), scores.begin() + static_cast<std::ptrdiff_t>(left.size())) - scores.begin();
       weights[left[static_cast<std::size_t>(best)]] = 1.0;
       left.erase(left.begin() + best);
@@ -123,7 +124,7 @@ struct Bulyan {
     return {};
   }
   /// Rows of layers that lack a token in some fragments get fewer values than were chosen.
-  [[nodiscard]] Status check(std::int64_t contributions) const {
+  KVMELD_LAZY [[nodiscard]] Status check(std::int64_t contributions) const {
     if (contributions > 2 * std::int64_t{f}) return {};
     return detail::error(ErrorCode::invalid_argument, "Bulyan{f = ", f, "}: a layer holds only ", contributions, " of the chosen contributions, and needs ",
                          2 * std::int64_t{f} + 1);
@@ -137,7 +138,7 @@ struct Bulyan {
     while (begin + nearest < n && values[begin + nearest] - median < median - values[begin]) ++begin;
     return mean_of(values, {begin, begin + nearest});
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.Bulyan");
     hasher.value(f);
   }

@@ -9,6 +9,7 @@
 
 #include <kvmeld/fuse/fuser.hpp>
 #include <kvmeld/tensor/isa.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
@@ -82,15 +83,15 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void weiszfeld_avx2(const double* dist
 struct Medoid {
   static constexpr bool reproducible = true;
 
-  [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
+  KVMELD_LAZY [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
     std::vector<std::size_t> all(scoring.count());
     for (std::size_t i = 0; i < all.size(); ++i) all[i] = i;
-    const std::size_t best = detail::medoid_of(scoring, all, weights);
+    const std::size_t best = detail::medoid_of(scoring, detail::span_of(all), weights);
     std::fill(weights.begin(), weights.end(), 0.0);
     weights[best] = 1.0;
     return {};
   }
-  void digest(Hasher& hasher) const { hasher.text("kvmeld.Medoid"); }
+  KVMELD_LAZY void digest(Hasher& hasher) const { hasher.text("kvmeld.Medoid"); }
 };
 
 /// The point with the smallest sum of distances to all contributions, weighted by the aligner's weights: a mean whose weights,
@@ -105,7 +106,7 @@ struct GeometricMedian {
   static constexpr bool reproducible = true;
   static constexpr int steps = 32;
 
-  [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
+  KVMELD_LAZY [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
     const std::size_t n = scoring.count();
     double smallest = INFINITY;
     for (const double d : scoring.distances) {
@@ -115,7 +116,7 @@ struct GeometricMedian {
     const std::vector<double> mass(weights.begin(), weights.end());
     std::vector<std::size_t> all(n);
     for (std::size_t i = 0; i < n; ++i) all[i] = i;
-    const std::size_t medoid = detail::medoid_of(scoring, all, mass);
+    const std::size_t medoid = detail::medoid_of(scoring, detail::span_of(all), detail::span_of(mass));
     double near = INFINITY;
     for (std::size_t j = 0; j < n; ++j) near = scoring.distance(medoid, j) > 0 ? (std::min)(near, scoring.distance(medoid, j)) : near;
     for (std::size_t j = 0; j < n; ++j) weights[j] = mass[j] / math::sqrt((std::max)(scoring.distance(medoid, j), (std::min)(near, 1e300)));
@@ -124,7 +125,7 @@ struct GeometricMedian {
                                                                                           smallest / 1e12, to.data(), weights.data());
     return {};
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.GeometricMedian");
     hasher.value(steps);
   }

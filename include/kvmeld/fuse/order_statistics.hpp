@@ -17,7 +17,7 @@ struct Median {
 
   [[nodiscard]] KVMELD_HD Ranks ranks(int count) const noexcept { return {(count - 1) / 2, count / 2 + 1}; }
   [[nodiscard]] KVMELD_HD float select(OrderedValues values) const noexcept { return mean_of(values, ranks(values.size())); }
-  void digest(Hasher& hasher) const { hasher.text("kvmeld.Median"); }
+  KVMELD_LAZY void digest(Hasher& hasher) const { hasher.text("kvmeld.Median"); }
 };
 
 /// The mean of each channel without its `f` smallest and `f` largest values.
@@ -30,14 +30,14 @@ struct TrimmedMean {
   static constexpr bool keeps_single = true;
   std::int32_t f = 1;  ///< values dropped at each end
 
-  [[nodiscard]] Status check(std::int64_t contributions) const {
+  KVMELD_LAZY [[nodiscard]] Status check(std::int64_t contributions) const {
     if (f >= 0 && contributions > 2 * std::int64_t{f}) return {};
     return detail::error(ErrorCode::invalid_argument, "TrimmedMean{f = ", f, "} needs more than ", 2 * std::int64_t{f}, " contributions, there are ",
                          contributions);
   }
   [[nodiscard]] KVMELD_HD Ranks ranks(int count) const noexcept { return {f, count - f}; }
   [[nodiscard]] KVMELD_HD float select(OrderedValues values) const noexcept { return mean_of(values, ranks(values.size())); }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.TrimmedMean");
     hasher.value(f);
   }

@@ -18,10 +18,10 @@ struct Scoring {
   std::span<const double> norms{};      ///< (count) squared; NaN unless the fuser says `static constexpr bool reads_norms = true`
 
   /// Contributions, at least 2.
-  [[nodiscard]] std::size_t count() const noexcept { return norms.size(); }
-  [[nodiscard]] double distance(std::size_t i, std::size_t j) const noexcept { return distances[i * count() + j]; }
+  KVMELD_LAZY [[nodiscard]] std::size_t count() const noexcept { return norms.size(); }
+  KVMELD_LAZY [[nodiscard]] double distance(std::size_t i, std::size_t j) const noexcept { return distances[i * count() + j]; }
   /// Cosine of the keys of two contributions; 0 where one of them is zero, or norms are not read.
-  [[nodiscard]] double cosine(std::size_t i, std::size_t j) const noexcept {
+  KVMELD_LAZY [[nodiscard]] double cosine(std::size_t i, std::size_t j) const noexcept {
     const double size = math::sqrt(norms[i]) * math::sqrt(norms[j]);
     return size > 0 ? (norms[i] + norms[j] - distance(i, j)) / 2 / size : 0.0;
   }

@@ -33,7 +33,7 @@ struct AgentWeights {
   std::vector<AgentWeight> weights{};  ///< ascending by agent
   float otherwise = 1.0F;
 
-  [[nodiscard]] Result<float> weight(const Source& source) const {
+  KVMELD_LAZY [[nodiscard]] Result<float> weight(const Source& source) const {
     for (std::size_t i = 1; i < weights.size(); ++i) {
       if (weights[i].agent <= weights[i - 1].agent) {
         return detail::error(ErrorCode::invalid_argument, "AgentWeights: agent ", weights[i].agent, " follows agent ", weights[i - 1].agent,
@@ -52,7 +52,7 @@ struct AgentWeights {
     }
     return best;
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.AgentWeights");
     hasher.value(otherwise);
     hasher.value(static_cast<std::uint64_t>(weights.size()));
@@ -73,7 +73,7 @@ struct FragmentWeights {
   std::vector<FragmentWeight> weights{};  ///< ascending by fragment
   float otherwise = 1.0F;
 
-  [[nodiscard]] Result<float> weight(const Source& source) const {
+  KVMELD_LAZY [[nodiscard]] Result<float> weight(const Source& source) const {
     for (std::size_t i = 1; i < weights.size(); ++i) {
       if (!(weights[i - 1].fragment < weights[i].fragment)) {
         return detail::error(ErrorCode::invalid_argument, "FragmentWeights: entry ", i, " (", weights[i].fragment.hex(), ") does not follow ",
@@ -84,7 +84,7 @@ struct FragmentWeights {
                                      [](const FragmentWeight& w, const FragmentId& id) { return w.fragment < id; });
     return at != weights.end() && at->fragment == source.fragment->id() ? at->weight : otherwise;
   }
-  void digest(Hasher& hasher) const {
+  KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.FragmentWeights");
     hasher.value(otherwise);
     hasher.value(static_cast<std::uint64_t>(weights.size()));

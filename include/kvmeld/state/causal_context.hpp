@@ -4,10 +4,10 @@
 #include <cstdint>
 #include <iterator>
 #include <span>
-#include <tuple>
 #include <vector>
 
 #include <kvmeld/cache/metadata.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -22,7 +22,8 @@ struct DotRange {
   [[nodiscard]] bool same_line(const DotRange& other) const noexcept { return agent == other.agent && epoch == other.epoch; }
   /// Ascending (agent, epoch, first).
   [[nodiscard]] bool before(const DotRange& other) const noexcept {
-    return std::tie(agent, epoch, first) < std::tie(other.agent, other.epoch, other.first);
+    if (agent != other.agent) return agent < other.agent;
+    return epoch != other.epoch ? epoch < other.epoch : first < other.first;
   }
 };
 
@@ -32,10 +33,10 @@ struct DotRange {
 /// order makes ranges of its own until the gap closes. Joins, meets and comparisons are linear in the ranges.
 class CausalContext {
  public:
-  [[nodiscard]] bool empty() const noexcept { return ranges_.empty(); }
+  KVMELD_LAZY [[nodiscard]] bool empty() const noexcept { return ranges_.empty(); }
   /// Ascending, disjoint, and never adjacent.
-  [[nodiscard]] std::span<const DotRange> ranges() const noexcept { return ranges_; }
-  [[nodiscard]] std::uint64_t dots() const noexcept {
+  KVMELD_LAZY [[nodiscard]] std::span<const DotRange> ranges() const noexcept { return detail::span_of(ranges_); }
+  KVMELD_LAZY [[nodiscard]] std::uint64_t dots() const noexcept {
     std::uint64_t count = 0;
     for (const DotRange& r : ranges_) count += r.last - r.first + 1;
     return count;
@@ -43,7 +44,7 @@ class CausalContext {
   bool operator==(const CausalContext&) const = default;
 
   /// O(log ranges).
-  [[nodiscard]] bool contains(const Provenance& dot) const noexcept {
+  KVMELD_LAZY [[nodiscard]] bool contains(const Provenance& dot) const noexcept {
     const auto after = upper(dot);
     return after != ranges_.begin() && covers(*(after - 1), dot);
   }
@@ -117,7 +118,7 @@ class CausalContext {
   }
 
   /// The first sequence number above all that the agent used in an epoch.
-  [[nodiscard]] std::uint64_t next_sequence(std::uint64_t agent, std::uint64_t epoch) const noexcept {
+  KVMELD_LAZY [[nodiscard]] std::uint64_t next_sequence(std::uint64_t agent, std::uint64_t epoch) const noexcept {
     const auto after = upper({agent, max_sequence, epoch});
     return after != ranges_.begin() && (after - 1)->agent == agent && (after - 1)->epoch == epoch ? (after - 1)->last + 1 : 0;
   }
@@ -127,7 +128,7 @@ class CausalContext {
     return r.agent == dot.agent && r.epoch == dot.epoch && dot.sequence <= r.last;
   }
   /// The first range that begins behind a dot.
-  [[nodiscard]] std::vector<DotRange>::const_iterator upper(const Provenance& dot) const noexcept {
+  KVMELD_LAZY [[nodiscard]] std::vector<DotRange>::const_iterator upper(const Provenance& dot) const noexcept {
     const DotRange at{dot.agent, dot.epoch, dot.sequence, dot.sequence};
     return std::upper_bound(ranges_.begin(), ranges_.end(), at, [](const DotRange& a, const DotRange& b) { return a.before(b); });
   }

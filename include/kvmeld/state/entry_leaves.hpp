@@ -21,7 +21,7 @@ struct SetEntry {
   Metadata metadata;
 
   /// Whether every payload's bytes are here.
-  [[nodiscard]] bool complete() const noexcept {
+  KVMELD_LAZY [[nodiscard]] bool complete() const noexcept {
     if (!fragment.valid()) return false;
     for (const Payload& payload : fragment.payloads()) {
       if (payload.bytes == nullptr) return false;
@@ -82,7 +82,7 @@ struct Probe {
   [[nodiscard]] bool complete() const noexcept { return (tag & 1U) != 0; }
 };
 
-[[nodiscard]] inline Probe probe_of(const FragmentId& id, std::uint64_t tag = 0) noexcept {
+KVMELD_LAZY [[nodiscard]] inline Probe probe_of(const FragmentId& id, std::uint64_t tag = 0) noexcept {
   Probe out{0, 0, tag};
   for (std::size_t i = 0; i < 8; ++i) {
     out.high = out.high << 8U | id.bytes[i];
@@ -97,7 +97,7 @@ struct Leaf {
   std::vector<std::shared_ptr<const SetEntry>> entries;  // never null, never changed: copies of a leaf share them
 
   /// The first entry at or behind an id. O(log leaf_size).
-  [[nodiscard]] std::size_t lower_bound(const FragmentId& id) const noexcept {
+  KVMELD_LAZY [[nodiscard]] std::size_t lower_bound(const FragmentId& id) const noexcept {
     const Probe key = probe_of(id);
     std::size_t first = 0;
     for (std::size_t count = probes.size(); count > 0;) {
@@ -163,7 +163,7 @@ class EntryLeaves {
     }
 
    private:
-    void enter() noexcept {
+    KVMELD_LAZY void enter() noexcept {
       if (leaf_ == end_) return;
       at_ = (*leaf_)->probes.data();
       stop_ = at_ + (*leaf_)->probes.size();
@@ -181,8 +181,8 @@ class EntryLeaves {
   };
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
-  [[nodiscard]] Iterator begin() const noexcept { return {leaves_.data(), 0}; }
-  [[nodiscard]] Iterator end() const noexcept { return {leaves_.data() + leaves_.size(), 0}; }
+  KVMELD_LAZY [[nodiscard]] Iterator begin() const noexcept { return {leaves_.data(), 0}; }
+  KVMELD_LAZY [[nodiscard]] Iterator end() const noexcept { return {leaves_.data() + leaves_.size(), 0}; }
 
   /// Null where the id is not there. O(log n).
   KVMELD_LAZY [[nodiscard]] const SetEntry* find(const FragmentId& id) const noexcept {

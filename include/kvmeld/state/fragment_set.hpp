@@ -108,33 +108,33 @@ class FragmentSet {
   /// A fragment's bytes, also of one that was removed and is not stable yet. Not valid() where neither is here.
   KVMELD_LAZY [[nodiscard]] Fragment payload(const FragmentId& id) const;
 
-  [[nodiscard]] std::size_t size() const noexcept { return entries_.size(); }
-  [[nodiscard]] bool empty() const noexcept { return entries_.size() == 0; }
+  KVMELD_LAZY [[nodiscard]] std::size_t size() const noexcept { return entries_.size(); }
+  KVMELD_LAZY [[nodiscard]] bool empty() const noexcept { return entries_.size() == 0; }
 
   class Entries {
    public:
     explicit Entries(const detail::EntryLeaves& leaves) noexcept : leaves_(&leaves) {}
     [[nodiscard]] auto begin() const noexcept { return leaves_->begin(); }
     [[nodiscard]] auto end() const noexcept { return leaves_->end(); }
-    [[nodiscard]] std::size_t size() const noexcept { return leaves_->size(); }
-    [[nodiscard]] bool empty() const noexcept { return leaves_->size() == 0; }
-    [[nodiscard]] const Entry& front() const noexcept { return *begin(); }
+    KVMELD_LAZY [[nodiscard]] std::size_t size() const noexcept { return leaves_->size(); }
+    KVMELD_LAZY [[nodiscard]] bool empty() const noexcept { return leaves_->size() == 0; }
+    KVMELD_LAZY [[nodiscard]] const Entry& front() const noexcept { return *begin(); }
 
    private:
     const detail::EntryLeaves* leaves_;
   };
   /// Entries in ascending order of id, superseded ones included.
-  [[nodiscard]] Entries entries() const noexcept { return Entries(entries_); }
+  KVMELD_LAZY [[nodiscard]] Entries entries() const noexcept { return Entries(entries_); }
   /// Null where the set does not know the id. O(log n). Invalid after the next change.
-  [[nodiscard]] const Entry* find(const FragmentId& id) const noexcept { return entries_.find(id); }
+  KVMELD_LAZY [[nodiscard]] const Entry* find(const FragmentId& id) const noexcept { return entries_.find(id); }
   /// Equal for equal sets, ids and metadata both, whatever is evicted. O(1).
   [[nodiscard]] const Digest256& digest() const noexcept { return digest_; }
   /// Every operation that this set has seen.
   [[nodiscard]] const CausalContext& context() const noexcept { return context_; }
   /// Removals that are not stable yet, ascending by dot.
-  [[nodiscard]] std::span<const Removal> removals() const noexcept { return removals_; }
+  KVMELD_LAZY [[nodiscard]] std::span<const Removal> removals() const noexcept { return detail::span_of(removals_); }
   /// Whether payloads of removed fragments wait for `compact`.
-  [[nodiscard]] bool keeps_removed() const noexcept { return !retired_.empty(); }
+  KVMELD_LAZY [[nodiscard]] bool keeps_removed() const noexcept { return !retired_.empty(); }
   /// Removals and removed operations that were compacted away.
   [[nodiscard]] const CausalContext& compacted() const noexcept { return compacted_; }
   [[nodiscard]] const SetHash& hash() const noexcept { return hash_; }
@@ -185,7 +185,7 @@ class FragmentSet {
     if (!context_.contains(dot)) return {};
     return detail::error(ErrorCode::dot_reused, "agent ", dot.agent, " used sequence ", dot.sequence, " of epoch ", dot.epoch, " already");
   }
-  [[nodiscard]] static Fragment merged(const Fragment& a, const Fragment& b) {
+  KVMELD_LAZY [[nodiscard]] static Fragment merged(const Fragment& a, const Fragment& b) {
     return !a.valid() ? b : !b.valid() ? a : with_all_bytes(a, b);
   }
   KVMELD_LAZY [[nodiscard]] Entry entry_of(const FragmentId& id) const {
@@ -229,7 +229,7 @@ class FragmentSet {
   }
   template <class RemovalOf>
   void join_entry(const Entry& theirs, const CausalContext& their_context, const RemovalOf& removal_of);
-  [[nodiscard]] bool explained() const noexcept { return compacted_.empty(); }
+  KVMELD_LAZY [[nodiscard]] bool explained() const noexcept { return compacted_.empty(); }
 
   SetHash hash_;
   detail::EntryLeaves entries_;
@@ -243,3 +243,4 @@ class FragmentSet {
 KVMELD_NAMESPACE_END
 
 #include <kvmeld/state/fragment_set_join.hpp>
+#include <kvmeld/tensor/span_of.hpp>

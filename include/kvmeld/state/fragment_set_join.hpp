@@ -28,7 +28,7 @@ KVMELD_LAZY [[nodiscard]] std::vector<Mark> join_marks(const std::vector<Mark>& 
   return out;
 }
 
-[[nodiscard]] inline bool has_mark(const SetEntry& entry, const Provenance& dot) noexcept {
+KVMELD_LAZY [[nodiscard]] inline bool has_mark(const SetEntry& entry, const Provenance& dot) noexcept {
   const auto& marks = entry.metadata.marks;
   const auto at = std::lower_bound(marks.begin(), marks.end(), dot, [](const Mark& mark, const Provenance& key) { return mark.dot < key; });
   return at != marks.end() && at->dot == dot;

@@ -13,6 +13,7 @@
 #include <kvmeld/state/plan_rows.hpp>
 #include <kvmeld/state/plan_score.hpp>
 #include <kvmeld/tensor/float_environment.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -28,11 +29,11 @@ class Plan {
   /// Output tokens, holes included: rows that `out` must have.
   [[nodiscard]] std::int64_t tokens() const noexcept { return core_.outputs(); }
   /// Position of each output token.
-  [[nodiscard]] std::span<const std::int64_t> positions() const noexcept { return core_.positions; }
+  KVMELD_LAZY [[nodiscard]] std::span<const std::int64_t> positions() const noexcept { return detail::span_of(core_.positions); }
   /// Id of each output token; −1 where it is not known.
-  [[nodiscard]] std::span<const TokenId> token_ids() const noexcept { return core_.tokens; }
+  KVMELD_LAZY [[nodiscard]] std::span<const TokenId> token_ids() const noexcept { return detail::span_of(core_.tokens); }
   /// Output tokens that the engine computes after the render, ascending.
-  [[nodiscard]] std::span<const Hole> holes() const noexcept { return core_.holes; }
+  KVMELD_LAZY [[nodiscard]] std::span<const Hole> holes() const noexcept { return detail::span_of(core_.holes); }
   /// Bytes of K/V that a run writes.
   [[nodiscard]] std::int64_t bytes() const noexcept { return core_.bytes; }
   /// Bytes of workspace that `run` needs on a host, aligned to 64.
@@ -63,8 +64,8 @@ template <class M>
   h.value(policies.high);
   hash_append(h, target.geometry);
   h.value(target.first_position);
-  h.values(std::span<const std::uint8_t>(target.layers.layers));
-  h.values(std::span<const std::uint8_t>(target.heads.heads));
+  h.values(detail::span_of(target.layers.layers));
+  h.values(detail::span_of(target.heads.heads));
   h.value(static_cast<std::uint8_t>(target.prefix_in_place));
   h.value(target.context_length);
   h.bytes(std::as_bytes(std::span(local.bytes)));

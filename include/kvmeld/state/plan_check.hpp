@@ -26,7 +26,7 @@ struct SetParts {
   std::vector<const FragmentSet::Entry*> spans;
   std::vector<const FragmentSet::Entry*> mapped;  ///< those of `spans` that come from another model
 
-  [[nodiscard]] bool maps(const Fragment& fragment) const {
+  KVMELD_LAZY [[nodiscard]] bool maps(const Fragment& fragment) const {
     return std::any_of(mapped.begin(), mapped.end(), [&](const FragmentSet::Entry* e) { return &e->fragment == &fragment; });
   }
 };

@@ -13,6 +13,7 @@
 #include <kvmeld/state/fragment_set.hpp>
 #include <kvmeld/state/render_work.hpp>
 #include <kvmeld/state/target.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
@@ -24,7 +25,7 @@ struct PlanSource {
   float weight = 1.0F;
   bool own = false;  ///< made by the plan: a copy of the local cache, or mapped from another model (and then mostly un-rotated, all at position 0)
 
-  [[nodiscard]] const Payload& payload() const noexcept { return fragment.payloads()[payload_index]; }
+  KVMELD_LAZY [[nodiscard]] const Payload& payload() const noexcept { return fragment.payloads()[payload_index]; }
 };
 
 /// Owner of the arrays behind a `RowGroup`.
@@ -55,13 +56,13 @@ struct PlanCore {
   std::int64_t bytes = 0;
   Digest128 render_id;
 
-  [[nodiscard]] std::int64_t outputs() const noexcept { return static_cast<std::int64_t>(positions.size()); }
+  KVMELD_LAZY [[nodiscard]] std::int64_t outputs() const noexcept { return static_cast<std::int64_t>(positions.size()); }
   /// Whether a run writes this output's row in this layer.
   [[nodiscard]] bool rendered(std::size_t layer, std::int64_t output) const noexcept {
     const GroupArrays& rows = groups[layer_group[layer]];
     return rows.row_begin[static_cast<std::size_t>(output)] != rows.row_begin[static_cast<std::size_t>(output) + 1];
   }
-  [[nodiscard]] std::size_t planes() const noexcept {
+  KVMELD_LAZY [[nodiscard]] std::size_t planes() const noexcept {
     std::size_t count = 0;
     for (const LayerShape& layer : geometry->layers) count += layer.planes.size();
     return count;
@@ -73,7 +74,7 @@ class ShiftIndex {
  public:
   explicit ShiftIndex(std::vector<std::int64_t>& shifts) : shifts_(shifts) {}
 
-  [[nodiscard]] std::uint32_t operator()(std::int64_t shift) {
+  KVMELD_LAZY [[nodiscard]] std::uint32_t operator()(std::int64_t shift) {
     if (shift == 0) return 0;
     if (shift == last_shift_) return last_;
     const auto at = std::lower_bound(sorted_.begin(), sorted_.end(), std::pair<std::int64_t, std::uint32_t>{shift, 0});
@@ -167,7 +168,7 @@ KVMELD_LAZY void compile_rows(const PlanCore& core, const AlignmentGroup& alignm
 }
 
 /// Heads of a layer: those of its first plane.
-[[nodiscard]] inline std::size_t layer_heads(const LayerShape& layer) noexcept {
+KVMELD_LAZY [[nodiscard]] std::size_t layer_heads(const LayerShape& layer) noexcept {
   return layer.planes.empty() ? 0 : static_cast<std::size_t>(layer.planes[0].heads);
 }
 
@@ -273,7 +274,7 @@ KVMELD_LAZY Status compile(PlanCore& core, const Alignment& alignment, FuserTrai
         if (core.layer_rope[m] >= 0 && geometry.layers[m].rope == layer.rope) table = core.layer_rope[m];
       }
       if (table < 0) {
-        auto built = RopeTable::build(layer.rope, core.shifts, context_length);
+        auto built = RopeTable::build(layer.rope, span_of(core.shifts), context_length);
         if (!built) return built.error();
         table = static_cast<std::int32_t>(core.ropes.size());
         core.ropes.push_back(*std::move(built));

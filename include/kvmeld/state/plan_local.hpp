@@ -9,6 +9,7 @@
 
 #include <kvmeld/cache/seal.hpp>
 #include <kvmeld/state/plan_core.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 /// What a plan renders beside the spans: the prefix, and the local cache for layers and heads that the target keeps.
 
@@ -66,7 +67,7 @@ KVMELD_LAZY Status add_local(PlanCore& core, Alignment& alignment, const Target&
       if (parts[l] == LayerPart::rendered) planes.back().slots = {.kind = SlotKind::slot_list_i32, .table = absent.data()};
     }
   }
-  auto sealed = seal(KvCacheRef(whole.shared_geometry(), std::move(planes), core.outputs()), {.positions = core.positions});
+  auto sealed = seal(KvCacheRef(whole.shared_geometry(), std::move(planes), core.outputs()), {.positions = span_of(core.positions)});
   if (!sealed) return sealed.error();
   AlignmentGroup kept;
   for (std::size_t l = 0; l < layers; ++l) kept.layers.layers.push_back(parts[l] == LayerPart::kept ? 1 : 0);

@@ -12,6 +12,7 @@
 #include <kvmeld/fuse/fuser.hpp>
 #include <kvmeld/state/plan_core.hpp>
 #include <kvmeld/state/row_distances.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 /// Weights that fusers give, worked out once an output token when a plan is made; weights of 0 leave the alignment.
 
@@ -56,11 +57,11 @@ KVMELD_LAZY Status weigh(PlanCore& core, Alignment& alignment, ScoreCall score, 
       if (batch.rows.empty()) return {};
       distances->measure(core, batch, score.norms);
       for (const ScoredRow& row : batch.rows) {
-        const std::span<const Contribution> inputs(batch.inputs.data() + row.begin, row.count);
+        const std::span<const Contribution> inputs = span_of(batch.inputs.data() + row.begin, row.count);
         weights.clear();
         for (const Contribution& c : inputs) weights.push_back(static_cast<double>(c.weight));
-        const Scoring scoring{{batch.distances.data() + row.pairs, row.count * row.count}, {batch.norms.data() + row.begin, row.count}};
-        const Status scored = score.call(score.fuser, scoring, weights);
+        const Scoring scoring{span_of(batch.distances.data() + row.pairs, row.count * row.count), span_of(batch.norms.data() + row.begin, row.count)};
+        const Status scored = score.call(score.fuser, scoring, span_of(weights));
         if (!scored) {
           return error(scored.code(), "output ", row.output, " at position ", core.positions[row.output], ": ", scored.message());
         }

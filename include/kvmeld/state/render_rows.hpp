@@ -34,8 +34,14 @@ inline constexpr std::int64_t stage_bytes = 16 << 10;
 }
 
 /// Turns rows that follow each other on both sides, through a stage where the output streams.
-inline void turn_run(const PlaneTask& task, RowMode mode, const Turn& turn, const std::byte* in, std::byte* out, std::int64_t rows) noexcept {
+KVMELD_LAZY inline void turn_run(const PlaneTask& task, RowMode mode, const Turn& turn, const std::byte* in, std::byte* out, std::int64_t rows) noexcept {
   const std::int64_t bytes = row_bytes(task.out.shape);
+#if KVMELD_X86_DISPATCH
+  if (mode.streams && mode.isa == Isa::avx512 && task.out.shape.type == ElementType::bf16 && turns_wide(turn) &&
+      reinterpret_cast<std::uintptr_t>(out) % 64 == 0) {
+    return turn_rows_wide(turn, in, out, rows, true);
+  }
+#endif
   if (!mode.streams || bytes > stage_bytes) return turn_rows(task.out.shape.type, mode.isa, turn, in, bytes, out, bytes, rows);
   alignas(64) std::byte stage[stage_bytes];
   const std::int64_t most = stage_bytes / bytes;
@@ -60,7 +66,7 @@ inline void put_row(const PlaneTask& task, RowMode mode, std::int64_t slot, std:
 }
 
 /// Renders output `o`, which is a single contribution as it is or turned, or a run of such; returns how many are done.
-inline std::int64_t render_single(const PlaneTask& task, RowMode mode, std::int64_t o, std::int64_t last) noexcept {
+KVMELD_LAZY inline std::int64_t render_single(const PlaneTask& task, RowMode mode, std::int64_t o, std::int64_t last) noexcept {
   const PlaneShape& shape = task.out.shape;
   const RowInput& input = task.group.inputs[task.group.row_begin[o]];
   const std::int64_t slot = task.out.slots.slot(o);
@@ -99,7 +105,7 @@ inline std::int64_t render_single(const PlaneTask& task, RowMode mode, std::int6
 }
 
 /// Zeros from channel n to the next whole block: what is sorted or mixed there must be a number.
-inline void pad_row(float* row, std::int64_t n) noexcept {
+KVMELD_LAZY inline void pad_row(float* row, std::int64_t n) noexcept {
   for (std::int64_t c = n; c % row_block != 0; ++c) row[c] = 0;
 }
 

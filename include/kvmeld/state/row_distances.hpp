@@ -11,6 +11,7 @@
 #include <kvmeld/cache/turn_rows.hpp>
 #include <kvmeld/fuse/distances.hpp>
 #include <kvmeld/state/plan_core.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 /// Distances between the contributions of one output token: of their keys without position, over heads and layers.
 
@@ -34,7 +35,7 @@ struct ScoreBatch {
   std::vector<double> distances;        ///< (count, count) a row
   std::vector<double> norms;            ///< (count) a row
 
-  void clear() {
+  KVMELD_LAZY void clear() {
     rows.clear();
     inputs.clear();
     place.clear();
@@ -73,7 +74,7 @@ class RowDistances {
         std::size_t known = 0;
         while (known < out.specs_.size() && !(*out.specs_[known] == layer.rope)) ++known;
         if (known == out.specs_.size()) {
-          auto built = RopeTable::build(layer.rope, out.shifts_, context_length);
+          auto built = RopeTable::build(layer.rope, span_of(out.shifts_), context_length);
           if (!built) return built.error();
           out.specs_.push_back(&layer.rope);
           out.tables_.push_back(*std::move(built));
@@ -86,7 +87,7 @@ class RowDistances {
   }
 
   /// Whether a row's contributions stand at different positions.
-  [[nodiscard]] static bool unequal(const PlanCore& core, std::span<const Contribution> row) {
+  KVMELD_LAZY [[nodiscard]] static bool unequal(const PlanCore& core, std::span<const Contribution> row) {
     for (const Contribution& c : row) {
       if (core.sources[c.source].payload().positions[c.token] != core.sources[row[0].source].payload().positions[row[0].token]) return true;
     }

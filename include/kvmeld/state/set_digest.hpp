@@ -11,6 +11,7 @@
 #include <kvmeld/cache/fragment.hpp>
 #include <kvmeld/cache/hash.hpp>
 #include <kvmeld/cache/metadata.hpp>
+#include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -21,7 +22,7 @@ struct Digest256 {
   auto operator<=>(const Digest256&) const = default;
 
   /// this += other mod 2^256.
-  void add(const Digest256& other) noexcept {
+  KVMELD_LAZY void add(const Digest256& other) noexcept {
     std::uint64_t carry = 0;
     for (std::size_t i = 0; i < 4; ++i) {
       const std::uint64_t with_carry = words[i] + carry;
@@ -31,7 +32,7 @@ struct Digest256 {
     }
   }
   /// this −= other mod 2^256.
-  void subtract(const Digest256& other) noexcept {
+  KVMELD_LAZY void subtract(const Digest256& other) noexcept {
     std::uint64_t borrow = 0;
     for (std::size_t i = 0; i < 4; ++i) {
       const std::uint64_t with_borrow = words[i] - borrow;
@@ -41,7 +42,7 @@ struct Digest256 {
     }
   }
   /// 64 hexadecimal digits, most significant first.
-  [[nodiscard]] std::string hex() const {
+  KVMELD_LAZY [[nodiscard]] std::string hex() const {
     return Digest128{words[2], words[3]}.hex() + Digest128{words[0], words[1]}.hex();
   }
 };
@@ -101,7 +102,7 @@ KVMELD_LAZY [[nodiscard]] Digest256 entry_digest(const SetHash& hash, const Frag
   }
   const std::uint8_t unattributed = metadata.unattributed ? 1 : 0;
   put(&unattributed, 1);
-  const std::span<const std::byte> bytes(begin, size);
+  const std::span<const std::byte> bytes = span_of(begin, size);
   return hash.digest != nullptr ? hash.digest(bytes) : xxh3_digest256(bytes);
 }
 

@@ -13,7 +13,7 @@ KVMELD_NAMESPACE_BEGIN
 struct HeadMask {
   std::vector<std::uint8_t> heads{};///< (layer, head of its first plane) nonzero where the head is chosen; empty: all are
 
-  [[nodiscard]] bool all() const noexcept { return heads.empty(); }
+  KVMELD_LAZY [[nodiscard]] bool all() const noexcept { return heads.empty(); }
 };
 
 /// What a set is rendered into.

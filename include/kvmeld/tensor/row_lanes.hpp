@@ -139,6 +139,15 @@ using WideWords = vector_t<unsigned, 64>;
 KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void store_wide(WideFloats v, void* out) noexcept {
   *static_cast<unaligned_vector_t<float, 64>*>(out) = v;
 }
+/// Writes a line past the caches; `out` is a multiple of 64.
+KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void stream_wide(WideWords v, void* out) noexcept {
+  typedef long long Line __attribute__((vector_size(64), may_alias));
+#if defined(__clang__)
+  __builtin_nontemporal_store(reinterpret_cast<Line>(v), static_cast<Line*>(out));
+#else
+  __builtin_ia32_movntdq512(static_cast<Line*>(out), reinterpret_cast<Line>(v));
+#endif
+}
 [[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats fma_wide(WideFloats a, WideFloats b, WideFloats c) noexcept {
 #if defined(__clang__)
   constexpr unsigned short all = 0xffff;
@@ -194,8 +203,10 @@ struct Avx512Lanes32<ElementType::bf16> {
     store_wide(reinterpret_cast<WideFloats>(words & 0xffff0000U), x + 16);
   }
   KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(const float* x, std::byte* out) noexcept {
-    const WideFloats even = load_wide(x);
-    const WideFloats odd = load_wide(x + 16);
+    *reinterpret_cast<unaligned_vector_t<unsigned, 64>*>(out) = round(load_wide(x), load_wide(x + 16));
+  }
+  /// Even and odd elements as the halves of 16 words.
+  [[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static WideWords round(WideFloats even, WideFloats odd) noexcept {
     const auto e = reinterpret_cast<WideWords>(even);
     const auto o = reinterpret_cast<WideWords>(odd);
     WideWords low = e + 0x7fffU + ((e >> 16) & 1U);
@@ -205,7 +216,7 @@ struct Avx512Lanes32<ElementType::bf16> {
       low = even != even ? e | 0x400000U : low;
       high = odd != odd ? o | 0x400000U : high;
     }
-    *reinterpret_cast<unaligned_vector_t<unsigned, 64>*>(out) = (low >> 16) | (high & 0xffff0000U);
+    return (low >> 16) | (high & 0xffff0000U);
   }
 };
 
