@@ -69,10 +69,10 @@ struct TidyRows {
 #if KVMELD_X86_DISPATCH
 template <>
 struct TidyRows<true> {
-  KVMELD_TARGET_AVX2 [[nodiscard]] static bool narrow(std::byte* bytes, std::size_t count) noexcept {
+  [[nodiscard]] KVMELD_TARGET_AVX2 static bool narrow(std::byte* bytes, std::size_t count) noexcept {
     return tidy_blocks<std::uint16_t, 0x8000U, 0x7C00U>(bytes, count);
   }
-  KVMELD_TARGET_AVX2 [[nodiscard]] static bool brain(std::byte* bytes, std::size_t count) noexcept {
+  [[nodiscard]] KVMELD_TARGET_AVX2 static bool brain(std::byte* bytes, std::size_t count) noexcept {
     return tidy_blocks<std::uint16_t, 0x8000U, 0x7F80U>(bytes, count);
   }
 };
