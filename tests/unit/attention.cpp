@@ -479,6 +479,27 @@ TEST_CASE("inner loops give the same bytes in every instruction set") {
     for (std::size_t i = 0; i < 4; ++i) four[i] = reinterpret_cast<const std::byte*>(rows.data() + i * n);
     steps.dots(queries.data(), 7, four, 4, 0, n, out.data(), 5);
     steps.dots(queries.data(), 7, four + 1, 1, 0, n, out.data() + 4, 5);
+    for (const auto type : {ElementType::f16, ElementType::bf16}) {  // rows in their own type, against the same rows as f32
+      const auto own = kvmeld::detail::attention_steps(isa, type);
+      std::vector<std::byte> stored(4 * n * 2);
+      std::vector<float> widened(4 * n), from_raw(7 * 4), from_wide(7 * 4), sum_raw(7 * n, 0.25F), sum_wide(7 * n, 0.25F);
+      kvmeld::detail::store_row(type, isa, rows.data(), 4 * n, stored.data());
+      kvmeld::detail::load_row(type, isa, stored.data(), 4 * n, widened.data());
+      const std::byte *narrow[4], *wide[4];
+      for (std::size_t i = 0; i < 4; ++i) {
+        narrow[i] = stored.data() + 2 * i * n;
+        wide[i] = reinterpret_cast<const std::byte*>(widened.data() + i * n);
+      }
+      if (own.raw_dots == nullptr) continue;
+      for (const std::size_t count : {std::size_t{1}, std::size_t{7}}) {
+        own.raw_dots(queries.data(), count, narrow, 3, 0, n, from_raw.data(), 4);
+        own.dots(queries.data(), count, wide, 3, 0, n, from_wide.data(), 4);
+        CHECK(same_bits(from_raw, from_wide));
+        own.raw_add(queries.data(), 4, count, narrow, 64, n - 32, sum_raw.data());
+        own.add(queries.data(), 4, count, wide, 128, n - 32, sum_wide.data());
+        CHECK(same_bits(sum_raw, sum_wide));
+      }
+    }
     CHECK(steps.largest(dots.data()) == *std::max_element(dots.begin(), dots.end()));
     sums.push_back(steps.weigh(dots.data(), 0.3, 1.1, weights.data()));
     steps.add(weights.data(), 4, 7, four, 0, n, acc.data());
@@ -491,6 +512,24 @@ TEST_CASE("inner loops give the same bytes in every instruction set") {
     for (const double x : total) all.push_back(static_cast<float>(x));
     CHECK(same_bits(all, results[0]));
     CHECK(sums.back() == sums[0]);
+  }
+}
+
+TEST_CASE("exponentials of weights: 1 at 0, within 2^-33 before they are rounded, 0 where f32 has nothing left, NaN stays NaN") {
+  double worst = 0;
+  for (int i = 0; i <= 200000; ++i) {
+    const double x = -103.9 * i / 200000.0 + 0.4;
+    worst = std::max(worst, std::abs(kvmeld::detail::weight_exp(x) / std::exp(x) - 1.0));
+  }
+  CHECK(worst < 0x1p-33);
+  CHECK(kvmeld::detail::weight_exp(0.0) == 1.0);
+  CHECK(kvmeld::detail::weight_exp(-105.0) == 0.0);
+  CHECK(kvmeld::detail::weight_exp(-std::numeric_limits<double>::infinity()) == 0.0);
+  CHECK(std::isnan(kvmeld::detail::weight_exp(std::numeric_limits<double>::quiet_NaN())));
+  for (const kvmeld::Isa isa : test::instruction_sets()) {  // NaN is not lost among a block's weights
+    std::vector<float> dots(kvmeld::detail::attended_block, 1.0F), weights(dots.size());
+    dots[13] = not_a_number;
+    CHECK(std::isnan(kvmeld::detail::attention_steps(isa).weigh(dots.data(), 1.0, 1.0, weights.data())));
   }
 }
 

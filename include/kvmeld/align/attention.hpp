@@ -134,7 +134,7 @@ struct Attention {
     const bool raw = steps.raw_dots != nullptr && count <= 4;
     const auto m = static_cast<std::size_t>(count);
     const std::size_t n = begin.back();
-    std::vector<float> scratch(layer.heads * layer.key_width);
+    detail::AlignedRows<float> scratch(layer.heads * layer.key_width);
     std::vector<detail::AttendedToken> held;
     std::vector<std::span<const std::size_t>> ranges;  // that hold tokens: their begin and end
     for (std::size_t s = 0; s < ordered.size(); ++s) {

@@ -4,6 +4,7 @@
 /// every instruction set (docs/numerics.md).
 
 #include <cstddef>
+#include <vector>
 
 #include <kvmeld/config.hpp>
 #include <kvmeld/tensor/isa.hpp>
@@ -15,11 +16,57 @@ namespace detail {
 
 /// Tokens whose weights are made together. Sums within a block are f32, sums of blocks f64, so it is part of the result.
 inline constexpr std::size_t attended_block = 64;
-/// Tokens whose rows are in hand at once: queries and accumulators are loaded once for so many.
-inline constexpr std::size_t attended_rows = 4;
+/// Value rows that are added in one go: an accumulator is loaded and stored once for so many.
+inline constexpr std::size_t added_rows = 4;
+/// Tokens whose rows are in hand at once, at most.
+inline constexpr std::size_t attended_rows = 16;
+
+/// Numbers that start on a cache line: vectors that lie across two cost twice.
+template <class T>
+class AlignedRows {
+ public:
+  AlignedRows() = default;
+  /// @param n zeros.
+  explicit AlignedRows(std::size_t n, T value = T{}) : blocks_((n + Block::size - 1) / Block::size), size_(n) {
+    for (std::size_t i = 0; value != T{} && i < n; ++i) data()[i] = value;
+  }
+
+  [[nodiscard]] std::size_t size() const noexcept { return size_; }
+  [[nodiscard]] T* data() noexcept { return blocks_.empty() ? nullptr : blocks_[0].values; }
+  [[nodiscard]] const T* data() const noexcept { return blocks_.empty() ? nullptr : blocks_[0].values; }
+  [[nodiscard]] T& operator[](std::size_t i) noexcept { return data()[i]; }
+  [[nodiscard]] const T& operator[](std::size_t i) const noexcept { return data()[i]; }
+
+ private:
+  struct alignas(64) Block {
+    static constexpr std::size_t size = 64 / sizeof(T);
+    T values[size] = {};
+  };
+  std::vector<Block> blocks_;
+  std::size_t size_ = 0;
+};
+
+/// e^x for a weight that f32 will hold: within 2^-33 of it, 0 below −104, where f32 has nothing left; x up to some 700, NaN stays.
+///
+/// A third of `math::exp`'s operations. e^r = 1 + r p(r), p a Chebyshev fit of degree 6 computed with 60 digits: exactly 1 at 0.
+[[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double weight_exp(double x) noexcept {
+  const double bounded = select(x < -104.0, -104.0, x);
+  const double magic = fma(bounded, 0x1.71547652b82fep+0, integer_magic);
+  const double r = fma(-(magic - integer_magic), 0x1.62e42fefa39efp-1, bounded);
+  double p = 0x1.a15179d80ae96p-13;
+  p = fma(p, r, 0x1.6d7543e4127b8p-10);
+  p = fma(p, r, 0x1.1110c632a3088p-7);
+  p = fma(p, r, 0x1.5554accfdb593p-5);
+  p = fma(p, r, 0x1.55555567532adp-3);
+  p = fma(p, r, 0x1.000000287f871p-1);
+  p = fma(p, r, 1.0);
+  const double mantissa = fma(p, r, 1.0);
+  const double value = bits_double(double_bits(mantissa) + (double_bits(magic) << 52));  // times 2^k: the exponent counts up
+  return select(x == x, select(x < -104.0, 0.0, value), x);
+}
 
 /// One instruction set's loops. Query rows and accumulators have `n` floats, a multiple of 32, and follow each other n apart. Keys and
-/// values are rows of f32, or in the `raw` forms of their own type; four at a time, and `offset` bytes into each.
+/// values are rows of f32, or in the `raw` forms of their own type, from `offset` bytes on in each.
 struct AttentionSteps {
   using Dots = void (*)(const float* queries, std::size_t count, const std::byte* const* keys, std::size_t keys_count, std::ptrdiff_t offset, std::size_t n,
                         float* out, std::size_t stride) noexcept;
@@ -32,7 +79,7 @@ struct AttentionSteps {
   double (*weigh)(const float* dots, double factor, double top, float* weights) noexcept = nullptr;
   /// The largest of one block; −infinity where none is.
   float (*largest)(const float* dots) noexcept = nullptr;
-  /// acc[q] += weights[q · stride + j] · rows[j], j < attended_rows in order
+  /// acc[q] += weights[q · stride + j] · rows[j], j < added_rows in order
   Add add = nullptr;
   /// total[i] = total[i] · scale + block[i]; block[i] = 0
   void (*carry)(float* block, double scale, std::size_t n, double* total) noexcept = nullptr;
@@ -45,7 +92,7 @@ KVMELD_ALWAYS_INLINE double weigh_body(const float* __restrict dots, double fact
   for (std::size_t i = 0; i < attended_block; i += 8) {
     double mass[8];
     KVMELD_KEEP_LOOP
-    for (std::size_t j = 0; j < 8; ++j) mass[j] = math::exp(fma(static_cast<double>(dots[i + j]), factor, -top));
+    for (std::size_t j = 0; j < 8; ++j) mass[j] = weight_exp(fma(static_cast<double>(dots[i + j]), factor, -top));
     for (std::size_t j = 0; j < 8; ++j) {
       weights[i + j] = static_cast<float>(mass[j]);
       sums[j] += static_cast<double>(weights[i + j]);
@@ -95,7 +142,7 @@ KVMELD_NOINLINE inline void dots_baseline(const float* queries, std::size_t coun
 KVMELD_NOINLINE inline void add_baseline(const float* weights, std::size_t stride, std::size_t count, const std::byte* const* rows, std::ptrdiff_t offset,
                                          std::size_t n, float* acc) noexcept {
   for (std::size_t q = 0; q < count; ++q, acc += n) {
-    for (std::size_t j = 0; j < attended_rows; ++j) {
+    for (std::size_t j = 0; j < added_rows; ++j) {
       const float* const row = reinterpret_cast<const float*>(rows[j] + offset);
       const float w = weights[q * stride + j];
       for (std::size_t c = 0; c < n; ++c) acc[c] = fma(w, row[c], acc[c]);

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include <kvmeld/align/attention_kernels.hpp>
 #include <kvmeld/cache/fragment.hpp>
 #include <kvmeld/cache/kv_cache_ref.hpp>
 #include <kvmeld/cache/rope_table.hpp>
@@ -74,7 +75,7 @@ class AttentionReader {
     double factor = 0;            ///< logit / (q·k)
     ElementType key_type = ElementType::f32;
     ElementType value_type = ElementType::f32;
-    std::vector<float> queries;   ///< (head, query, key_width)
+    AlignedRows<float> queries;   ///< (head, query, key_width)
     std::int32_t table = -1;      ///< of `tables_`, where keys are turned
   };
 
@@ -236,7 +237,7 @@ class AttentionReader {
     layer.value_type = shape.planes[1].type;
     const double scale = queries.scale > 0.0F ? static_cast<double>(queries.scale) : 1.0 / math::sqrt(static_cast<double>(key.channels));
     layer.factor = scale / static_cast<double>(queries.temperature);
-    layer.queries.assign(layer.heads * m * layer.key_width, 0.0F);
+    layer.queries = AlignedRows<float>(layer.heads * m * layer.key_width);
     for (std::size_t q = 0; q < m; ++q) {
       for (std::size_t h = 0; h < layer.heads; ++h) {
         std::memcpy(layer.queries.data() + (h * m + q) * layer.key_width, queries.values.data() + q * width + first + h * channels, channels * sizeof(float));

@@ -13,7 +13,7 @@ namespace detail {
 [[nodiscard]] inline AttentionSteps attention_steps([[maybe_unused]] Isa isa, [[maybe_unused]] ElementType type = ElementType::f64) noexcept {
 #if KVMELD_X86_DISPATCH
   if (isa == Isa::avx512) {
-    AttentionSteps steps{dots_avx512<ElementType::f32>, weigh_avx512, largest_avx2, add_avx512<ElementType::f32>, carry_avx2, nullptr, nullptr};
+    AttentionSteps steps{dots_avx512<ElementType::f32>, weigh_avx512, largest_avx2, add_avx512<ElementType::f32>, carry_avx512, nullptr, nullptr};
     if (type == ElementType::f32) steps.raw_dots = steps.dots, steps.raw_add = steps.add;
     if (type == ElementType::f16) steps.raw_dots = dots_avx512<ElementType::f16>, steps.raw_add = add_avx512<ElementType::f16>;
     if (type == ElementType::bf16) steps.raw_dots = dots_avx512<ElementType::bf16>, steps.raw_add = add_avx512<ElementType::bf16>;
