@@ -1,0 +1,290 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/anchor/anchor_table.hpp>
+#include <kvmeld/anchor/decision.hpp>
+#include <kvmeld/anchor/published.hpp>
+#include <kvmeld/anchor/signature.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// How much a pool may hold; both hold after every call.
+struct AnchorCapacity {
+  std::size_t anchors = 1000;
+  std::size_t bytes = std::size_t{1} << 30;
+};
+
+/// What a commit did.
+enum class CommitResult : std::uint8_t {
+  inserted,   ///< a new anchor
+  merged,     ///< an anchor that was there gained offsets
+  unchanged,  ///< everything was there
+};
+
+/// A segment that may be like anchors seen before.
+struct AnchorQuery {
+  const AnchorSpace* space = nullptr;  ///< of the engine that asks
+  SignatureInput signature{};
+  std::span<const float> vector{};     ///< compared with `Anchor::vector`, L2
+  Digest128 context{};                 ///< where the segment will stand
+  ReuseRequest request{};              ///< `tokens` is the segment's length
+};
+
+/// A decision with the anchors that it names; they stay valid whatever the pool does meanwhile.
+struct AnchorLookup {
+  ReuseDecision decision{};                           ///< `chosen` are indices into `anchors`: 0, 1, …
+  std::vector<std::shared_ptr<const Anchor>> anchors{};///< chosen, ascending by id
+  std::uint64_t version = 0;                          ///< of the pool
+};
+
+/// Segments seen before, shared by the agents of one process: looked up by signature, decided by exact distance, evicted by policy.
+///
+/// Readers take the current version and never wait, for writers or each other; writers publish whole versions one after the other, so
+/// that commits from several threads all survive. What a reader holds stays valid after an eviction.
+/// @tparam Signature models `SignaturePolicy`: which anchors are looked at.
+/// @tparam Eviction  models `EvictionPolicy`: which anchor leaves a full pool.
+template <class Signature = SimHash, class Eviction = LRU>
+class AnchorPool {
+ public:
+  static_assert(SignaturePolicy<Signature>,
+                "kvmeld: this type is no SignaturePolicy: it needs 'Result<std::uint64_t> sign(const SignatureInput&) const' and "
+                "'void digest(Hasher&) const'");
+  static_assert(EvictionPolicy<Eviction>,
+                "kvmeld: this type is no EvictionPolicy: it needs 'std::size_t victim(std::span<const AnchorUse>) const' and "
+                "'void digest(Hasher&) const'");
+
+  /// One version of a pool.
+  struct Snapshot {
+    AnchorTable table;
+    std::uint64_t version = 0;
+  };
+
+  AnchorPool(AnchorSpace space, AnchorCapacity capacity, Signature signature = {}, Eviction eviction = {})
+      : space_(std::move(space)), capacity_(capacity), signature_(std::move(signature)), eviction_(std::move(eviction)),
+        published_(std::make_shared<const Snapshot>()) {}
+
+  [[nodiscard]] const AnchorSpace& space() const noexcept { return space_; }
+  [[nodiscard]] const AnchorCapacity& capacity() const noexcept { return capacity_; }
+  /// The current version: a value that does not change. Never waits.
+  [[nodiscard]] std::shared_ptr<const Snapshot> snapshot() const noexcept { return published_.get(); }
+  [[nodiscard]] std::size_t size() const noexcept { return snapshot()->table.size(); }
+  [[nodiscard]] std::size_t bytes() const noexcept { return snapshot()->table.bytes(); }
+  [[nodiscard]] const ReasonCounters& reasons() const noexcept { return reasons_; }
+  [[nodiscard]] std::uint64_t evictions() const noexcept { return evictions_.load(std::memory_order_relaxed); }
+
+  /// Adds an anchor, or to one of the same id the offsets that it lacks; what is there already stays. Evicts what capacity asks for, never
+  /// the anchor itself, and nothing where it fits. O(pages), O(n) for each eviction.
+  ///
+  /// Errors, the pool unchanged: `geometry_mismatch` for another space; `store_full` for an anchor above the capacity by itself;
+  /// `invalid_argument`; those of the signature policy.
+  [[nodiscard]] Result<CommitResult> commit(const Anchor& anchor) {
+    if (!anchor.base.valid() || anchor.id.empty() || anchor.base.token_count() == 0 || !is_unrotated(anchor.base)) {
+      return detail::error(ErrorCode::invalid_argument, "an anchor needs an id and an un-rotated base of at least 1 token; make_anchor makes one");
+    }
+    if (const ReuseReason differs = compare(space_, AnchorSpace::of(anchor.base.geometry())); differs != ReuseReason::reuse) {
+      return detail::error(ErrorCode::geometry_mismatch, "anchor ", anchor.id.hex(), " is of another namespace than the pool: ", to_string(differs));
+    }
+    Anchor checked = anchor;
+    checked.offsets.clear();
+    for (const ContextOffset& offset : anchor.offsets) {
+      const auto added = add_offset(checked, offset);
+      if (!added) return added.error();
+    }
+    const auto signature = signature_.sign({anchor.base.tokens(), anchor.embedding.empty() ? anchor.vector : anchor.embedding});
+    if (!signature) return signature.error();
+    const std::lock_guard lock(writer_);
+    const auto found = numbers_.find(anchor.id);
+    if (found != numbers_.end()) return merge(found->second, checked);
+    KVMELD_TRY(fits(checked));
+    AnchorTable table = published_.get()->table;
+    make_room(table, 1, checked.bytes(), none);
+    auto use = std::make_shared<detail::UseCell>();
+    use->inserted = tick();
+    use->last_used.store(use->inserted, std::memory_order_relaxed);
+    numbers_[anchor.id] = table.size();
+    table.push_back(*signature, {std::make_shared<const Anchor>(std::move(checked)), std::move(use)});
+    publish(std::move(table));
+    return CommitResult::inserted;
+  }
+  /// Adds a context's Δ to an anchor. Errors: `not_found` (evicted meanwhile: commit the anchor), those of `add_offset` and `commit`.
+  [[nodiscard]] Result<CommitResult> commit(const FragmentId& id, const ContextOffset& offset) {
+    const std::lock_guard lock(writer_);
+    const auto found = numbers_.find(id);
+    if (found == numbers_.end()) return detail::error(ErrorCode::not_found, "anchor ", id.hex(), " is not in the pool");
+    Anchor more = *published_.get()->table.anchor(found->second);
+    const auto added = add_offset(more, offset);
+    if (!added) return added.error();
+    return merge(found->second, more);
+  }
+  /// Removes an anchor; false where there is none. Who holds it keeps it.
+  bool erase(const FragmentId& id) {
+    const std::lock_guard lock(writer_);
+    const auto found = numbers_.find(id);
+    if (found == numbers_.end()) return false;
+    AnchorTable table = published_.get()->table;
+    remove(table, found->second);
+    publish(std::move(table));
+    return true;
+  }
+
+  /// Looks for anchors like a segment and decides. The answer always has a reason; it is counted. Never waits. O(n / 16) for the scan.
+  [[nodiscard]] AnchorLookup look_up(const ReuseRule& rule, const AnchorQuery& query) const {
+    AnchorLookup out;
+    const auto now = snapshot();
+    out.version = now->version;
+    std::vector<std::uint32_t> rows;
+    out.decision = decide_on(*now, rule, query, rows);
+    reasons_.count(out.decision.reason);
+    if (!out.decision.reuses()) return out;
+    const std::uint64_t at = tick();
+    for (std::uint32_t& c : out.decision.chosen) {
+      const AnchorTable::Row& row = now->table.row(rows[c]);
+      row.use->uses.fetch_add(1, std::memory_order_relaxed);
+      row.use->touch(at);
+      c = static_cast<std::uint32_t>(out.anchors.size());
+      out.anchors.push_back(row.anchor);
+    }
+    return out;
+  }
+
+  /// The anchor of exactly these tokens that holds an offset for the context and was never approximate, or null. Never waits.
+  [[nodiscard]] std::shared_ptr<const Anchor> find_exact(const SignatureInput& input, const Digest128& context) const {
+    const auto signature = signature_.sign(input);
+    if (!signature) return nullptr;
+    const auto now = snapshot();
+    std::vector<HammingHit> hits;
+    now->table.scan(*signature, 0, hits);
+    for (const HammingHit& hit : hits) {
+      const std::shared_ptr<const Anchor>& anchor = now->table.anchor(hit.index);
+      if (!anchor->approximate && anchor->find(context) != nullptr && std::ranges::equal(anchor->base.tokens(), input.tokens)) return anchor;
+    }
+    return nullptr;
+  }
+
+ private:
+  static constexpr std::size_t none = static_cast<std::size_t>(-1);
+
+  [[nodiscard]] std::uint64_t tick() const noexcept { return clock_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  [[nodiscard]] Status fits(const Anchor& anchor) const {
+    if (capacity_.anchors > 0 && anchor.bytes() <= capacity_.bytes) return {};
+    return detail::error(ErrorCode::store_full, "anchor of ", anchor.bytes(), " bytes in a pool of ", capacity_.anchors, " anchors and ", capacity_.bytes, " bytes");
+  }
+  [[nodiscard]] Result<CommitResult> merge(std::size_t number, const Anchor& anchor) {
+    AnchorTable table = published_.get()->table;
+    Anchor merged = *table.anchor(number);
+    bool gained = false;
+    for (const ContextOffset& offset : anchor.offsets) {
+      const auto added = add_offset(merged, offset);
+      if (!added) return added.error();
+      gained = gained || *added;
+    }
+    if (gained) KVMELD_TRY(fits(merged));
+    const std::uint64_t at = tick();
+    if (gained) {
+      const FragmentId id = merged.id;
+      make_room(table, 0, merged.bytes() - table.anchor(number)->bytes(), number);
+      table.replace(numbers_[id], std::make_shared<const Anchor>(std::move(merged)));
+      number = numbers_[id];
+    }
+    table.row(number).use->touch(at);
+    if (gained) publish(std::move(table));
+    return gained ? CommitResult::merged : CommitResult::unchanged;
+  }
+  /// Evicts until `anchors` more of `bytes` together fit. Anchor `kept` stays; its number may change.
+  void make_room(AnchorTable& table, std::size_t anchors, std::size_t bytes, std::size_t kept) {
+    while (table.size() + anchors > capacity_.anchors || table.bytes() + bytes > capacity_.bytes) {
+      std::vector<AnchorUse> uses;
+      std::vector<std::size_t> numbers;
+      for (std::size_t i = 0; i < table.size(); ++i) {
+        if (i == kept) continue;
+        uses.push_back(table.row(i).use->read());
+        numbers.push_back(i);
+      }
+      const std::size_t victim = numbers[(std::min)(eviction_.victim(uses), numbers.size() - 1)];
+      if (kept == table.size() - 1) kept = victim;  // takes the gap
+      remove(table, victim);
+      evictions_.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+  void remove(AnchorTable& table, std::size_t number) {
+    numbers_[table.anchor(table.size() - 1)->id] = number;
+    numbers_.erase(table.anchor(number)->id);
+    table.erase(number);
+  }
+  void publish(AnchorTable table) {
+    const std::uint64_t version = published_.get()->version + 1;
+    published_.set(std::make_shared<const Snapshot>(Snapshot{std::move(table), version}));
+  }
+  [[nodiscard]] ReuseDecision decide_on(const Snapshot& now, const ReuseRule& rule, const AnchorQuery& query, std::vector<std::uint32_t>& rows) const {
+    ReuseDecision refused;
+    refused.reason = query.space == nullptr ? ReuseReason::reuse : compare(space_, *query.space);
+    if (refused.reuses()) refused.reason = detail::refuse_early(rule, query.request);
+    if (!refused.reuses()) return refused;
+    refused.reason = ReuseReason::empty_pool;
+    if (now.table.size() == 0) return refused;
+    const auto signature = signature_.sign(query.signature);
+    refused.reason = ReuseReason::unsigned_segment;
+    if (!signature) return refused;
+    std::vector<HammingHit> hits;
+    now.table.scan(*signature, detail::exact_signature<Signature>() ? 0 : max_distance(rule.similarity), hits);
+    // Of equally near signatures those of the smaller id, so that the list does not depend on how the pool came about.
+    const auto nearer = [&](const HammingHit& a, const HammingHit& b) {
+      return a.distance != b.distance ? a.distance < b.distance : now.table.anchor(a.index)->id < now.table.anchor(b.index)->id;
+    };
+    const std::size_t most = (std::min)(hits.size(), static_cast<std::size_t>(rule.short_list));
+    std::partial_sort(hits.begin(), hits.begin() + static_cast<std::ptrdiff_t>(most), hits.end(), nearer);
+    hits.resize(most);
+    std::vector<ReuseCandidate> candidates;
+    for (const HammingHit& hit : hits) {
+      const Anchor& anchor = *now.table.anchor(hit.index);
+      const ContextOffset* const offset = anchor.find(query.context);
+      rows.push_back(hit.index);
+      candidates.push_back({anchor.id, l2_distance(query.vector, anchor.vector), anchor.base.token_count(), offset != nullptr,
+                            offset == nullptr || complete(offset->segment, anchor.base, query.request.tokens)});
+    }
+    return decide(rule, query.request, candidates);
+  }
+  /// Whether an offset has the first `tokens` tokens in every layer that depends on context, as far as the base has them.
+  [[nodiscard]] static bool complete(const Fragment& offset, const Fragment& base, std::int64_t tokens) {
+    const Payload& a = offset.payloads()[0];
+    const Payload& b = base.payloads()[0];
+    bool leading = true;
+    for (std::size_t l = 0; l < a.layer_set.size(); ++l) {
+      const TokenSet& has = a.token_sets[a.layer_set[l]];
+      leading = leading && !has.all && has.present.empty();
+      if (has.all || leading) continue;  // leading layers without any token are context-free
+      const TokenSet& wants = b.token_sets[b.layer_set[l]];
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        const auto token = static_cast<std::int32_t>(t);
+        if ((wants.all || std::binary_search(wants.present.begin(), wants.present.end(), token)) &&
+            !std::binary_search(has.present.begin(), has.present.end(), token)) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  AnchorSpace space_;
+  AnchorCapacity capacity_;
+  Signature signature_;
+  Eviction eviction_;
+  detail::Published<Snapshot> published_;
+  std::mutex writer_;
+  std::map<FragmentId, std::size_t> numbers_;  // the writer's
+  mutable std::atomic<std::uint64_t> clock_{0};
+  mutable ReasonCounters reasons_;
+  std::atomic<std::uint64_t> evictions_{0};
+};
+
+KVMELD_NAMESPACE_END

@@ -1,0 +1,338 @@
+// The pool against a plain model under a million random operations; namespaces, capacity, exact answers, held anchors.
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <tuple>
+
+#include <kvmeld/anchor/anchor_pool.hpp>
+#include <kvmeld/anchor/presets.hpp>
+
+#include "support/anchor_segments.hpp"
+#include "support/catch.hpp"
+
+namespace {
+
+using kvmeld::Anchor;
+using kvmeld::AnchorPool;
+using kvmeld::AnchorSpace;
+using kvmeld::CommitResult;
+using kvmeld::ErrorCode;
+using kvmeld::ReuseReason;
+
+const std::shared_ptr<const kvmeld::Geometry> shape = test::geometry({.layers = 2, .heads = 1, .channels = 2});
+
+/// Anchor n: 1 to 3 tokens of ids of its own; its offsets come from `delta`.
+Anchor bare(std::uint8_t n) {
+  const std::int64_t tokens = 1 + n % 3;
+  test::TestCache cache(shape, tokens);
+  cache.fill(n);
+  std::vector<kvmeld::TokenId> ids;
+  for (std::int64_t t = 0; t < tokens; ++t) ids.push_back(1000 * n + static_cast<kvmeld::TokenId>(t));
+  const auto sealed = kvmeld::seal(cache.ref(), {.tokens = ids});
+  auto anchor = *kvmeld::make_anchor(*sealed, {static_cast<float>(n), 0});
+  anchor.id = test::anchor_id(n);
+  return anchor;
+}
+kvmeld::Digest128 context(std::uint64_t c) { return {c, 7}; }
+kvmeld::ContextOffset delta(const Anchor& anchor, std::uint64_t c) {
+  return {context(c), *kvmeld::measure_offset(anchor.base, anchor.base), {}};
+}
+
+/// What the pool should be, in plain containers.
+struct Model {
+  struct Entry {
+    std::size_t bytes = 0;
+    std::set<std::uint64_t> contexts;
+    std::uint64_t inserted = 0, last = 0, uses = 0;
+  };
+  std::map<std::uint8_t, Entry> entries;
+  std::uint64_t clock = 0;
+  std::size_t most = 0, most_bytes = 0;
+
+  [[nodiscard]] std::size_t bytes() const {
+    std::size_t sum = 0;
+    for (const auto& [n, e] : entries) sum += e.bytes;
+    return sum;
+  }
+  template <class Eviction>
+  void make_room(std::size_t extra, std::size_t extra_bytes, int kept, const Eviction&) {
+    while (entries.size() + extra > most || bytes() + extra_bytes > most_bytes) {
+      std::vector<std::pair<std::uint64_t, std::uint8_t>> ages;
+      for (const auto& [n, e] : entries) {
+        if (n != kept) ages.push_back({e.inserted, n});
+      }
+      std::sort(ages.begin(), ages.end());
+      std::size_t window = ages.size();
+      if constexpr (std::is_same_v<Eviction, kvmeld::WindowLFU>) window = std::min<std::size_t>(window, 5);
+      int victim = -1;
+      std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> lowest;
+      for (std::size_t i = 0; i < window; ++i) {
+        const Entry& e = entries[ages[i].second];
+        const auto key = std::is_same_v<Eviction, kvmeld::LRU> ? std::tuple(e.last, e.inserted, e.inserted) : std::tuple(e.uses, e.last, e.inserted);
+        if (victim < 0 || key < lowest) victim = ages[i].second, lowest = key;
+      }
+      entries.erase(static_cast<std::uint8_t>(victim));
+    }
+  }
+};
+
+template <class Eviction>
+void compare_with_model(std::size_t operations, Eviction eviction) {
+  constexpr std::uint8_t names = 60;
+  constexpr std::uint64_t contexts = 4;
+  static const std::vector<Anchor> anchors = [] {
+    std::vector<Anchor> out;
+    for (std::uint8_t n = 0; n < names; ++n) out.push_back(bare(n));
+    return out;
+  }();
+  static const auto deltas = [] {
+    std::vector<std::vector<kvmeld::ContextOffset>> out;
+    for (const Anchor& a : anchors) {
+      out.emplace_back();
+      for (std::uint64_t c = 0; c < contexts; ++c) out.back().push_back(delta(a, c));
+    }
+    return out;
+  }();
+  const AnchorSpace space = AnchorSpace::of(*shape);
+  Model model;
+  model.most = 20;
+  model.most_bytes = 2600;
+  AnchorPool<kvmeld::XxHash, Eviction> pool(space, {model.most, model.most_bytes}, {}, eviction);
+  test::Random random(11);
+  std::size_t reused = 0, evicted_some = 0;
+  for (std::size_t op = 0; op < operations; ++op) {
+    const auto n = static_cast<std::uint8_t>(random.below(names));
+    const std::uint64_t c = random.below(contexts);
+    const Anchor& anchor = anchors[n];
+    const std::size_t base_bytes = static_cast<std::size_t>(anchor.base.token_count()) * 2 * 2 * 2 * 4 + 8;
+    const std::size_t delta_bytes = static_cast<std::size_t>(anchor.base.token_count()) * 2 * 2 * 4;
+    const auto at = model.entries.find(n);
+    const bool there = at != model.entries.end();
+    bool good = true;
+    switch (random.below(8)) {
+      case 0:
+      case 1: {  // an anchor with one offset
+        Anchor more = anchor;
+        more.offsets.push_back(deltas[n][c]);
+        const auto done = pool.commit(more);
+        const bool news = !there || at->second.contexts.count(c) == 0;
+        good = done.ok() && *done == (!there ? CommitResult::inserted : news ? CommitResult::merged : CommitResult::unchanged);
+        if (there && news) model.make_room(0, delta_bytes, n, eviction);
+        if (!there) model.make_room(1, base_bytes + delta_bytes, -1, eviction);
+        Model::Entry& e = model.entries[n];
+        if (!there) e.inserted = model.clock + 1, e.bytes = base_bytes;
+        if (news) e.bytes += delta_bytes;
+        e.contexts.insert(c);
+        e.last = ++model.clock;
+        break;
+      }
+      case 2: {  // an offset alone
+        const auto done = pool.commit(anchor.id, deltas[n][c]);
+        good = there ? done.ok() : done.status().code() == ErrorCode::not_found;
+        if (there) {
+          if (at->second.contexts.count(c) == 0) {
+            model.make_room(0, delta_bytes, n, eviction);
+            at->second.bytes += delta_bytes;
+            at->second.contexts.insert(c);
+          }
+          at->second.last = ++model.clock;
+        }
+        break;
+      }
+      case 3:
+        if (random.below(8) == 0) {
+          good = pool.erase(anchor.id) == there;
+          model.entries.erase(n);
+        }
+        break;
+      default: {
+        const kvmeld::AnchorQuery query{&space, {.tokens = anchor.base.tokens()}, anchor.vector, context(c), {.tokens = anchor.base.token_count()}};
+        const auto found = pool.look_up({}, query);
+        const bool expected = there && at->second.contexts.count(c) != 0;
+        good = found.decision.reuses() == expected;
+        if (expected) {
+          good = good && found.anchors.size() == 1 && found.anchors[0]->id == anchor.id && found.anchors[0]->find(context(c)) != nullptr;
+          ++at->second.uses;
+          at->second.last = ++model.clock;
+          ++reused;
+        } else {
+          const ReuseReason why = model.entries.empty() ? ReuseReason::empty_pool : there ? ReuseReason::no_offset : ReuseReason::below_threshold;
+          good = good && found.decision.reason == why;
+        }
+      }
+    }
+    good = good && pool.size() == model.entries.size() && pool.bytes() == model.bytes() && pool.size() <= model.most && pool.bytes() <= model.most_bytes;
+    if (op % 512 == 0) {  // index and store in full
+      const auto now = pool.snapshot();
+      std::set<std::uint8_t> seen;
+      std::size_t sum = 0;
+      for (std::size_t i = 0; i < now->table.size(); ++i) {
+        const Anchor& a = *now->table.anchor(i);
+        const std::uint8_t name = a.id.bytes[31];
+        seen.insert(name);
+        sum += a.bytes();
+        const auto e = model.entries.find(name);
+        good = good && e != model.entries.end() && a.offsets.size() == e->second.contexts.size() &&
+               now->table.signature(i) == *kvmeld::XxHash{}.sign({.tokens = a.base.tokens()});
+        const auto use = now->table.row(i).use->read();
+        good = good && use.uses == e->second.uses && use.last_used == e->second.last && use.inserted == e->second.inserted;
+      }
+      good = good && seen.size() == model.entries.size() && sum == model.bytes();
+    }
+    if (!good) INFO("operation " << op);
+    if (!good) REQUIRE(good);
+  }
+  evicted_some = pool.evictions();
+  REQUIRE(evicted_some > operations / 100);
+  REQUIRE(reused > operations / 100);
+}
+
+}  // namespace
+
+TEST_CASE("index and store equal a plain model under 10^6 random operations") {
+  compare_with_model(340000, kvmeld::LRU{});
+  compare_with_model(330000, kvmeld::LFU{});
+  compare_with_model(330000, kvmeld::WindowLFU{5});
+}
+
+TEST_CASE("an update at capacity evicts nobody") {
+  AnchorPool<> pool(AnchorSpace::of(*shape), {2, 1 << 20});
+  REQUIRE(*pool.commit(bare(1)) == CommitResult::inserted);
+  REQUIRE(*pool.commit(bare(2)) == CommitResult::inserted);
+  REQUIRE(*pool.commit(bare(2)) == CommitResult::unchanged);
+  REQUIRE(*pool.commit(bare(2).id, delta(bare(2), 1)) == CommitResult::merged);
+  REQUIRE(pool.size() == 2);
+  REQUIRE(pool.evictions() == 0);
+  REQUIRE(*pool.commit(bare(3)) == CommitResult::inserted);
+  REQUIRE(pool.size() == 2);
+  REQUIRE(pool.evictions() == 1);
+  REQUIRE_FALSE(pool.erase(bare(1).id));
+  REQUIRE(pool.erase(bare(2).id));
+}
+
+TEST_CASE("pools that hold nothing, or less than the anchor") {
+  AnchorPool<> none(AnchorSpace::of(*shape), {0, 1 << 20});
+  REQUIRE(none.commit(bare(1)).status().code() == ErrorCode::store_full);
+  AnchorPool<> tight(AnchorSpace::of(*shape), {5, bare(3).bytes()});
+  REQUIRE(tight.commit(bare(2)).status().code() == ErrorCode::store_full);  // 3 tokens
+  REQUIRE(tight.commit(bare(3)).ok());
+  REQUIRE(tight.commit(bare(3).id, delta(bare(3), 1)).status().code() == ErrorCode::store_full);
+  REQUIRE(tight.size() == 1);
+  REQUIRE(tight.snapshot()->table.anchor(0)->offsets.empty());
+  Anchor nothing;
+  REQUIRE(tight.commit(nothing).status().code() == ErrorCode::invalid_argument);
+  Anchor wrong = bare(3);
+  wrong.offsets = {delta(bare(1), 1)};
+  REQUIRE(tight.commit(wrong).status().code() == ErrorCode::invalid_argument);
+}
+
+TEST_CASE("another namespace is a miss with its reason, and nothing approximate is exact") {
+  const AnchorSpace space = AnchorSpace::of(*shape);
+  AnchorPool<> pool(space, {10, 1 << 20});
+  const Anchor plain = bare(4);
+  const kvmeld::SignatureInput input{.tokens = plain.base.tokens()};
+  const auto ask = [&](const AnchorSpace* asked, kvmeld::Digest128 where = context(1)) {
+    return pool.look_up({}, {asked, input, plain.vector, where, {.tokens = plain.base.token_count()}}).decision.reason;
+  };
+  REQUIRE(ask(&space) == ReuseReason::empty_pool);
+  REQUIRE(pool.commit(plain).ok());
+  REQUIRE(ask(&space) == ReuseReason::no_offset);
+  REQUIRE(pool.commit(plain.id, delta(plain, 1)).ok());
+  REQUIRE(ask(&space) == ReuseReason::reuse);
+  REQUIRE(ask(&space, context(2)) == ReuseReason::no_offset);
+  for (const ReuseReason expected : {ReuseReason::model_differs, ReuseReason::tokenizer_differs, ReuseReason::layout_differs, ReuseReason::tenant_differs}) {
+    kvmeld::Geometry g = *shape;
+    if (expected == ReuseReason::model_differs) g.model = "another";
+    if (expected == ReuseReason::tokenizer_differs) g.tokenizer = "another";
+    if (expected == ReuseReason::layout_differs) g.layers[0].rope.base = 5e5;
+    if (expected == ReuseReason::tenant_differs) g.tenant = "another";
+    const AnchorSpace other = AnchorSpace::of(g);
+    REQUIRE(ask(&other) == expected);
+    REQUIRE(pool.reasons()[expected] == 1);
+    AnchorPool<> theirs(other, {10, 1 << 20});
+    REQUIRE(theirs.commit(plain).status().code() == ErrorCode::geometry_mismatch);
+  }
+  REQUIRE(pool.reasons().total() == 8);
+  REQUIRE(pool.find_exact(input, context(1)) != nullptr);
+  REQUIRE(pool.find_exact(input, context(2)) == nullptr);
+  Anchor blended = bare(5);
+  blended.approximate = true;
+  blended.offsets = {delta(blended, 1)};
+  REQUIRE(pool.commit(blended).ok());
+  REQUIRE(pool.find_exact({.tokens = blended.base.tokens()}, context(1)) == nullptr);
+  AnchorPool<kvmeld::EmbeddingHash> unsigned_pool(space, {10, 1 << 20});
+  REQUIRE(unsigned_pool.commit(plain).ok());
+  REQUIRE(unsigned_pool.look_up({}, {&space, input, plain.vector, context(1), {.tokens = 1}}).decision.reason == ReuseReason::unsigned_segment);
+}
+
+TEST_CASE("what a reader holds outlives its eviction, and an agent's copy of a table is its own") {
+  const AnchorSpace space = AnchorSpace::of(*shape);
+  AnchorPool<> pool(space, {1, 1 << 20});
+  Anchor first = bare(1);
+  first.offsets = {delta(first, 1)};
+  REQUIRE(pool.commit(first).ok());
+  const auto held = pool.look_up({}, {&space, {.tokens = first.base.tokens()}, first.vector, context(1), {.tokens = first.base.token_count()}});
+  REQUIRE(held.decision.reuses());
+  REQUIRE(held.decision.chosen == std::vector<std::uint32_t>{0});
+  const auto before = pool.snapshot();
+  REQUIRE(pool.commit(bare(2)).ok());
+  REQUIRE(pool.size() == 1);
+  REQUIRE(before->table.anchor(0)->id == first.id);
+  const kvmeld::ReusePart part{.base = first.base, .position = 3, .offsets = {{held.anchors[0]->id, held.anchors[0]->find(context(1))->segment}}};
+  REQUIRE(!test::rendered({&part, 1}, shape).empty());
+  std::weak_ptr<const Anchor> gone = before->table.anchor(0);
+
+  kvmeld::AnchorTable mine = before->table;
+  mine.erase(0);
+  REQUIRE(mine.size() == 0);
+  REQUIRE(before->table.size() == 1);
+  REQUIRE(before->table.anchor(0)->id == first.id);
+  REQUIRE_FALSE(gone.expired());
+}
+
+TEST_CASE("nothing that was evicted lingers") {
+  AnchorPool<> pool(AnchorSpace::of(*shape), {1, 1 << 20});
+  REQUIRE(pool.commit(bare(1)).ok());
+  const std::weak_ptr<const Anchor> watched = pool.snapshot()->table.anchor(0);
+  REQUIRE_FALSE(watched.expired());
+  REQUIRE(pool.commit(bare(2)).ok());
+  REQUIRE(watched.expired());
+}
+
+TEST_CASE("tables of several pages scan as one") {
+  kvmeld::AnchorTable table;
+  const auto anchor = std::make_shared<const Anchor>(bare(1));
+  test::Random random(5);
+  std::vector<std::uint64_t> signatures;
+  for (int i = 0; i < 5000; ++i) {
+    signatures.push_back(i % 50 == 0 ? 0xFFU << (i % 7) : random.next());
+    table.push_back(signatures.back(), {anchor, std::make_shared<kvmeld::detail::UseCell>()});
+  }
+  for (int i = 0; i < 1500; ++i) {
+    const std::size_t at = random.below(table.size());
+    table.erase(at);
+    signatures[at] = signatures.back();
+    signatures.pop_back();
+  }
+  REQUIRE(table.size() == 3500);
+  REQUIRE(table.bytes() == 3500 * anchor->bytes());
+  for (const int distance : {0, 9, 16}) {
+    std::vector<kvmeld::HammingHit> hits, expected;
+    table.scan(0xFF, distance, hits);
+    for (std::uint32_t i = 0; i < 3500; ++i) {
+      const int d = std::popcount(signatures[i] ^ 0xFFU);
+      if (d <= distance) expected.push_back({i, static_cast<std::uint32_t>(d)});
+    }
+    REQUIRE(hits == expected);
+    REQUIRE(!hits.empty());
+  }
+}
+
+TEST_CASE("presets stay under their budget") {
+  const auto light = kvmeld::presets::light(1 << 20);
+  REQUIRE(light.capacity.bytes == 1 << 20);
+  REQUIRE(kvmeld::max_distance(light.rule.similarity) == 16);
+  REQUIRE(kvmeld::max_distance(kvmeld::presets::heavy(1).rule.similarity) == 9);
+  REQUIRE(kvmeld::anchor_memory(*shape, 10, 3, 1) == 10 * 3 * 2 * 32);
+}
