@@ -1,12 +1,14 @@
 #pragma once
 
+/// Gradients of means. Trainers are not byte-reproducible: sums are as the compiler makes them.
+
+#include <cmath>
 #include <concepts>
 #include <cstddef>
 #include <span>
 
 #include <kvmeld/fuse/norm_preserving_mean.hpp>
 #include <kvmeld/status.hpp>
-#include <kvmeld/tensor/math.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -54,12 +56,12 @@ template <std::floating_point T>
   for (const T w : p.weights) total += w;
   for (std::size_t c = 0; c < channels; ++c) {
     T mean = 0;
-    for (std::size_t i = 0; i < n; ++i) mean = fma(p.weights[i], p.values[i * channels + c], mean);
+    for (std::size_t i = 0; i < n; ++i) mean += p.weights[i] * p.values[i * channels + c];
     mean /= total;
     const T g = p.cotangent[c] / total;
     for (std::size_t i = 0; i < n; ++i) {
-      out.values[i * channels + c] = fma(p.weights[i], g, out.values[i * channels + c]);
-      out.weights[i] = fma(p.values[i * channels + c] - mean, g, out.weights[i]);
+      out.values[i * channels + c] += p.weights[i] * g;
+      out.weights[i] += (p.values[i * channels + c] - mean) * g;
     }
   }
   return {};
@@ -75,25 +77,25 @@ template <std::floating_point T>
   const std::size_t n = p.weights.size(), channels = p.cotangent.size();
   const auto sum = [&](std::size_t c) {
     T s = 0;
-    for (std::size_t i = 0; i < n; ++i) s = fma(p.weights[i], p.values[i * channels + c], s);
+    for (std::size_t i = 0; i < n; ++i) s += p.weights[i] * p.values[i * channels + c];
     return s;
   };
   const auto norm = [&](std::size_t i) {
     T square = 0;
-    for (std::size_t c = 0; c < channels; ++c) square = fma(p.values[i * channels + c], p.values[i * channels + c], square);
-    return math::sqrt(square);
+    for (std::size_t c = 0; c < channels; ++c) square += p.values[i * channels + c] * p.values[i * channels + c];
+    return std::sqrt(square);
   };
   T total = 0, norms = 0, square = 0, along = 0;
   for (std::size_t i = 0; i < n; ++i) {
     total += p.weights[i];
-    norms = fma(p.weights[i], norm(i), norms);
+    norms += p.weights[i] * norm(i);
   }
   for (std::size_t c = 0; c < channels; ++c) {
     const T s = sum(c);
-    square = fma(s, s, square);
-    along = fma(s, p.cotangent[c], along);
+    square += s * s;
+    along += s * p.cotangent[c];
   }
-  const T length = math::sqrt(square);
+  const T length = std::sqrt(square);
   if (!(length > static_cast<T>(detail::shortest_mean) * norms)) return {};
   along /= length;  // u·g
   const T d_norms = along / total;
@@ -101,16 +103,16 @@ template <std::floating_point T>
   const T scale = norms / total / length;
   for (std::size_t i = 0; i < n; ++i) {
     const T own = norm(i);
-    out.weights[i] += fma(d_norms, own, d_total);
+    out.weights[i] += d_total + d_norms * own;
     for (std::size_t c = 0; own > 0 && c < channels; ++c) {
-      out.values[i * channels + c] = fma(p.weights[i] * d_norms, p.values[i * channels + c] / own, out.values[i * channels + c]);
+      out.values[i * channels + c] += p.weights[i] * d_norms * p.values[i * channels + c] / own;
     }
   }
   for (std::size_t c = 0; c < channels; ++c) {
-    const T d_sum = scale * fma(-along / length, sum(c), p.cotangent[c]);
+    const T d_sum = scale * (p.cotangent[c] - along / length * sum(c));
     for (std::size_t i = 0; i < n; ++i) {
-      out.values[i * channels + c] = fma(p.weights[i], d_sum, out.values[i * channels + c]);
-      out.weights[i] = fma(p.values[i * channels + c], d_sum, out.weights[i]);
+      out.values[i * channels + c] += p.weights[i] * d_sum;
+      out.weights[i] += p.values[i * channels + c] * d_sum;
     }
   }
   return {};
