@@ -28,7 +28,8 @@ enum class MatchMode : std::uint8_t {
 /// Equal output for every input order of the fragments, since it sees them in canonical order. `edit_distance` and `neighbours`
 /// grow one grid of output tokens: each fragment in turn is matched with the tokens that founded the grid's columns, joins those
 /// that it matches, and adds its other tokens in front of the next one it matches, at the end where none follows.
-/// Keys are compared at one layer over all heads, turned back to position 0; tokens that the layer does not hold match nothing.
+/// Keys are compared at one layer over all heads, turned back to position 0; tokens that the layer does not hold match nothing. Keys
+/// of unlike tokens share a direction too (cosines of .8 and more), so measure before you lower the threshold (docs/policies.md).
 /// Embeddings, where given, are read instead; replicas give the same ones or none: they are part of the merger's digest.
 /// O(tokens); by edit distance `edit_script` of grid and fragment for each fragment; by neighbours O(grid · tokens · channels) for
 /// each fragment, in f64, and 8 bytes a key channel while the plan is made.
@@ -39,7 +40,7 @@ struct TokenMatch {
   static constexpr bool reproducible = true;
   MatchMode mode = MatchMode::index;
   EditOptions edit{};                         ///< of `edit_distance`
-  float threshold = 0.85F;                    ///< of `neighbours`: smallest cosine of a match
+  float threshold = 0.95F;                    ///< of `neighbours`: smallest cosine of a match
   std::int32_t layer = -1;                    ///< of `neighbours`: whose keys are compared; −1: ⌊layers / 2⌋
   std::vector<TokenEmbeddings> embeddings{};  ///< of `neighbours`: ascending by fragment; empty: keys are compared
 
