@@ -9,6 +9,7 @@
 #include "support/lead_in.hpp"
 #include "support/method.hpp"
 #include "support/prompt.hpp"
+#include "support/question_prompt.hpp"
 #include "support/results.hpp"
 #include "support/splice.hpp"
 
@@ -77,20 +78,6 @@ std::size_t neutral_sentences(const Engine& engine, const Flags& flags, std::siz
   std::size_t neutral = 0;
   while (total(neutral) < flags.context_tokens) ++neutral;
   return neutral;
-}
-
-Prompt make_prompt(const Engine& engine, const Frame& frame, const Ask& ask) {
-  Prompt prompt;
-  prompt.tokens = engine.tokens(frame.middle, true);
-  const Tokens started = engine.tokens(ask.start);
-  append(prompt.tokens, started);
-  prompt.candidates = ask.candidates;
-  for (const std::string& candidate : ask.candidates) {
-    Tokens word = engine.tokens(ask.start + " " + candidate);
-    word.erase(word.begin(), word.begin() + static_cast<std::ptrdiff_t>(std::min(started.size(), word.size() - 1)));
-    prompt.words.push_back(std::move(word));
-  }
-  return prompt;
 }
 
 /// Asks all questions of a fact set on sequence 0 and counts right answers into `row`; `full` holds full text's logits.

@@ -7,12 +7,15 @@
 #include "engine.hpp"
 #include "lead_in.hpp"
 #include "prompt.hpp"
+#include "question_prompt.hpp"
 
 #include <kvmeld/engine/llama_cpp.hpp>
 #include <kvmeld/kvmeld.hpp>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -47,6 +50,10 @@ class NoteAgent {
   /// What every agent sees first. Agents on one kind of machine compute the same bytes, so it is one fragment in their set.
   [[nodiscard]] const kvmeld::Fragment& prefix() const { return prefix_fragment_; }
 
+  [[nodiscard]] const Engine& engine() const { return *engine_; }
+  [[nodiscard]] const Frame& frame() const { return frame_; }
+  [[nodiscard]] const Tokens& lead_in_tokens() const { return lead_in_; }
+
   [[nodiscard]] Tokens tokens(const std::vector<std::string>& sentences) const {
     Tokens out;
     for (const std::string& sentence : sentences) append(out, engine_->tokens(sentence));
@@ -54,74 +61,75 @@ class NoteAgent {
   }
 
   /// Reads notes and seals them: behind the lead-in, which is dropped, and once more without it for whoever comes first.
-  kvmeld::Result<kvmeld::Fragment> read(const std::vector<std::string>& sentences) {
-    const Tokens notes = tokens(sentences);
-    auto led = encode(notes, true);
-    if (!led) return led.error();
-    auto plain = encode(notes, false);
-    if (!plain) return plain.error();
-    const auto led_view = kvmeld::llama::view_state(led->bytes(), geometry_);
-    if (!led_view) return led_view.error();
-    const auto plain_view = kvmeld::llama::view_state(plain->bytes(), geometry_);
-    if (!plain_view) return plain_view.error();
-    const auto options = [&](const kvmeld::llama::SequenceState& state, const Tokens& all, bool behind) {
-      return kvmeld::SealOptions{.tokens = all, .positions = state.positions(), .drop_first = static_cast<std::int64_t>(all.size() - notes.size()),
-                                 .context = {prefix_fragment_.id(), behind ? kvmeld::lead_in_digest(lead_in_) : kvmeld::Digest128{}}};
+  kvmeld::Result<kvmeld::Fragment> read(const std::vector<std::string>& sentences) { return read(tokens(sentences), lead_in_, true); }
+  /// Likewise behind another lead-in, or none; `variant`: with the second encoding.
+  kvmeld::Result<kvmeld::Fragment> read(const Tokens& notes, const Tokens& lead_in, bool variant) {
+    const auto encoded = [&](const Tokens& before, const kvmeld::Fragment* first) -> kvmeld::Result<kvmeld::Fragment> {
+      auto state = encode(notes, before);
+      if (!state) return state.error();
+      const auto view = kvmeld::llama::view_state(state->bytes(), geometry_);
+      if (!view) return view.error();
+      Tokens all = head(before);
+      append(all, notes);
+      const kvmeld::SealOptions options{.tokens = all, .positions = state->positions(), .drop_first = static_cast<std::int64_t>(all.size() - notes.size()),
+                                        .context = {prefix_fragment_.id(), kvmeld::lead_in_digest(before)}};
+      return first == nullptr ? kvmeld::seal(view->cache, options) : kvmeld::with_variant(*first, view->cache, options);
     };
-    const Tokens with = whole(notes, true), without = whole(notes, false);
-    auto sealed = kvmeld::seal(led_view->cache, options(*led, with, true));
-    if (!sealed) return sealed.error();
-    return kvmeld::with_variant(*sealed, plain_view->cache, options(*plain, without, false));
+    const auto led = encoded(lead_in, nullptr);
+    return led && variant ? encoded({}, &*led) : led;
   }
 
   /// Renders a set into the engine, in the place of whatever was there.
   template <class M>
   kvmeld::Result<Taken> take(const kvmeld::FragmentSet& set, const M& merger) {
-    engine_->forget_all();
+    forget();
     const Stopwatch render;
     const auto plan = kvmeld::plan(set, merger, {.geometry = *geometry_});
     if (!plan) return plan.error();
-    auto blob = kvmeld::llama::make_state(geometry_, form_->form(), plan->positions(), plan->token_ids());
+    auto blob = make_state(plan->positions(), plan->token_ids());
     if (!blob) return blob.error();
     std::vector<std::byte> workspace(plan->workspace_bytes());
     const auto report = kvmeld::run(kvmeld::exec::seq, *plan, workspace, blob->mutable_ref(), {.content_digest = true});
     if (!report) return report.error();
     Taken taken{*report->content_digest, static_cast<llama_pos>(report->tokens), render.milliseconds(), 0};
     const Stopwatch import;
-    if (kvmeld::Status status = kvmeld::llama::write(engine_->context(), 0, 1, *blob); !status) return status;
+    if (kvmeld::Status status = load(*blob); !status) return status;
     taken.import_ms = import.milliseconds();
     return taken;
   }
+  /// Bytes to render into, for `load`.
+  [[nodiscard]] kvmeld::Result<kvmeld::llama::StateBlob> make_state(std::span<const std::int64_t> positions, std::span<const kvmeld::TokenId> ids) const {
+    return kvmeld::llama::make_state(geometry_, form_->form(), positions, ids);
+  }
+  /// Puts rendered bytes into the engine, in the place of whatever was there.
+  kvmeld::Status load(const kvmeld::llama::StateBlob& blob) {
+    forget();
+    return kvmeld::llama::write(engine_->context(), 0, 1, blob);
+  }
   /// Reads all notes as text, the ceiling.
   kvmeld::Result<llama_pos> read_text(const std::vector<std::vector<std::string>>& notes) {
-    engine_->forget_all();
+    forget();
     Tokens all = prefix_;
     for (const auto& one : notes) append(all, tokens(one));
     if (!engine_->prefill(all, 0, 0)) return refused("the engine refused the whole text");
     return static_cast<llama_pos>(all.size());
   }
 
+  /// Asks on the cache in place, which holds `length` tokens; `greedy_tokens` 0: only logits and ranks.
+  kvmeld::Result<std::vector<Answer>> answers(const std::vector<Question>& questions, llama_pos length, std::size_t greedy_tokens = 8) {
+    std::vector<Prompt> prompts;
+    for (const Question& question : questions) prompts.push_back(make_prompt(*engine_, frame_, question.last));
+    std::vector<Answer> out = ask(*engine_, length, prompts, 16, nullptr, greedy_tokens);
+    if (out.empty()) return refused("the engine refused a question");
+    return out;
+  }
   /// Questions of a set that are answered right (greedily) from the cache in place, which holds `length` tokens.
   kvmeld::Result<std::size_t> right_answers(const std::vector<Question>& questions, llama_pos length) {
-    std::vector<Prompt> prompts;
-    for (const Question& question : questions) {
-      Prompt prompt;
-      prompt.tokens = engine_->tokens(frame_.middle, true);
-      const Tokens started = engine_->tokens(question.last.start);
-      append(prompt.tokens, started);
-      prompt.candidates = question.last.candidates;
-      for (const std::string& candidate : question.last.candidates) {
-        Tokens word = engine_->tokens(question.last.start + " " + candidate);
-        word.erase(word.begin(), word.begin() + static_cast<std::ptrdiff_t>(std::min(started.size(), word.size() - 1)));
-        prompt.words.push_back(std::move(word));
-      }
-      prompts.push_back(std::move(prompt));
-    }
-    const std::vector<Answer> answers = ask(*engine_, length, prompts, 16, nullptr);
-    if (answers.empty()) return refused("the engine refused a question");
+    const auto given = answers(questions, length);
+    if (!given) return given.error();
     std::size_t right = 0;
-    for (std::size_t i = 0; i < answers.size(); ++i) {
-      right += answers[i].named && questions[i].last.candidates[*answers[i].named] == questions[i].last.answer ? 1U : 0U;
+    for (std::size_t i = 0; i < given->size(); ++i) {
+      right += (*given)[i].named && questions[i].last.candidates[*(*given)[i].named] == questions[i].last.answer ? 1U : 0U;
     }
     return right;
   }
@@ -130,24 +138,34 @@ class NoteAgent {
   NoteAgent() = default;
   static kvmeld::Status refused(const std::string& why) { return {kvmeld::ErrorCode::engine_failure, why}; }
 
-  [[nodiscard]] Tokens whole(const Tokens& notes, bool behind_lead_in) const {
+  void forget() {
+    engine_->forget_all();
+    head_.clear();
+  }
+  [[nodiscard]] Tokens head(const Tokens& lead_in) const {
     Tokens all = prefix_;
-    if (behind_lead_in) append(all, lead_in_);
-    append(all, notes);
+    append(all, lead_in);
     return all;
   }
-  kvmeld::Result<kvmeld::llama::SequenceState> encode(const Tokens& notes, bool behind_lead_in) {
-    engine_->forget_all();
-    const Tokens all = whole(notes, behind_lead_in);
-    if (!engine_->prefill(prefix_, 0, 0)) return refused("the engine refused the prefix");
-    const auto rest = std::span(all).subspan(prefix_.size());
-    if (!engine_->prefill(rest, static_cast<llama_pos>(prefix_.size()), 0)) return refused("the engine refused the notes");
+  /// Fragments behind one lead-in share its encoding, which stays in a sequence of its own until something else is loaded.
+  kvmeld::Result<kvmeld::llama::SequenceState> encode(const Tokens& notes, const Tokens& lead_in) {
+    constexpr llama_seq_id kept = 60;  // beyond those that questions use
+    const Tokens before = head(lead_in);
+    if (head_ != before) {
+      forget();
+      if (!engine_->prefill(prefix_, 0, kept)) return refused("the engine refused the prefix");
+      if (!engine_->prefill(lead_in, static_cast<llama_pos>(prefix_.size()), kept)) return refused("the engine refused the lead-in");
+      head_ = before;
+    }
+    engine_->forget(0);
+    engine_->branch(kept, 0);
+    if (!engine_->prefill(notes, static_cast<llama_pos>(before.size()), 0)) return refused("the engine refused the notes");
     auto state = kvmeld::llama::read(engine_->context(), 0, geometry_);
-    engine_->forget_all();
+    engine_->forget(0);
     return state;
   }
   kvmeld::Status read_prefix() {
-    engine_->forget_all();
+    forget();
     if (!engine_->prefill(prefix_, 0, 0)) return refused("the engine refused the prefix");
     auto state = kvmeld::llama::read(engine_->context(), 0, geometry_);
     if (!state) return state.error();
@@ -163,7 +181,7 @@ class NoteAgent {
   std::unique_ptr<Engine> engine_;
   std::shared_ptr<const kvmeld::Geometry> geometry_;
   Frame frame_;
-  Tokens prefix_, lead_in_;
+  Tokens prefix_, lead_in_, head_;
   std::unique_ptr<kvmeld::llama::SequenceState> form_;
   kvmeld::Fragment prefix_fragment_;
 };
