@@ -460,6 +460,29 @@ TEST_CASE("pooled tokens agree with plain loops, in every executor") {
   }
 }
 
+TEST_CASE("the first span's weights come from the encoding that is mixed: the one without lead-in") {
+  const auto g = test::geometry();
+  test::TestCache behind(g, 9), alone(g, 9);
+  behind.fill(1);
+  alone.fill(2);
+  const std::vector<kvmeld::TokenId> lead_in{1, 2, 3};
+  const auto sealed = kvmeld::seal(behind.ref(), {.context = {.lead_in = kvmeld::lead_in_digest(lead_in)}});
+  REQUIRE(sealed.ok());
+  const auto both = kvmeld::with_variant(*sealed, alone.ref(), {});
+  const auto plain = kvmeld::seal(alone.ref());
+  REQUIRE(both.ok());
+  REQUIRE(plain.ok());
+  const auto rendered = [&](const kvmeld::Fragment& fragment) {
+    kvmeld::FragmentSet set;
+    REQUIRE(set.insert(fragment, kvmeld::Provenance{1, 0}).ok());
+    return test::render_everywhere(set, merger_of(policy_of({}, *g)), at(g))->buffers();
+  };
+  CHECK(rendered(*both) == rendered(*plain));
+  kvmeld::FragmentSet gone;
+  REQUIRE(gone.insert(test::evicted(*both, 1), kvmeld::Provenance{1, 0}).ok());
+  CHECK(kvmeld::plan(gone, merger_of(policy_of({}, *g)), at(g)).status().code() == ErrorCode::payload_missing);
+}
+
 TEST_CASE("inner loops give the same bytes in every instruction set") {
   test::Random random(5);
   const std::size_t n = 160;
