@@ -222,7 +222,8 @@ template <ContentHash Hash = Xxh3_128>
   auto other = seal<Hash>(view, options);
   if (!other) return other.error();
   KVMELD_TRY(check_same(fragment.geometry(), other->geometry()));
-  if (!std::ranges::equal(fragment.tokens(), other->tokens()) || fragment.token_count() != other->token_count()) {
+  const std::span<const TokenId> tokens = fragment.tokens(), others = other->tokens();
+  if (!std::equal(tokens.begin(), tokens.end(), others.begin(), others.end()) || fragment.token_count() != other->token_count()) {
     return detail::error(ErrorCode::token_count_mismatch, "the variant encodes ", other->token_count(), " tokens that are not the fragment's ",
                          fragment.token_count());
   }

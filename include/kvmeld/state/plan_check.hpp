@@ -107,7 +107,9 @@ KVMELD_LAZY Status check_positions(const Geometry& geometry, const std::vector<P
   std::int64_t bos_seen = 0;
   if (geometry.bos >= 0) {
     bos_seen = std::count(core.tokens.begin(), core.tokens.end(), geometry.bos);
-    if (in_place != nullptr) bos_seen += std::ranges::count(in_place->fragment.tokens(), geometry.bos);
+    if (in_place != nullptr) {
+      for (const TokenId id : in_place->fragment.tokens()) bos_seen += id == geometry.bos ? 1 : 0;
+    }
   }
   for (std::size_t o = 0; geometry.bos >= 0 && in_place == nullptr && o < core.tokens.size(); ++o) {
     if (core.tokens[o] == geometry.bos && core.positions[o] > 0) bos_seen = (std::max)(bos_seen, std::int64_t{2});  // something stands before it
