@@ -316,6 +316,14 @@ TEST_CASE("tables of several pages scan as one") {
     signatures.pop_back();
   }
   REQUIRE(table.size() == 3500);
+  kvmeld::AnchorTable at_once;
+  at_once.append(signatures, table.row(0));
+  at_once.append(std::span(signatures).first(70), table.row(0));
+  REQUIRE(at_once.size() == 3570);
+  REQUIRE(at_once.bytes() == 3570 * anchor->bytes());
+  bool same = true;
+  for (std::size_t i = 0; i < 3570; ++i) same = same && at_once.signature(i) == signatures[i % 3500] && at_once.anchor(i) == anchor;
+  REQUIRE(same);
   REQUIRE(table.bytes() == 3500 * anchor->bytes());
   for (const int distance : {0, 9, 16}) {
     std::vector<kvmeld::HammingHit> hits, expected;
@@ -334,5 +342,23 @@ TEST_CASE("presets stay under their budget") {
   REQUIRE(light.capacity.bytes == 1 << 20);
   REQUIRE(kvmeld::max_distance(light.rule.similarity) == 16);
   REQUIRE(kvmeld::max_distance(kvmeld::presets::heavy(1).rule.similarity) == 9);
-  REQUIRE(kvmeld::anchor_memory(*shape, 10, 3, 1) == 10 * 3 * 2 * 32);
+  REQUIRE(kvmeld::kv_bytes_per_token(*shape) == 32);
+  REQUIRE(kvmeld::anchor_memory(*shape, 10, 3, 2) == 10 * 3 * (32 + 2 * 16));
+  REQUIRE(kvmeld::anchor_memory(*shape, 10, 3, 2, 0) == 10 * 3 * 3 * 32);
+  // docs/anchors.md: 256 tokens with offsets for three contexts, in f16.
+  const auto gib = [](const kvmeld::Geometry& g, std::int64_t anchors) {
+    return static_cast<double>(kvmeld::anchor_memory(g, anchors, 256, 3)) / (1 << 30);
+  };
+  const auto half_billion = test::geometry({.type = kvmeld::ElementType::f16, .layers = 24, .heads = 2, .channels = 64});
+  const auto eight_billion = test::geometry({.type = kvmeld::ElementType::f16, .layers = 32, .heads = 8, .channels = 128});
+  REQUIRE(kvmeld::kv_bytes_per_token(*half_billion) == 12 << 10);
+  REQUIRE(kvmeld::kv_bytes_per_token(*eight_billion) == 128 << 10);
+  REQUIRE(gib(*half_billion, 500) == Approx(5.7).margin(0.05));
+  REQUIRE(gib(*half_billion, 1000) == Approx(11.4).margin(0.05));
+  REQUIRE(gib(*half_billion, 3000) == Approx(34.1).margin(0.05));
+  REQUIRE(gib(*half_billion, 5000) == Approx(56.8).margin(0.05));
+  REQUIRE(gib(*eight_billion, 500) == Approx(61.0).margin(0.05));
+  REQUIRE(gib(*eight_billion, 1000) == Approx(122.1).margin(0.05));
+  REQUIRE(gib(*eight_billion, 3000) == Approx(366.2).margin(0.05));
+  REQUIRE(gib(*eight_billion, 5000) == Approx(610.4).margin(0.05));
 }

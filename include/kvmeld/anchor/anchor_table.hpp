@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -61,6 +62,25 @@ class AnchorTable {
     ++size_;
     sign(size_ - 1, signature);
     put(size_ - 1, std::move(row));
+  }
+  /// Appends many rows at once, each page copied once.
+  void append(std::span<const std::uint64_t> signatures, const Row& row) {
+    for (std::size_t at = 0; at < signatures.size();) {
+      if (size_ % block_signatures == 0) blocks_.push_back(std::make_shared<const Block>());
+      if (size_ % page_rows == 0) pages_.push_back(std::make_shared<const Page>());
+      auto block = std::make_shared<Block>(*blocks_.back());
+      auto page = std::make_shared<Page>(*pages_.back());
+      do {
+        block->low[size_ % block_signatures] = static_cast<std::uint32_t>(signatures[at]);
+        block->high[size_ % block_signatures] = static_cast<std::uint32_t>(signatures[at] >> 32U);
+        (*page)[size_ % page_rows] = row;
+        bytes_ += row.anchor->bytes();
+        ++size_;
+        ++at;
+      } while (at < signatures.size() && size_ % page_rows != 0);
+      blocks_.back() = std::move(block);
+      pages_.back() = std::move(page);
+    }
   }
   /// Another version of anchor i.
   void replace(std::size_t i, std::shared_ptr<const Anchor> anchor) {

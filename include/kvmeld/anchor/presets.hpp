@@ -28,18 +28,20 @@ namespace presets {
 
 }  // namespace presets
 
-/// Bytes of K/V that one token of a geometry holds, in all layers.
-[[nodiscard]] inline std::int64_t kv_bytes_per_token(const Geometry& geometry) noexcept {
+/// Bytes of K/V that one token of a geometry holds, in layer `first_layer` and above.
+[[nodiscard]] inline std::int64_t kv_bytes_per_token(const Geometry& geometry, std::size_t first_layer = 0) noexcept {
   std::int64_t bytes = 0;
-  for (const LayerShape& layer : geometry.layers) {
-    for (const PlaneShape& shape : layer.planes) bytes += detail::row_bytes(shape) * shape.heads;
+  for (std::size_t l = first_layer; l < geometry.layers.size(); ++l) {
+    for (const PlaneShape& shape : geometry.layers[l].planes) bytes += detail::row_bytes(shape) * shape.heads;
   }
   return bytes;
 }
 
-/// Bytes that anchors of `tokens` tokens cost, each with offsets for `contexts` contexts: base and offsets alike, context-free layers and all.
-[[nodiscard]] inline std::int64_t anchor_memory(const Geometry& geometry, std::int64_t anchors, std::int64_t tokens, std::int64_t contexts) noexcept {
-  return anchors * tokens * (1 + contexts) * kv_bytes_per_token(geometry);
+/// Bytes of K/V that anchors of `tokens` tokens hold, each with a Δ for each of `contexts` contexts: bases whole, offsets without the
+/// context-free layers. Text that follows segments comes on top.
+[[nodiscard]] inline std::int64_t anchor_memory(const Geometry& geometry, std::int64_t anchors, std::int64_t tokens, std::int64_t contexts,
+                                                std::size_t context_free_layers = 1) noexcept {
+  return anchors * tokens * (kv_bytes_per_token(geometry) + contexts * kv_bytes_per_token(geometry, context_free_layers));
 }
 
 KVMELD_NAMESPACE_END

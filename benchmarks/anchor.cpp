@@ -1,0 +1,174 @@
+// Anchors: scans of signatures against a plain loop, several callers at once, and blends against reading the same bytes.
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <kvmeld/anchor/anchor_pool.hpp>
+#include <kvmeld/state/anchor_plan.hpp>
+#include <kvmeld/state/render.hpp>
+
+#include "caches.hpp"
+#include "paired.hpp"
+
+namespace {
+
+using kvmeld::ElementType;
+
+/// A table of random signatures; they share one anchor, since scans do not look at anchors.
+kvmeld::AnchorTable table_of(std::size_t count) {
+  kvmeld::AnchorTable table;
+  const auto anchor = std::make_shared<const kvmeld::Anchor>();
+  const auto use = std::make_shared<kvmeld::detail::UseCell>();
+  std::vector<std::uint64_t> signatures;
+  for (std::size_t i = 0; i < count; ++i) signatures.push_back(kvmeld::detail::mix_bits(i + 1));
+  table.append(signatures, {anchor, use});
+  return table;
+}
+
+void scan(benchmark::State& state, std::size_t count, double threshold) {
+  const auto table = table_of(count);
+  std::vector<std::uint64_t> plain;
+  for (std::size_t i = 0; i < count; ++i) plain.push_back(table.signature(i));
+  const std::uint64_t query = 0x123456789ABCDEFU;
+  const int distance = kvmeld::max_distance(threshold);
+  std::vector<kvmeld::HammingHit> hits, base_hits;
+  const auto ours = [&] {
+    hits.clear();
+    table.scan(query, distance, hits);
+    benchmark::DoNotOptimize(hits.data());
+  };
+  const auto base = [&] {
+    base_hits.clear();
+    for (std::size_t i = 0; i < plain.size(); ++i) {
+      const int d = std::popcount(plain[i] ^ query);
+      if (d <= distance) base_hits.push_back({static_cast<std::uint32_t>(i), static_cast<std::uint32_t>(d)});
+    }
+    benchmark::DoNotOptimize(base_hits.data());
+  };
+  const auto bytes = static_cast<std::int64_t>(count * 8);
+  bench::paired(state, bytes, ours, bytes, base);
+  if (hits != base_hits) std::abort();
+  state.counters["best_ms"] = static_cast<double>(bytes) / state.counters["best_GBps"].value * 1e-6;
+}
+
+/// Eight callers that take the current version and scan it, while nothing else happens; ratio: scans a second against cores / 0.3 ms.
+void callers(benchmark::State& state, std::size_t count) {
+  const kvmeld::detail::Published<kvmeld::AnchorTable> published(std::make_shared<const kvmeld::AnchorTable>(table_of(count)));
+  constexpr int threads = 8, each = 100;
+  const double cores = std::max(1.0, static_cast<double>(std::thread::hardware_concurrency()));
+  double best = HUGE_VAL;
+  std::vector<double> latencies;
+  for (auto _ : state) {
+    std::vector<std::vector<double>> took(threads);
+    const double seconds = bench::seconds([&] {
+      std::vector<std::thread> pool;
+      for (int t = 0; t < threads; ++t) {
+        pool.emplace_back([&, t] {
+          std::vector<kvmeld::HammingHit> hits;
+          for (int i = 0; i < each; ++i) {
+            took[static_cast<std::size_t>(t)].push_back(bench::seconds([&] {
+              hits.clear();
+              published.get()->scan(kvmeld::detail::mix_bits(static_cast<std::uint64_t>(i)), 9, hits);
+              benchmark::DoNotOptimize(hits.data());
+            }));
+          }
+        });
+      }
+      for (std::thread& t : pool) t.join();
+    });
+    if (seconds < best) {
+      latencies.clear();
+      for (const auto& part : took) latencies.insert(latencies.end(), part.begin(), part.end());
+    }
+    best = std::min(best, seconds);
+    state.SetIterationTime(seconds);
+  }
+  std::sort(latencies.begin(), latencies.end());
+  state.SetItemsProcessed(state.iterations() * threads * each);
+  state.counters["ratio"] = threads * each / best / (cores / 0.3e-3);
+  state.counters["scans_per_second"] = threads * each / best;
+  state.counters["p50_ms"] = latencies[latencies.size() / 2] * 1e3;
+  state.counters["p99_ms"] = latencies[latencies.size() * 99 / 100] * 1e3;  // callers share cores: waiting for one counts
+}
+
+// The cheapest thing that still reads every byte.
+struct Read {
+  std::vector<kvmeld::Fragment> fragments;
+  std::uint64_t total = 0;
+
+  void operator()() {
+    std::uint64_t sum = 0;
+    for (const kvmeld::Fragment& fragment : fragments) {
+      const kvmeld::Payload& payload = fragment.payloads()[0];
+      const auto* const words = reinterpret_cast<const std::uint64_t*>(payload.bytes.get());
+      for (std::size_t i = 0; i < payload.byte_count / 8; ++i) sum += words[i];
+    }
+    total = sum;
+    benchmark::DoNotOptimize(total);
+  }
+};
+
+void blend(benchmark::State& state, ElementType type, int heads, int channels, int anchors, std::int64_t mebibytes) {
+  kvmeld::RopeSpec rope;
+  rope.kind = kvmeld::RopeKind::rotary;
+  rope.rotary_channels = channels;
+  auto geometry = std::make_shared<kvmeld::Geometry>();
+  for (int layer = 0; layer < 24; ++layer) geometry->layers.push_back(kvmeld::attention_layer(type, heads, channels, rope));
+  const std::int64_t tokens = std::max<std::int64_t>(mebibytes * bench::mebibyte / (anchors + 1) / bench::token_bytes(*geometry), 2);
+  const auto sealed = [&](std::uint32_t seed) {
+    kvmeld::HostCache cache(geometry, tokens);
+    bench::fill(cache.bytes(), seed);
+    return *kvmeld::seal(cache.kv_cache_ref());
+  };
+  const auto base = kvmeld::unrotated(sealed(0));
+  if (!base) std::abort();
+  kvmeld::ReusePart part{.base = *base, .position = 100};
+  Read read{{*base}};
+  for (int a = 0; a < anchors; ++a) {
+    const auto delta = kvmeld::measure_offset(sealed(static_cast<std::uint32_t>(a + 1)), sealed(77));
+    if (!delta) std::abort();
+    kvmeld::FragmentId id;
+    id.bytes[31] = static_cast<std::uint8_t>(a);
+    part.offsets.push_back({.anchor = id, .delta = *delta, .weight = 1.0F / static_cast<float>(anchors)});
+    read.fragments.push_back(*delta);
+  }
+  const auto plan = kvmeld::plan_reuse({&part, 1}, *geometry, {.compute_last = false});
+  if (!plan) std::abort();
+  kvmeld::HostCache out(geometry, tokens);
+  std::vector<std::byte> workspace(plan->workspace_bytes());
+  std::int64_t bytes = 0;
+  for (const kvmeld::Fragment& f : read.fragments) bytes += static_cast<std::int64_t>(f.payloads()[0].byte_count);
+  const auto ours = [&] {
+    if (!kvmeld::run(kvmeld::exec::seq, *plan, workspace, out.mutable_ref())) std::abort();
+  };
+  bench::paired(state, bytes, ours, bytes, [&] { read(); });
+}
+
+const bool registered = [] {
+  using bench::add;
+  using bench::mib;
+  using bench::name;
+  for (const std::size_t count : {std::size_t{5000}, std::size_t{100000}, std::size_t{1000000}}) {
+    add(name({"anchor/scan/signatures:", std::to_string(count), "/tau:0.85"}), scan, count, 0.85);
+    add(name({"anchor/scan/signatures:", std::to_string(count), "/tau:0.75"}), scan, count, 0.75);
+  }
+  add(name({"anchor/callers:8/signatures:1000000"}), callers, std::size_t{1000000});
+  for (const ElementType type : {ElementType::f16, ElementType::bf16, ElementType::f32}) {
+    for (const int anchors : {1, 5, 20}) {
+      for (const std::int64_t size : {1, 16, 64}) {
+        add(name({"anchor/blend/", kvmeld::to_string(type), "/anchors:", std::to_string(anchors), mib(size)}), blend, type, 8, 128, anchors, size);
+      }
+    }
+    add(name({"anchor/blend_small_heads/", kvmeld::to_string(type), "/anchors:5", mib(16)}), blend, type, 2, 64, 5, std::int64_t{16});
+  }
+  return true;
+}();
+
+}  // namespace

@@ -1,0 +1,284 @@
+// Signatures, scans, evictions, weights, decisions and places of anchors: exact cases and every reason.
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <set>
+
+#include <kvmeld/anchor/decision.hpp>
+#include <kvmeld/anchor/eviction.hpp>
+#include <kvmeld/anchor/hamming_scan.hpp>
+#include <kvmeld/anchor/placement.hpp>
+#include <kvmeld/anchor/signature.hpp>
+
+#include "support/catch.hpp"
+#include "support/random_cache.hpp"
+
+namespace {
+
+using kvmeld::ErrorCode;
+using kvmeld::ReuseReason;
+using kvmeld::TokenId;
+
+std::vector<TokenId> text(std::size_t tokens, std::uint64_t seed) {
+  test::Random random(seed);
+  std::vector<TokenId> out;
+  for (std::size_t i = 0; i < tokens; ++i) out.push_back(static_cast<TokenId>(random.below(32000)));
+  return out;
+}
+kvmeld::FragmentId id(std::uint8_t n) {
+  kvmeld::FragmentId out;
+  out.bytes[31] = n;
+  return out;
+}
+constexpr double infinite = std::numeric_limits<double>::infinity();
+const double no_number = std::nan("");
+
+}  // namespace
+
+TEST_CASE("SimHash: golden vectors, ties, insertions") {
+  const kvmeld::SimHash hash;
+  const std::vector<TokenId> few{1, 2, 3, 4, 5, 6, 7, 8};
+  REQUIRE(*hash.sign({.tokens = few}) == 0x2740883041c11234);
+  REQUIRE(*hash.sign({.tokens = text(4100, 1)}) == 0xf42121d47e8e9e82);
+  REQUIRE(*hash.sign({}) == 0);
+  // One gram: its own hash. Two grams: only bits that both have, since a tie gives 0.
+  const kvmeld::SimHash pairs{.gram_tokens = 2};
+  const std::vector<TokenId> one{7, 9}, two{7, 9, 11}, tail{9, 11};
+  REQUIRE(*pairs.sign({.tokens = one}) == XXH3_64bits_withSeed(one.data(), 8, pairs.seed));
+  REQUIRE(*pairs.sign({.tokens = two}) == (*pairs.sign({.tokens = one}) & *pairs.sign({.tokens = tail})));
+  REQUIRE(*pairs.sign({.tokens = std::span(one).first(1)}) == XXH3_64bits_withSeed(one.data(), 4, pairs.seed));
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    const auto original = text(4100, seed);
+    auto longer = original;
+    longer.insert(longer.begin(), 17);
+    REQUIRE(kvmeld::similarity(*hash.sign({.tokens = original}), *hash.sign({.tokens = longer})) > 0.85);
+    REQUIRE(kvmeld::similarity(*hash.sign({.tokens = original}), *hash.sign({.tokens = text(4100, seed + 100)})) < 0.85);
+  }
+  // More than 255 grams pass through counters of a byte: counted again bit by bit.
+  const auto many = text(1000, 5);
+  std::uint64_t majority = 0;
+  for (int b = 0; b < 64; ++b) {
+    int ones = 0;
+    for (std::size_t i = 0; i + 3 <= many.size(); ++i) ones += static_cast<int>(XXH3_64bits_withSeed(&many[i], 12, hash.seed) >> b & 1U);
+    majority |= std::uint64_t{2 * ones > 998} << b;
+  }
+  REQUIRE(*hash.sign({.tokens = many}) == majority);
+  REQUIRE(kvmeld::SimHash{.gram_tokens = 0}.sign({.tokens = few}).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::SimHash{.gram_tokens = 17}.sign({.tokens = few}).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::SimHash{.first_tokens = 0}.sign({.tokens = few}).status().code() == ErrorCode::invalid_argument);
+}
+
+TEST_CASE("EmbeddingHash and XxHash") {
+  const kvmeld::EmbeddingHash hash;
+  std::vector<float> v(256), w(256);
+  test::Random random(3);
+  for (std::size_t i = 0; i < v.size(); ++i) {
+    v[i] = random.value();
+    w[i] = random.value();
+  }
+  REQUIRE(*hash.sign({.embedding = v}) == 0xb3a5afc5617dd80e);
+  std::vector<float> scaled = v, near = v;
+  for (float& x : scaled) x *= 8;
+  for (std::size_t i = 0; i < v.size(); ++i) near[i] += 0.1F * w[i];
+  REQUIRE(*hash.sign({.embedding = v}) == *hash.sign({.embedding = scaled}));
+  REQUIRE(kvmeld::similarity(*hash.sign({.embedding = v}), *hash.sign({.embedding = near})) > 0.85);
+  REQUIRE(kvmeld::similarity(*hash.sign({.embedding = v}), *hash.sign({.embedding = w})) < 0.75);
+  REQUIRE(*hash.sign({.embedding = std::vector<float>(8, 0.0F)}) == 0);  // on every plane
+  REQUIRE(hash.sign({}).status().code() == ErrorCode::invalid_argument);
+  v[7] = std::nanf("");
+  REQUIRE(hash.sign({.embedding = v}).status().code() == ErrorCode::non_finite);
+
+  // Angles: the share of bits that differ is angle / π, within four standard deviations of 64 throws.
+  for (const double angle : {0.3, 1.0, 2.0}) {
+    double differing = 0;
+    for (std::uint64_t seed = 0; seed < 50; ++seed) {
+      std::vector<float> a(64), b(64);
+      double dot = 0, aa = 0;
+      for (std::size_t i = 0; i < 64; ++i) a[i] = random.value(), b[i] = random.value(), dot += static_cast<double>(a[i] * b[i]), aa += static_cast<double>(a[i] * a[i]);
+      double bb = 0;
+      for (std::size_t i = 0; i < 64; ++i) b[i] -= static_cast<float>(dot / aa) * a[i], bb += static_cast<double>(b[i] * b[i]);
+      for (std::size_t i = 0; i < 64; ++i) b[i] = static_cast<float>(std::cos(angle) * static_cast<double>(a[i]) + std::sin(angle) * std::sqrt(aa / bb) * static_cast<double>(b[i]));
+      const kvmeld::EmbeddingHash seeded{seed};
+      differing += std::popcount(*seeded.sign({.embedding = a}) ^ *seeded.sign({.embedding = b}));
+    }
+    REQUIRE(differing / (50 * 64) == Approx(angle / 3.14159265).margin(0.035));
+  }
+
+  const auto a = text(50, 1);
+  auto b = a;
+  REQUIRE(*kvmeld::XxHash{}.sign({.tokens = a}) == *kvmeld::XxHash{}.sign({.tokens = b}));
+  b.back() ^= 1;
+  REQUIRE(*kvmeld::XxHash{}.sign({.tokens = a}) != *kvmeld::XxHash{}.sign({.tokens = b}));
+  REQUIRE(*kvmeld::XxHash{}.sign({.tokens = std::vector<TokenId>{1, 2, 3}}) == 0x6bbf7429332bea48);
+}
+
+TEST_CASE("similarity is 1 − Hamming / 64") {
+  REQUIRE(kvmeld::similarity(0x1FF, 0) == 0.859375);
+  REQUIRE(kvmeld::similarity(0x3FF, 0) == 0.84375);
+  REQUIRE(kvmeld::max_distance(0.85) == 9);
+  REQUIRE(kvmeld::max_distance(0.75) == 16);
+  REQUIRE(kvmeld::max_distance(1.0) == 0);
+  REQUIRE(kvmeld::max_distance(0.0) == 64);
+  REQUIRE(kvmeld::max_distance(1.01) == -1);
+  REQUIRE(kvmeld::max_distance(no_number) == -1);
+}
+
+TEST_CASE("a scan finds what a plain loop finds, in every form") {
+  test::Random random(9);
+  for (const std::uint32_t count : {0U, 1U, 15U, 16U, 17U, 100U, 8191U, 8192U, 20000U}) {
+    std::vector<std::uint32_t> low(count), high(count);
+    const std::uint64_t query = random.next();
+    for (std::uint32_t i = 0; i < count; ++i) {
+      std::uint64_t s = random.next();
+      if (i % 5 == 0) {  // near, by up to 20 bits
+        s = query;
+        for (std::uint64_t flips = random.below(21); flips > 0; --flips) s ^= std::uint64_t{1} << random.below(64);
+      }
+      low[i] = static_cast<std::uint32_t>(s);
+      high[i] = static_cast<std::uint32_t>(s >> 32);
+    }
+    const kvmeld::SignatureRef run{low.data(), high.data(), count};
+    for (const int distance : {-1, 0, 3, 9, 10, 16, 33, 64, 99}) {
+      std::vector<kvmeld::HammingHit> expected{{7, 7}};
+      for (std::uint32_t i = 0; i < count; ++i) {
+        const int d = std::popcount(run.signature(i) ^ query);
+        if (d <= distance) expected.push_back({i + 1000, static_cast<std::uint32_t>(d)});
+      }
+      for (int isa = 0; isa <= static_cast<int>(kvmeld::best_scan_isa()); ++isa) {
+        std::vector<kvmeld::HammingHit> hits{{7, 7}};
+        kvmeld::hamming_scan(run, query, distance, hits, 1000, low.data(), static_cast<kvmeld::ScanIsa>(isa));
+        REQUIRE(hits == expected);
+      }
+    }
+  }
+  std::vector<kvmeld::HammingHit> hits{{0, 5}, {1, 2}, {2, 5}, {3, 1}, {4, 2}};
+  kvmeld::keep_nearest(hits, 3);
+  REQUIRE(hits == std::vector<kvmeld::HammingHit>{{3, 1}, {1, 2}, {4, 2}});
+}
+
+TEST_CASE("evictions choose by use") {
+  const std::vector<kvmeld::AnchorUse> uses{{1, 9, 5}, {2, 4, 1}, {3, 3, 7}, {4, 8, 0}};
+  REQUIRE(kvmeld::LRU{}.victim(uses) == 2);
+  REQUIRE(kvmeld::LFU{}.victim(uses) == 3);
+  REQUIRE(kvmeld::WindowLFU{3}.victim(uses) == 1);  // the newest is spared
+  REQUIRE(kvmeld::WindowLFU{1}.victim(uses) == 0);
+  REQUIRE(kvmeld::WindowLFU{0}.victim(uses) == 0);
+  REQUIRE(kvmeld::WindowLFU{100}.victim(uses) == 3);
+  const std::vector<kvmeld::AnchorUse> ties{{2, 5, 1}, {1, 5, 1}, {3, 5, 1}};
+  REQUIRE(kvmeld::LRU{}.victim(ties) == 1);
+  REQUIRE(kvmeld::LFU{}.victim(ties) == 1);
+  REQUIRE(kvmeld::WindowLFU{2}.victim(ties) == 1);
+}
+
+TEST_CASE("weights, entropy and nucleus") {
+  const auto w = kvmeld::softmax_weights(std::vector<double>{0, std::log(2), std::log(4)}, 1);
+  REQUIRE(w[0] == Approx(4.0 / 7).epsilon(1e-14));
+  REQUIRE(w[1] == Approx(2.0 / 7).epsilon(1e-14));
+  REQUIRE(w[2] == Approx(1.0 / 7).epsilon(1e-14));
+  REQUIRE(kvmeld::entropy(w) / std::log(2) == Approx(1.3787834935).epsilon(1e-10));
+  REQUIRE(kvmeld::entropy(w) / std::log(3) == Approx(0.8699155298).epsilon(1e-10));
+  REQUIRE(kvmeld::softmax_weights(std::vector<double>{0, 1}, 1)[0] == Approx(0.7310585786));
+  REQUIRE(kvmeld::softmax_weights(std::vector<double>{3, 3, 3, 3}, 1) == std::vector<double>(4, 0.25));
+  REQUIRE(kvmeld::softmax_weights(std::vector<double>{5000, 1, 5000}, 1) == std::vector<double>{0, 1, 0});  // underflow is 0, never NaN
+  REQUIRE(kvmeld::softmax_weights(std::vector<double>{1e300, 1e300}, 1e-300) == std::vector<double>{0.5, 0.5});
+  REQUIRE(kvmeld::softmax_weights(std::vector<double>{2, 1, 1}, 0) == std::vector<double>{0, 0.5, 0.5});
+  REQUIRE(kvmeld::softmax_weights({}, 1).empty());
+  REQUIRE(kvmeld::entropy(std::vector<double>{1, 0}) == 0);
+  REQUIRE(kvmeld::entropy(std::vector<double>(8, 0.125)) == Approx(std::log(8)));
+  const auto kept = [](std::vector<double> weights) { return kvmeld::nucleus(weights, 0.9); };
+  REQUIRE(kept({.95, .03, .02}) == std::vector<std::uint32_t>{0});
+  REQUIRE(kept({.6, .25, .1, .05}) == std::vector<std::uint32_t>{0, 1, 2});
+  REQUIRE(kept({.15, .5, .05, .3}) == std::vector<std::uint32_t>{1, 3, 0});
+  REQUIRE(kvmeld::nucleus(std::vector<double>{1, 0, 0}, 1.0) == std::vector<std::uint32_t>{0});
+  REQUIRE(kvmeld::l2_distance(std::vector<float>{0, 3}, std::vector<float>{4, 0}) == 5);
+  REQUIRE(std::isnan(kvmeld::l2_distance(std::vector<float>{0}, std::vector<float>{4, 0})));
+  REQUIRE(std::isnan(kvmeld::l2_distance(std::vector<float>{std::nanf("")}, std::vector<float>{1})));
+  const auto by_token = kvmeld::token_weights(std::vector<double>{0, std::log(3), std::log(3), 0}, 2, 1);
+  REQUIRE(by_token[0] == Approx(0.75));
+  REQUIRE(by_token[1] == Approx(0.25));
+  REQUIRE(by_token[2] == Approx(0.25));
+  REQUIRE(by_token[3] == Approx(0.75));
+}
+
+TEST_CASE("every decision has its reason") {
+  const kvmeld::ReuseRule rule;
+  const kvmeld::ReuseRequest request{.tokens = 5};
+  using Candidates = std::vector<kvmeld::ReuseCandidate>;
+  const kvmeld::ReuseCandidate good{id(1), 0.5, 9, true, true};
+  const auto reason = [&](const Candidates& c, kvmeld::ReuseRequest r = {.tokens = 5}, kvmeld::ReuseRule by = {}) { return kvmeld::decide(by, r, c).reason; };
+
+  const auto sole = kvmeld::decide(rule, request, Candidates{good});
+  REQUIRE(sole.reuses());
+  REQUIRE(sole.weights == std::vector<float>{1});
+  REQUIRE(sole.entropy_nats == 0);
+  REQUIRE(reason({good}, {.tokens = 0}) == ReuseReason::empty_segment);
+  REQUIRE(reason({good}, {.tokens = -3}) == ReuseReason::empty_segment);
+  for (const kvmeld::ReuseRule& bad :
+       {kvmeld::ReuseRule{.similarity = 1.5}, kvmeld::ReuseRule{.gamma = -1}, kvmeld::ReuseRule{.gamma = no_number}, kvmeld::ReuseRule{.temperature = -1},
+        kvmeld::ReuseRule{.temperature = infinite}, kvmeld::ReuseRule{.temperature = no_number}, kvmeld::ReuseRule{.min_anchors = 0},
+        kvmeld::ReuseRule{.nucleus_mass = 0}, kvmeld::ReuseRule{.nucleus_mass = 1.5}, kvmeld::ReuseRule{.short_list = 0}}) {
+    REQUIRE(reason({good}, request, bad) == ReuseReason::invalid_rule);
+  }
+  REQUIRE(reason({good}, {.tokens = 5, .consumer = kvmeld::Consumer::never_approximate}) == ReuseReason::exact_required);
+  REQUIRE(reason({good}, {.tokens = 5, .last_position = 100, .trained_context = 100}) == ReuseReason::beyond_trained_context);
+  REQUIRE(reason({good}, {.tokens = 5, .last_position = 99, .trained_context = 100}) == ReuseReason::reuse);
+  REQUIRE(reason({}) == ReuseReason::below_threshold);
+  REQUIRE(reason({{id(1), 0.5, 4, true, true}}) == ReuseReason::too_short);
+  REQUIRE(reason({{id(1), 0.5, 5, false, true}}) == ReuseReason::no_offset);
+  REQUIRE(reason({{id(1), 0.5, 5, true, false}}) == ReuseReason::partly_evicted);
+  REQUIRE(reason({{id(1), no_number, 5, true, true}, {id(2), infinite, 5, true, true}, {id(3), -1, 5, true, true}}) == ReuseReason::distance_not_finite);
+  REQUIRE(reason({good, {id(2), no_number, 5, true, true}}) == ReuseReason::reuse);  // the others decide
+  REQUIRE(reason({good}, request, {.min_anchors = 2}) == ReuseReason::too_few_anchors);
+  REQUIRE(reason({good, {id(2), 0.5, 5, true, true}}) == ReuseReason::uncertain);  // equal distances say nothing
+  REQUIRE(reason({good, {id(2), 0.5, 5, true, true}}, request, {.gamma = 1}) == ReuseReason::reuse);
+  REQUIRE(reason({good, {id(2), 5000, 5, true, true}}) == ReuseReason::reuse);  // the other's weight underflows
+  REQUIRE(kvmeld::decide(rule, request, Candidates{good, {id(2), 5000, 5, true, true}}).chosen == std::vector<std::uint32_t>{0});
+  REQUIRE(reason({good}, {.tokens = 5, .cost = {2, 1}}) == ReuseReason::not_cheaper);
+  REQUIRE(reason({good}, {.tokens = 5, .cost = {1, 1}}) == ReuseReason::not_cheaper);
+  REQUIRE(reason({good}, {.tokens = 5, .cost = {no_number, 1}}) == ReuseReason::not_cheaper);
+  REQUIRE(reason({good}, {.tokens = 5, .cost = {1, 2}}) == ReuseReason::reuse);
+
+  // γ = .87 stands between: H(w) is .8699 of log |A| for distances 0, ln 2, ln 4.
+  const Candidates three{{id(1), 0, 5, true, true}, {id(2), std::log(2), 5, true, true}, {id(3), std::log(4), 5, true, true}};
+  REQUIRE(reason(three, request, {.gamma = 0.869}) == ReuseReason::uncertain);
+  const auto taken = kvmeld::decide({.gamma = 0.87}, request, three);
+  REQUIRE(taken.reuses());
+  REQUIRE(taken.considered == 3);
+  REQUIRE(taken.weights[0] == Approx(4.0 / 7));
+  const auto heavy = kvmeld::decide({.gamma = 0.87, .nucleus_mass = 0.8}, request, three);
+  REQUIRE(heavy.chosen == std::vector<std::uint32_t>{0, 1});
+  REQUIRE(heavy.weights[0] == Approx(2.0 / 3));
+
+  std::set<std::string_view> names;
+  for (std::size_t r = 0; r < kvmeld::reuse_reasons; ++r) names.insert(to_string(static_cast<ReuseReason>(r)));
+  REQUIRE(names.size() == kvmeld::reuse_reasons);
+  REQUIRE(names.count("unknown") == 0);
+  REQUIRE(to_string(ReuseReason::reuse) == "reuse");
+  REQUIRE(to_string(ReuseReason::below_threshold) == "below_threshold");
+  REQUIRE(to_string(ReuseReason::not_cheaper) == "not_cheaper");
+}
+
+TEST_CASE("places of slots and of the text behind them") {
+  using kvmeld::place;
+  using kvmeld::PlacedRun;
+  using kvmeld::SlotFill;
+  using kvmeld::TemplateSlot;
+  const std::vector<TemplateSlot> two{{5, 9}, {20, 24}};
+  const auto placed = place(30, two, std::vector<SlotFill>{{10, 3}, {2, 0}});
+  REQUIRE(placed.ok());
+  REQUIRE(*placed == std::vector<PlacedRun>{{-1, 0, 0, 5}, {0, 3, 5, 10}, {-1, 9, 15, 11}, {1, 0, 26, 2}, {-1, 24, 28, 6}});
+  std::vector<std::int64_t> shifts;
+  for (const PlacedRun& run : *placed) shifts.push_back(run.shift());
+  REQUIRE(shifts == std::vector<std::int64_t>{0, 2, 6, 26, 4});
+  // Leading, adjacent, empty and trailing slots; a template that is nothing but slots.
+  REQUIRE(*place(10, std::vector<TemplateSlot>{{0, 0}, {0, 4}, {4, 4}, {8, 10}}, std::vector<SlotFill>{{2, 0}, {0, 0}, {3, 7}, {1, 0}}, 100) ==
+          std::vector<PlacedRun>{{0, 0, 100, 2}, {2, 7, 102, 3}, {-1, 4, 105, 4}, {3, 0, 109, 1}});
+  REQUIRE(place(4, std::vector<TemplateSlot>{{0, 4}}, std::vector<SlotFill>{{0, 0}})->empty());
+  REQUIRE(*place(3, {}, {}) == std::vector<PlacedRun>{{-1, 0, 0, 3}});
+  REQUIRE(place(30, two, std::vector<SlotFill>{{1, 0}}).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(place(22, two, std::vector<SlotFill>{{1, 0}, {1, 0}}).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(place(30, std::vector<TemplateSlot>{{5, 9}, {8, 10}}, std::vector<SlotFill>{{1, 0}, {1, 0}}).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(place(30, two, std::vector<SlotFill>{{-1, 0}, {1, 0}}).status().code() == ErrorCode::invalid_argument);
+}
