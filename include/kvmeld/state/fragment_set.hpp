@@ -36,7 +36,7 @@ class FragmentSet {
 
   FragmentSet() = default;
   /// A set of fragments that another hash than XXH3-128 names.
-  explicit FragmentSet(const SetHash& hash) : hash_(hash) {}
+  KVMELD_LAZY explicit FragmentSet(const SetHash& hash) : hash_(hash) {}
 
   /// The operation "this agent produced these tokens' K/V". A fragment that is there already gains the mark, and bytes that were
   /// evicted. Without provenance the fragment can never be removed. O(log n).
@@ -159,7 +159,7 @@ class FragmentSet {
     return out;
   }
   /// Equal ids with equal metadata.
-  [[nodiscard]] friend bool operator==(const FragmentSet& a, const FragmentSet& b) {
+  KVMELD_LAZY [[nodiscard]] friend bool operator==(const FragmentSet& a, const FragmentSet& b) {
     return a.size() == b.size() && std::equal(a.entries_.begin(), a.entries_.end(), b.entries_.begin(), [](const Entry& x, const Entry& y) {
              return x.id == y.id && x.metadata == y.metadata;
            });
