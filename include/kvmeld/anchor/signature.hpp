@@ -13,6 +13,7 @@
 #include <kvmeld/cache/hash.hpp>
 #include <kvmeld/config.hpp>
 #include <kvmeld/status.hpp>
+#include <kvmeld/tensor/mix_bits.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -41,13 +42,6 @@ template <class S>
   } else {
     return false;
   }
-}
-
-/// SplitMix64's finaliser: a bijection of 64 bits that leaves no pattern.
-[[nodiscard]] constexpr std::uint64_t mix_bits(std::uint64_t z) noexcept {
-  z = (z ^ (z >> 30U)) * 0xBF58476D1CE4E5B9U;
-  z = (z ^ (z >> 27U)) * 0x94D049BB133111EBU;
-  return z ^ (z >> 31U);
 }
 
 /// Counts how often each of 64 bits was set: bytes side by side in words, carried over before they could overflow.

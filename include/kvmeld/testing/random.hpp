@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include <kvmeld/config.hpp>
+#include <kvmeld/tensor/mix_bits.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace testing {
@@ -13,12 +14,7 @@ class Random {
  public:
   explicit Random(std::uint64_t seed) noexcept : state_(seed) {}
 
-  [[nodiscard]] std::uint64_t next() noexcept {
-    std::uint64_t z = (state_ += 0x9E3779B97F4A7C15ULL);
-    z = (z ^ (z >> 30U)) * 0xBF58476D1CE4E5B9ULL;
-    z = (z ^ (z >> 27U)) * 0x94D049BB133111EBULL;
-    return z ^ (z >> 31U);
-  }
+  [[nodiscard]] std::uint64_t next() noexcept { return detail::mix_bits(state_ += 0x9E3779B97F4A7C15ULL); }
   /// In [0, n); 0 where n is 0.
   [[nodiscard]] std::size_t below(std::size_t n) noexcept { return n == 0 ? 0 : static_cast<std::size_t>(next() % n); }
   /// In [first, last].

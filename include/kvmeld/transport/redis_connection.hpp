@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include <kvmeld/tensor/mix_bits.hpp>
 #include <kvmeld/transport/redis_socket.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -156,10 +157,7 @@ class RedisConnection {
   };
 
   [[nodiscard]] double random_fraction() noexcept {  // splitmix64
-    std::uint64_t z = (jitter_ += 0x9E3779B97F4A7C15U);
-    z = (z ^ (z >> 30U)) * 0xBF58476D1CE4E5B9U;
-    z = (z ^ (z >> 27U)) * 0x94D049BB133111EBU;
-    return static_cast<double>((z ^ (z >> 31U)) >> 11U) * 0x1p-53;
+    return static_cast<double>(detail::mix_bits(jitter_ += 0x9E3779B97F4A7C15U) >> 11U) * 0x1p-53;
   }
 
   void drop_queue() noexcept {
