@@ -107,6 +107,31 @@ TEST_CASE("laws of blends") {
     RC_ASSERT(kvmeld::plan_reuse({&part, 1}, *a.query.geometry)->render_id() == kvmeld::plan_reuse({&other, 1}, *a.query.geometry)->render_id());
   });
 
+  test::law("rows in registers have the bytes of lanes, in every type, layout and instruction set", [] {
+    test::Model model{.layers = 2, .heads = *rc::gen::inRange(1, 4), .channels = *rc::gen::element(64, 96, 128)};
+    model.type = *rc::gen::element(kvmeld::ElementType::f16, kvmeld::ElementType::bf16, kvmeld::ElementType::f32);
+    model.pairing = *rc::gen::element(kvmeld::RopePairing::half_split, kvmeld::RopePairing::half_split, kvmeld::RopePairing::interleaved);
+    const auto g = test::geometry(model);
+    const Segment query(g, 3, draw_seed());
+    const auto base = kvmeld::unrotated(query.at(draw_position()));
+    RC_ASSERT(base.ok());
+    ReusePart part{.base = *base, .position = 1 + draw_position()};
+    const int count = *rc::gen::element(1, 2, 5, 70);
+    for (int i = 0; i < count; ++i) {
+      const auto delta = kvmeld::measure_offset(query.in_context(draw_seed()).at(0), *base);
+      RC_ASSERT(delta.ok());
+      part.offsets.push_back({.anchor = test::anchor_id(static_cast<std::uint8_t>(i)), .delta = *delta, .weight = static_cast<float>(*rc::gen::inRange(-20, 20)) / 16});
+    }
+    part.offsets[0].weight = 0.375F;
+    const auto expected = rendered({&part, 1}, g, {.compute_last = false}, kvmeld::exec::lanes);
+    RC_ASSERT(!expected.empty());
+    for (const kvmeld::Isa isa : {kvmeld::Isa::baseline, kvmeld::Isa::avx2, kvmeld::Isa::avx512}) {
+      if (isa > kvmeld::best_isa()) continue;
+      RC_ASSERT(expected == rendered({&part, 1}, g, {.compute_last = false}, kvmeld::exec::Sequential{.isa = isa}));
+      RC_ASSERT(expected == rendered({&part, 1}, g, {.compute_last = false}, test::Streaming{.isa = isa}));
+    }
+  });
+
   test::law("an anchor recorded at 0, 7 or 1000 is the same anchor", [] {
     const Segment alone(draw_geometry(), 6, draw_seed()), query(alone.geometry, 6, draw_seed());
     const Segment real = alone.in_context(draw_seed());

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include <kvmeld/anchor/unrotate.hpp>
-#include <kvmeld/fuse/fold.hpp>
+#include <kvmeld/state/anchor_rows.hpp>
 #include <kvmeld/state/plan.hpp>
 
 /// What a reuse plan is made of, and what is refused of it.
@@ -42,7 +42,8 @@ struct ReuseOptions {
   std::int64_t context_length = 0;         ///< of the target, where frequencies depend on it; 0: last position + 1
 };
 
-using ReuseMerger = Merger<SelectAll, ById, Concat, Sum, SeamNone>;
+/// The policies that a reuse plan carries, for executors that ask for its fuser: a `Sum`.
+using ReuseMerger = Merger<SelectAll, ById, Concat, detail::BlendSum, SeamNone>;
 
 /// A plan whose K/V is an approximation: `run` executes it as any other, and its `render_id` is no exact render's.
 class ReusePlan : public Plan<ReuseMerger> {

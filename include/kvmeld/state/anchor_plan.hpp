@@ -154,8 +154,8 @@ KVMELD_LAZY [[nodiscard]] Result<ReusePlan> plan_reuse(std::span<const ReusePart
   std::vector<std::uint8_t> recompute(core.positions.size(), 0);
   if (options.compute_last && !recompute.empty()) recompute.back() = 1;
   const std::int64_t length = options.context_length > 0 || core.positions.empty() ? options.context_length : core.positions.back() + 1;
-  KVMELD_TRY(detail::compile(core, alignment, {detail::rotation_equivariant<Sum>(), detail::keeps_single<Sum>()}, recompute, length));
-  KVMELD_TRY(detail::check_rows<Sum>(core, Sum{}));
+  KVMELD_TRY(detail::compile(core, alignment, {detail::rotation_equivariant<detail::BlendSum>(), detail::keeps_single<detail::BlendSum>()}, recompute, length));
+  KVMELD_TRY(detail::check_rows<detail::BlendSum>(core, detail::BlendSum{}));
   core.render_id = detail::reuse_id(pieces, geometry, options);
   return ReusePlan(std::move(core), approximate);
 }
