@@ -14,12 +14,11 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <functional>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -89,9 +88,8 @@ class Fitting {
     if (!held) return held.error();
     std::vector<Paired> held_out;
     const Stopwatch watch;
-    std::size_t read = 0;
     for (std::size_t note = 0; static_cast<std::size_t>(fit->tokens()) < flags_.fit_tokens; ++note) {
-      auto pair = paired(**file, fit_note(note), read);
+      auto pair = paired(**file, fit_note(note));
       if (!pair) return pair.error();
       const bool is_held = note < flags_.held_out_notes;
       const std::vector<kvmeld::TokenPair> pairs = matched(*pair);
@@ -99,7 +97,7 @@ class Fitting {
       if (is_held) held_out.push_back(*std::move(pair));
       const auto done = static_cast<double>(fit->tokens());
       std::fprintf(stderr, "\rfit: %6.0f of %zu tokens, %5.1f min done, about %5.1f min left ", done, flags_.fit_tokens, watch.milliseconds() / 6e4,
-                   done > 0 ? watch.milliseconds() / 6e4 * (static_cast<double>(flags_.fit_tokens) / done - 1) : 0.0);
+                   done > 0 ? watch.milliseconds() / 6e4 * std::max(0.0, static_cast<double>(flags_.fit_tokens) / done - 1) : 0.0);
     }
     std::fprintf(stderr, "\nfit: solving %zu matrices\n", 2 * target_.geometry()->layers.size());
     const double strengths[] = {3e-3, 1e-2, 3e-2, 1e-1};
@@ -114,14 +112,13 @@ class Fitting {
     return gate.recorded(flags_.bar);
   }
 
-  kvmeld::Result<Paired> paired(PairFile& file, const std::vector<std::string>& note, std::size_t& read) {
+  kvmeld::Result<Paired> paired(PairFile& file, const std::vector<std::string>& note) {
     const Tokens source = source_.tokens(note), target = target_.tokens(note);
     if (source == target) {
       auto kept = file.next(source);
       if (!kept) return kept.error();
       if (*kept) return **std::move(kept);
     }
-    ++read;
     auto a = source_.sealed(source);
     if (!a) return a.error();
     auto b = target_.sealed(target);
