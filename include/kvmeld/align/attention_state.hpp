@@ -146,17 +146,22 @@ template <LseBase Base>
 /// The same state with its log-sum-exp to another base: the only way from one to the other.
 ///
 /// @param lse memory of the result's sums, as many as `state` has; may be the memory of the state's own. The result shares the
-/// state's outputs. One rounding a sum. Errors: `invalid_argument` (sizes), `non_finite`, `aliasing` (neither the same nor apart).
+/// state's outputs. One rounding a sum. Errors, with `lse` untouched: `invalid_argument` (sizes), `non_finite` (also a sum that is
+/// finite in its own base only, beyond 2.3e38 natural), `aliasing` (neither the same nor apart).
 template <LseBase To, LseBase From>
 [[nodiscard]] Result<AttentionState<To>> convert_lse(const AttentionState<From>& state, std::span<float> lse) {
   KVMELD_TRY(detail::check_state_size(state, "state"));
   if (lse.size() != state.lse.size()) return detail::error(ErrorCode::invalid_argument, "room for ", lse.size(), " sums of ", state.lse.size());
   if (detail::partly_overlap(state.lse, lse)) return detail::error(ErrorCode::aliasing, "the ", lse.size(), " sums of the result lie across the state's");
   const FloatEnvironmentGuard guard;
+  const auto converted = [&](std::size_t i) { return static_cast<float>(static_cast<double>(state.lse[i]) * (From::natural / To::natural)); };
   for (std::size_t i = 0; i < lse.size(); ++i) {
-    if (!(state.lse[i] < __builtin_huge_valf())) return detail::error(ErrorCode::non_finite, "sum ", i, " is ", state.lse[i]);
+    const float from = state.lse[i], to = converted(i);
+    const bool empty = from == -__builtin_huge_valf();
+    if (empty || (to > -__builtin_huge_valf() && to < __builtin_huge_valf())) continue;
+    return detail::error(ErrorCode::non_finite, "sum ", i, " is ", from, ", which is ", to, " in the other base");
   }
-  for (std::size_t i = 0; i < lse.size(); ++i) lse[i] = static_cast<float>(static_cast<double>(state.lse[i]) * (From::natural / To::natural));
+  for (std::size_t i = 0; i < lse.size(); ++i) lse[i] = converted(i);
   return AttentionState<To>{state.outputs, lse, state.rows, state.heads, state.channels};
 }
 
