@@ -33,7 +33,7 @@ struct AttentionQueries {
 /// One cache that queries attend over.
 struct AttendSource {
   KvCacheRef cache;
-  std::span<const std::int64_t> positions{};  ///< (token) of the cache's keys; read only where keys have to be turned
+  std::span<const std::int64_t> positions{};  ///< (token) of the cache's keys, in any order, each in [0, `max_position`]; used only where keys have to be turned
   TokenSet tokens{};                          ///< which of them take part; those that a layer does not hold do not, in that layer
 };
 
@@ -69,7 +69,7 @@ KVMELD_LAZY Status check_query_numbers(const AttentionQueries& queries, std::siz
   }
   return {};
 }
-/// Refuses caches of another model than the first, and selections that do not ascend.
+/// Refuses caches of another model than the first, selections that do not ascend, and positions out of range.
 KVMELD_LAZY Status check_attended_source(std::span<const AttendSource> sources, std::size_t s) {
   const AttendSource& source = sources[s];
   if (!source.cache.valid()) return error(ErrorCode::invalid_argument, "attention: cache ", s, " of ", sources.size(), " has no geometry");
@@ -81,6 +81,10 @@ KVMELD_LAZY Status check_attended_source(std::span<const AttendSource> sources, 
       return error(ErrorCode::invalid_argument, "attention: cache ", s, " of ", source.cache.tokens(), " tokens: token ", t, " is named behind token ", last);
     }
     last = t;
+  }
+  for (std::size_t t = 0; t < source.positions.size(); ++t) {
+    if (source.positions[t] >= 0 && source.positions[t] <= max_position) continue;
+    return error(ErrorCode::invalid_argument, "attention: cache ", s, ": position ", source.positions[t], " of token ", t, " is not in [0, ", max_position, "]");
   }
   return {};
 }

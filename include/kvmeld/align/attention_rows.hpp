@@ -209,11 +209,12 @@ class AttentionReader {
     if (shifts_.empty()) return {};
     if (length_dependent(rope)) {
       for (std::size_t s = 0; s < sources_.size(); ++s) {
-        if (!sources_[s].positions.empty()) KVMELD_TRY(check_shift(rope, sources_[s].positions.back() + 1, 0));
+        const auto& positions = sources_[s].positions;
+        if (!positions.empty()) KVMELD_TRY(check_shift(rope, *std::max_element(positions.begin(), positions.end()) + 1, 0));
       }
     }
     std::vector<std::int64_t> shifts = shifts_;
-    for (std::int64_t& p : shifts) p = p > -max_position && p < max_position ? sign * p : max_position;  // beyond: refused by the table
+    for (std::int64_t& p : shifts) p *= sign;
     auto built = RopeTable::build(rope, shifts, longest(rope));
     if (!built) return built.error();
     layer.table = static_cast<std::int32_t>(tables_.size());
