@@ -81,8 +81,10 @@ namespace detail {
 /// The pair is put in order first (shorter, then lexicographically smaller) and the result turned back, and of equally short
 /// scripts, read from the end, the one counts that matches before it substitutes, substitutes before it deletes, and deletes
 /// before it inserts. Up to √(cells) / 8 edits by diagonals (Ukkonen 1985), O(n + d²) where sequences are alike; beyond, by 64
-/// cells a word (Myers 1999), O(n · m / 64) and 64 MiB. Pairs with more cells than `exact_tokens` squared: grams that both hold
-/// once, their longest ascending chain, and shortest scripts in between; near-linear where sequences are alike.
+/// cells a word (Myers 1999), O(n · m / 64) and 64 MiB; of pairs so large that only a raised `exact_tokens` lets them in, √m · n / 2
+/// bytes for the shorter n and longer m where that is more (500 MB for a million tokens against a million). Pairs with more cells
+/// than `exact_tokens` squared: grams that both hold once, their longest ascending chain, and shortest scripts in between;
+/// near-linear where sequences are alike.
 /// Errors: `invalid_argument` for options out of range, `oversized` for 2³⁰ tokens or more.
 KVMELD_LAZY [[nodiscard]] Result<EditScript> edit_script(std::span<const TokenId> a, std::span<const TokenId> b, const EditOptions& options = {}) {
   constexpr std::int64_t most = std::int64_t{1} << 30;
