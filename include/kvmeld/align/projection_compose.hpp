@@ -47,9 +47,8 @@ KVMELD_LAZY [[nodiscard]] ProjectionParts as_matrices(const ProjectionParts& per
   return out;
 }
 
-/// W or A·B as one matrix, row by row.
+/// A·B of a low rank as one matrix, row by row.
 KVMELD_LAZY [[nodiscard]] std::vector<double> dense(const LinearMap& map) {
-  if (map.rank == 0) return map.weight;
   std::vector<double> out(static_cast<std::size_t>(map.outputs) * static_cast<std::size_t>(map.inputs), 0.0);
   const auto columns = static_cast<std::size_t>(map.inputs);
   for (std::size_t o = 0; o < static_cast<std::size_t>(map.outputs); ++o) {
@@ -61,7 +60,7 @@ KVMELD_LAZY [[nodiscard]] std::vector<double> dense(const LinearMap& map) {
   return out;
 }
 
-/// One block of `b` behind the blocks of `a` that make its inputs.
+/// One block of `b` behind the blocks of `a` that make its inputs; matrices of `a` are dense.
 KVMELD_LAZY [[nodiscard]] MapBlock compose_block(const ProjectionParts& a, const LinearMap& outer, const MapBlock& block, Plane plane, ProjectionParts& out) {
   MapBlock made{.first_head = block.first_head, .matrix = static_cast<std::uint32_t>(out.matrices.size())};
   // Where each hub head comes from, and which source heads that needs, each once.
@@ -92,11 +91,10 @@ KVMELD_LAZY [[nodiscard]] MapBlock compose_block(const ProjectionParts& a, const
   for (const HeadRef& hub : block.inputs) {
     const MapBlock& from = *origin(hub);
     const LinearMap& inner = a.matrices[from.matrix];
-    const std::vector<double> right = dense(inner);
     const auto channels = static_cast<std::size_t>(find_plane(a.target.layers[static_cast<std::size_t>(hub.layer)], plane)->channels);
     const std::size_t first_row = static_cast<std::size_t>(hub.head - from.first_head) * channels;
     for (std::size_t c = 0; c < channels; ++c) {
-      const double* const row = right.data() + (first_row + c) * static_cast<std::size_t>(inner.inputs);
+      const double* const row = inner.weight.data() + (first_row + c) * static_cast<std::size_t>(inner.inputs);
       for (std::size_t r = 0; r < rows; ++r) {
         const double w = left[r * static_cast<std::size_t>(outer.inputs) + hub_column + c];
         if (!inner.bias.empty()) shift[r] = fma(w, inner.bias[first_row + c], shift[r]);
@@ -141,6 +139,12 @@ KVMELD_LAZY [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> compose(c
   ProjectionParts second = b.kind() == MapKind::permutation ? detail::as_matrices(b.parts()) : b.parts();
   ProjectionParts out{.source = std::move(first.source), .target = second.target};
   first.source = out.source;
+  for (LinearMap& matrix : first.matrices) {
+    if (matrix.rank == 0) continue;
+    matrix.weight = detail::dense(matrix);
+    matrix.inner.clear();
+    matrix.rank = 0;
+  }
   for (const LayerMap& layer : second.layers) {
     LayerMap& made = out.layers.emplace_back();
     for (const MapBlock& block : layer.key) {

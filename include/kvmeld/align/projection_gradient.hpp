@@ -36,6 +36,7 @@ KVMELD_LAZY [[nodiscard]] Status vjp(const LinearMap& map, std::int64_t tokens, 
       }
     }
   };
+  const LinearMap inner{.outputs = map.rank, .inputs = map.inputs, .weight = map.inner};
   std::vector<double> middle(static_cast<std::size_t>(map.rank));
   std::vector<double> d_middle(middle.size());
   for (std::int64_t t = 0; t < tokens; ++t, x += map.inputs, dx += map.inputs, dy += map.outputs) {
@@ -44,7 +45,7 @@ KVMELD_LAZY [[nodiscard]] Status vjp(const LinearMap& map, std::int64_t tokens, 
       back(map.weight, dmap.weight, map.outputs, map.inputs, x, dy, dx);
       continue;
     }
-    apply({.outputs = map.rank, .inputs = map.inputs, .weight = map.inner}, x, middle.data());
+    apply(inner, x, middle.data());
     back(map.weight, dmap.weight, map.outputs, map.rank, middle.data(), dy, d_middle.data());
     back(map.inner, dmap.inner, map.rank, map.inputs, x, d_middle.data(), dx);
   }
