@@ -38,11 +38,16 @@ template <class Byte>
          plane.token_stride == static_cast<std::int64_t>(plane.shape.heads) * plane.shape.channels;
 }
 
+/// Copies bytes that do not overlap; planes without channels have none, and no memory either.
+KVMELD_LAZY inline void copy_bytes(std::byte* to, const std::byte* from, std::int64_t count) noexcept {
+  if (count > 0) std::memcpy(to, from, static_cast<std::size_t>(count));
+}
+
 /// Copies the elements of one row out of a view into contiguous bytes.
 KVMELD_LAZY inline void gather_row(const PlaneRef& plane, std::int64_t slot, std::int64_t head, std::byte* out) noexcept {
   const std::int64_t offset = plane.row_offset(slot, head);
   if (plane.contiguous_rows()) {
-    std::memcpy(out, plane.data + plane.byte_offset(offset), static_cast<std::size_t>(row_bytes(plane.shape)));
+    copy_bytes(out, plane.data + plane.byte_offset(offset), row_bytes(plane.shape));
     return;
   }
   const auto size = static_cast<std::size_t>(block_bytes(plane.shape.type));
@@ -55,7 +60,7 @@ KVMELD_LAZY inline void gather_row(const PlaneRef& plane, std::int64_t slot, std
 KVMELD_LAZY inline void scatter_row(const MutablePlaneRef& plane, std::int64_t slot, std::int64_t head, const std::byte* in) noexcept {
   const std::int64_t offset = plane.row_offset(slot, head);
   if (plane.contiguous_rows()) {
-    std::memcpy(plane.data + plane.byte_offset(offset), in, static_cast<std::size_t>(row_bytes(plane.shape)));
+    copy_bytes(plane.data + plane.byte_offset(offset), in, row_bytes(plane.shape));
     return;
   }
   const auto size = static_cast<std::size_t>(block_bytes(plane.shape.type));
@@ -68,8 +73,7 @@ KVMELD_LAZY inline void scatter_row(const MutablePlaneRef& plane, std::int64_t s
 KVMELD_LAZY inline void gather_heads(const PlaneRef& plane, std::int64_t slot, std::byte* out) noexcept {
   const std::int64_t bytes = row_bytes(plane.shape);
   if (contiguous_heads(plane)) {
-    std::memcpy(out, plane.data + plane.byte_offset(plane.row_offset(slot, 0)),
-                static_cast<std::size_t>(bytes * plane.shape.heads));
+    copy_bytes(out, plane.data + plane.byte_offset(plane.row_offset(slot, 0)), bytes * plane.shape.heads);
     return;
   }
   for (std::int64_t head = 0; head < plane.shape.heads; ++head) gather_row(plane, slot, head, out + head * bytes);
