@@ -26,11 +26,12 @@ struct GatePrepared<GateKind::channel> {
   float units[max_gate_units];  // (contribution, hidden)
 };
 
-/// w · exp(logit − the largest logit); differences beyond 700 count as 700.
+/// w · exp(logit − the largest logit); differences beyond 700 count as 700. The product is an fma, so that no compiler joins it with
+/// the sum that it goes into.
 [[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double open_gate(float weight, float logit, float most) noexcept {
   const double behind = static_cast<double>(logit) - static_cast<double>(most);
   const ShortExp e = short_exp(behind > -700.0 ? behind : -700.0);
-  return static_cast<double>(weight) * fma(e.scale, e.q, e.scale);
+  return fma(static_cast<double>(weight), fma(e.scale, e.q, e.scale), 0.0);
 }
 
 /// Logits to gates that add up to 1.
