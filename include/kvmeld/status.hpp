@@ -111,6 +111,9 @@ class [[nodiscard]] Status {
   [[nodiscard]] ErrorCode code() const noexcept { return code_; }
   [[nodiscard]] const std::string& message() const noexcept { return message_; }
 
+  /// What becomes of a success that was given where a value was due.
+  static Status no_value() { return {ErrorCode::invalid_argument, "a Result was made of a success without a value"}; }
+
  private:
   ErrorCode code_ = ErrorCode::ok;
   std::string message_;
@@ -123,7 +126,9 @@ class [[nodiscard]] Result {
   using value_type = T;
 
   Result(T value) : value_(std::move(value)), has_value_(true) {}  // NOLINT: implicit on purpose
-  Result(Status status) : status_(std::move(status)) {}            // NOLINT: implicit on purpose
+  Result(Status status) : status_(std::move(status)) {             // NOLINT: implicit on purpose
+    if (status_.ok()) status_ = Status::no_value();
+  }
   Result(ErrorCode code, std::string message) : status_(code, std::move(message)) {}
 
   Result(const Result& other)
@@ -141,9 +146,10 @@ class [[nodiscard]] Result {
   }
   Result& operator=(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>) {
     if (this == &other) return *this;
+    Result taken(std::move(other));  // what is dropped may hold `other`
     drop();
-    status_ = std::move(other.status_);
-    if (other.has_value_) hold(std::move(other.value_));
+    status_ = std::move(taken.status_);
+    if (taken.has_value_) hold(std::move(taken.value_));
     return *this;
   }
   ~Result() { drop(); }
@@ -153,13 +159,21 @@ class [[nodiscard]] Result {
   [[nodiscard]] const Status& error() const noexcept { return status_; }
   [[nodiscard]] const Status& status() const noexcept { return status_; }
 
-  [[nodiscard]] T& operator*() & noexcept { return value_; }
-  [[nodiscard]] const T& operator*() const& noexcept { return value_; }
-  [[nodiscard]] T&& operator*() && noexcept { return std::move(value_); }
-  [[nodiscard]] T* operator->() noexcept { return __builtin_addressof(value_); }
-  [[nodiscard]] const T* operator->() const noexcept { return __builtin_addressof(value_); }
+  [[nodiscard]] T& operator*() & noexcept { return expect(), value_; }
+  [[nodiscard]] const T& operator*() const& noexcept { return expect(), value_; }
+  [[nodiscard]] T&& operator*() && noexcept { return expect(), std::move(value_); }
+  [[nodiscard]] T* operator->() noexcept { return expect(), __builtin_addressof(value_); }
+  [[nodiscard]] const T* operator->() const noexcept { return expect(), __builtin_addressof(value_); }
 
  private:
+  static_assert(!std::is_const_v<T> && !std::is_reference_v<T>);
+
+  // Where the standard library's own optional would stop, too.
+  void expect() const noexcept {
+#if defined(_GLIBCXX_ASSERTIONS)
+    if (!has_value_) __builtin_trap();
+#endif
+  }
   template <class V>
   void hold(V&& value) {
     ::new (static_cast<void*>(__builtin_addressof(value_))) T(std::forward<V>(value));

@@ -5,6 +5,9 @@
 #include <memory>
 #include <vector>
 
+#include <kvmeld/align/attention.hpp>
+#include <kvmeld/fuse/norm_preserving_mean.hpp>
+
 #include "support/lane_work.hpp"
 #include "support/rendering.hpp"
 
@@ -31,7 +34,7 @@ struct ByPeak {
       for (int i = 0; i < rows.count(); ++i) {
         float peak = 0;
         for (int c = 0; c < rows.channels(); ++c) peak = peak < rows.value(i, c) ? rows.value(i, c) : peak;
-        peaks.weights[i] = peak * rows.weight(i);
+        peaks.weights[i] = kvmeld::fma(peak, rows.weight(i), 0.0F);
         peaks.total += peaks.weights[i];
       }
       return peaks;
@@ -241,4 +244,99 @@ TEST_CASE("heads that the target leaves out keep the local cache, byte by byte")
   } else {
     check(kvmeld::merger(ById{}));
   }
+}
+
+namespace {
+
+// Rows of layer `layer`, head `head` of two renders, or caches, of equal shape.
+void same_head(const kvmeld::KvCacheRef& got, const kvmeld::KvCacheRef& want, std::size_t layer, std::int64_t head, std::int64_t outputs) {
+  for (std::size_t p = 0; p < 2; ++p) {
+    const auto a = got.plane(layer, p), b = want.plane(layer, p);
+    const auto bytes = static_cast<std::size_t>(kvmeld::detail::row_bytes(a.shape));
+    for (std::int64_t o = 0; o < outputs; ++o) {
+      const auto at = a.byte_offset(a.row_offset(a.slots.slot(o), head)), from = b.byte_offset(b.row_offset(b.slots.slot(o), head));
+      INFO("layer " << layer << " head " << head << " plane " << p << " output " << o);
+      REQUIRE(std::equal(a.data + at, a.data + at + bytes, b.data + from));
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("pooled attention under a mask of layers or heads is what it is without") {
+  const auto g = test::geometry({.layers = 3, .heads = 2, .channels = 32});
+  const auto set = test::set_of({test::sealed(g, 9, 1), test::sealed(g, 6, 2)});
+  std::vector<float> queries(2 * 3 * 2 * 32);
+  test::Random random(3);
+  for (float& q : queries) q = random.value();
+  const auto merger = kvmeld::merger(ById{}, Aligner{kvmeld::Attention{.queries = std::make_shared<const std::vector<float>>(queries), .count = 2}});
+  kvmeld::Target target{*g};
+  const auto plain = test::render_everywhere(set, merger, target);
+  test::TestCache local(g, 2, test::Layout::canonical);
+  local.fill(7);
+  target.local = local.ref();
+  const bool by_layer = GENERATE(true, false);
+  const std::vector<std::uint8_t> heads{0, 1, 1, 1, 0, 1};
+  if (by_layer) {
+    target.layers.layers = {0, 1, 1};
+  } else {
+    target.heads.heads = heads;
+  }
+  const auto masked = test::render_everywhere(set, merger, target);
+  for (std::size_t layer = 0; layer < 3; ++layer) {
+    for (std::int64_t head = 0; head < 2; ++head) {
+      const bool rendered = by_layer ? layer > 0 : heads[layer * 2 + static_cast<std::size_t>(head)] != 0;
+      same_head(masked->ref(), rendered ? plain->ref() : local.ref(), layer, head, 2);
+    }
+  }
+}
+
+TEST_CASE("a head of the local cache stays as it is under fusers that change single contributions") {
+  const auto g = test::geometry({.layers = 1, .heads = 2, .channels = 32});
+  const auto set = test::set_of({test::sealed(g, 9, 1)});
+  test::TestCache local(g, 9, test::Layout::canonical);
+  local.fill(7);
+  kvmeld::Target target{*g};
+  target.first_position = 5;
+  target.local = local.ref();
+  target.heads.heads = {1, 0};
+  same_head(test::render_everywhere(set, kvmeld::merger(ById{}, Fuser{kvmeld::Sum{}}), target)->ref(), local.ref(), 0, 1, 9);
+  same_head(test::render_everywhere(set, kvmeld::merger(ById{}, Fuser{ByPeak{}}), target)->ref(), local.ref(), 0, 1, 9);
+}
+
+TEST_CASE("a windowed layer that lacks a token makes a hole under a head mask as without") {
+  auto g = test::geometry({.layers = 2, .heads = 2, .channels = 32});
+  g->layers[1].window = 4;
+  const auto set = test::set_of({test::sealed(g, 9, 1, {}, test::Layout::canonical, {0, 5})});
+  test::TestCache local(g, 9, test::Layout::canonical);
+  local.fill(7);
+  kvmeld::Target target{*g};
+  const auto plain = kvmeld::plan(set, kvmeld::merger(ById{}), target);
+  REQUIRE(plain.ok());
+  target.local = local.ref();
+  target.heads.heads = {1, 0, 1, 0};
+  const auto masked = kvmeld::plan(set, kvmeld::merger(ById{}), target);
+  INFO(masked.status().message());
+  REQUIRE(masked.ok());
+  CHECK(std::equal(masked->holes().begin(), masked->holes().end(), plain->holes().begin(), plain->holes().end()));
+}
+
+TEST_CASE("head masks over planes of unlike heads, and heads without channels") {
+  auto unlike = test::geometry({.layers = 1, .heads = 2, .channels = 32});
+  unlike->layers[0].planes[1].heads = 64;
+  const auto set = test::set_of({test::sealed(unlike, 3, 1)});
+  test::TestCache local(unlike, 3, test::Layout::canonical);
+  kvmeld::Target target{*unlike};
+  target.local = local.ref();
+  target.heads.heads = {0, 1};
+  CHECK(kvmeld::plan(set, kvmeld::merger(ById{}), target).status().code() == kvmeld::ErrorCode::unsupported);
+
+  const auto empty = test::geometry({.layers = 1, .heads = 2, .channels = 32, .value_channels = 0});
+  const auto none = test::set_of({test::sealed(empty, 3, 1), test::sealed(empty, 3, 2)});
+  const Aligner match{kvmeld::TokenMatch{}};
+  const kvmeld::Target plain{*empty};
+  test::render_everywhere(none, kvmeld::merger(ById{}, match, Fuser{kvmeld::NormPreservingMean{}}), plain);
+  test::render_everywhere(none, kvmeld::merger(ById{}, match, Fuser{kvmeld::Median{}}), plain);
+  test::render_everywhere(none, kvmeld::merger(ById{}, match, Fuser{kvmeld::Medoid{}}), plain);
+  test::render_everywhere(none, kvmeld::merger(ById{}, match), plain);
 }

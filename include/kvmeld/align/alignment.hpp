@@ -60,6 +60,7 @@ struct AlignmentGroup {
   /// (layer of the group, ascending; head; contribution): multiplies the contributions' weights, head by head, and 0 leaves the
   /// contribution out of that head's row. Keys and values share it. Empty: all heads alike.
   std::vector<float> head_weights{};
+  std::vector<std::uint32_t> head_rows{};  ///< (layers of the model) where each layer's heads begin in `head_weights`; `plan` fills it
 
   /// Ends the row of the current output token.
   KVMELD_LAZY void end_row() { row_begin.push_back(static_cast<std::uint32_t>(contributions.size())); }

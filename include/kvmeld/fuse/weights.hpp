@@ -48,7 +48,7 @@ struct AgentWeights {
     float best = of(source.metadata->marks[0].dot.agent);
     for (const Mark& mark : source.metadata->marks) {
       const float w = of(mark.dot.agent);
-      if (!(w <= best)) best = w;  // a NaN is found, wherever it stands
+      if (best == best && !(w <= best)) best = w;  // a NaN is found, wherever it stands, and stays
     }
     return best;
   }
@@ -66,7 +66,7 @@ struct AgentWeights {
 /// A weighted mean by fragment, by weights that the caller measured: Σ w·x / Σ w over the contributions that are there.
 ///
 /// Every replica gives the same weights: they are part of the merger's digest. Fragments that the table does not name weigh
-/// `otherwise`. O(log weights) a fragment.
+/// `otherwise`. O(weights) a fragment: the table is checked.
 /// Errors: `invalid_argument` (weights not ascending by id), `non_finite` (negative, NaN, or all of a row's zero).
 struct FragmentWeights {
   static constexpr bool reproducible = true;

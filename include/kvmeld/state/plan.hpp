@@ -158,6 +158,8 @@ template <class M>
   auto alignment = merger.align.policy().align(ordered, first_position);
   if (!alignment) return alignment.error();
   KVMELD_TRY(detail::check_alignment(*alignment, target.geometry, ordered, first_position));
+  for (AlignmentGroup& group : alignment->groups) group.head_rows.clear();
+  detail::number_head_rows(target.geometry, *alignment);
   std::vector<std::uint8_t> recompute(alignment->positions.size(), 0);
   KVMELD_TRY(merger.seam.mark(ordered, *alignment, recompute));
   for (std::size_t s = 0; s < ordered.size(); ++s) {

@@ -42,7 +42,8 @@ KVMELD_LAZY Result<SetParts> split(const FragmentSet& set, const Target& target,
     const Status same = check_same(entry->fragment.geometry(), target.geometry);
     if (!same) {
       if (transform.accepts == nullptr) return same;
-      KVMELD_TRY(transform.accepts(transform.policy, entry->fragment.geometry(), target.geometry));
+      const Status accepted = transform.accepts(transform.policy, entry->fragment.geometry(), target.geometry);
+      if (!accepted) return entry->fragment.geometry().model == target.geometry.model ? same : accepted;  // no map of it is meant
       if (entry->fragment.role() == Role::span) {
         parts.spans.push_back(entry);
         parts.mapped.push_back(entry);

@@ -137,6 +137,10 @@ KVMELD_LAZY void compile_rows(const PlanCore& core, const AlignmentGroup& alignm
         }
         out.inputs.push_back({c.source, static_cast<std::uint32_t>(row), rounded_product(c.weight, core.sources[c.source].weight), shift_of(shift)});
       }
+      if (by_head && !any) {  // nothing but the local cache: the heads of the set lack their row
+        out.inputs.resize(first);
+        out.origin.resize(first);
+      }
       const std::size_t count = out.inputs.size() - first;
       for (std::size_t i = first; by_head && i < out.inputs.size(); ++i) out.direct.push_back(out.inputs[i].shift);
       if (!pre_rope && (count > 1 || (count == 1 && !fuser.keeps_single))) {
@@ -172,17 +176,25 @@ KVMELD_LAZY [[nodiscard]] std::size_t layer_heads(const LayerShape& layer) noexc
   return layer.planes.empty() ? 0 : static_cast<std::size_t>(layer.planes[0].heads);
 }
 
+/// Notes which rows of `head_weights` are each layer's: those of the first group that covers it, before other groups come in front.
+KVMELD_LAZY void number_head_rows(const Geometry& geometry, Alignment& alignment) {
+  std::vector<std::uint32_t> next(alignment.groups.size());
+  for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+    std::size_t g = 0;
+    while (g < next.size() && !alignment.groups[g].layers.contains(l)) ++g;
+    if (g == next.size()) continue;  // refused when rows are compiled
+    if (alignment.groups[g].head_rows.empty()) alignment.groups[g].head_rows.assign(geometry.layers.size(), 0);
+    alignment.groups[g].head_rows[l] = next[g];
+    next[g] += static_cast<std::uint32_t>(layer_heads(geometry.layers[l]));
+  }
+}
+
 /// The weights of one layer's heads, contribution by contribution become input by input.
-KVMELD_LAZY std::vector<float> compile_head_weights(const Geometry& geometry, const AlignmentGroup& alignment, std::size_t group_index,
-                                                    const Alignment& whole, std::size_t layer, const GroupArrays& rows) {
+KVMELD_LAZY std::vector<float> compile_head_weights(const Geometry& geometry, const AlignmentGroup& alignment, std::size_t layer,
+                                                    const GroupArrays& rows) {
   std::vector<float> out;
   if (alignment.head_weights.empty()) return out;
-  std::size_t at = 0;
-  for (std::size_t l = 0; l < layer; ++l) {
-    std::size_t g = 0;
-    while (g < group_index && !whole.groups[g].layers.contains(l)) ++g;
-    if (g == group_index && alignment.layers.contains(l)) at += layer_heads(geometry.layers[l]);
-  }
+  const std::size_t at = alignment.head_rows[layer];
   const std::size_t contributions = alignment.contributions.size();
   for (std::size_t h = 0; h < layer_heads(geometry.layers[layer]); ++h) {
     const float* const weights = alignment.head_weights.data() + (at + h) * contributions;
@@ -249,7 +261,7 @@ KVMELD_LAZY Status compile(PlanCore& core, const Alignment& alignment, FuserTrai
     }
     core.layer_group.push_back(static_cast<std::uint32_t>(k));
     const GroupArrays& rows = core.groups[k];
-    core.head_weights.push_back(compile_head_weights(geometry, alignment.groups[g], g, alignment, l, rows));
+    core.head_weights.push_back(compile_head_weights(geometry, alignment.groups[g], l, rows));
     std::int64_t token_bytes = 0;
     for (const PlaneShape& shape : geometry.layers[l].planes) token_bytes += row_bytes(shape) * shape.heads;
     for (std::size_t o = 0; o < core.positions.size(); ++o) core.bytes += rows.row_begin[o] == rows.row_begin[o + 1] ? 0 : token_bytes;

@@ -42,6 +42,10 @@ KVMELD_LAZY Result<std::vector<LayerPart>> layer_parts(const Target& target) {
     at += count;
     const bool none = !target.layers.contains(l) || (chosen == 0 && count > 0);
     parts.push_back(none ? LayerPart::kept : chosen == count ? LayerPart::rendered : LayerPart::by_head);
+    for (const PlaneShape& shape : layers[l].planes) {
+      if (parts.back() != LayerPart::by_head || static_cast<std::size_t>(shape.heads) == count) continue;
+      return error(ErrorCode::unsupported, "a head mask, and planes of ", count, " and ", shape.heads, " heads in layer ", l);
+    }
   }
   return parts;
 }
@@ -87,7 +91,7 @@ KVMELD_LAZY void add_local_heads(const PlanCore& core, Alignment& alignment, con
   if (std::find(parts.begin(), parts.end(), LayerPart::by_head) == parts.end()) return;
   const std::vector<LayerShape>& layers = target.geometry.layers;
   std::vector<AlignmentGroup> by_head(alignment.groups.size());
-  std::vector<std::size_t> weights_at(alignment.groups.size());  // heads of the group that were passed
+  std::vector<std::uint32_t> heads_of(alignment.groups.size());
   std::size_t mask_at = 0;
   for (std::size_t l = 0; l < layers.size(); ++l) {
     const std::size_t heads = layer_heads(layers[l]);
@@ -96,21 +100,25 @@ KVMELD_LAZY void add_local_heads(const PlanCore& core, Alignment& alignment, con
     if (g == alignment.groups.size()) continue;  // refused when rows are compiled
     const AlignmentGroup& from = alignment.groups[g];
     AlignmentGroup& to = by_head[g];
-    if (to.layers.layers.empty()) to.layers.layers.assign(layers.size(), 0);
+    if (to.layers.layers.empty()) {
+      to.layers.layers.assign(layers.size(), 0);
+      to.head_rows.assign(layers.size(), 0);
+    }
     if (parts[l] == LayerPart::by_head) {
       to.layers.layers[l] = 1;
+      to.head_rows[l] = heads_of[g];
+      heads_of[g] += static_cast<std::uint32_t>(heads);
       const std::size_t n = from.contributions.size();
       for (std::size_t h = 0; h < heads; ++h) {
         const bool chosen = target.heads.heads[mask_at + h] != 0;
         for (std::size_t o = 0; o + 1 < from.row_begin.size(); ++o) {
           for (std::size_t i = from.row_begin[o]; i < from.row_begin[o + 1]; ++i) {
-            to.head_weights.push_back(!chosen ? 0.0F : from.head_weights.empty() ? 1.0F : from.head_weights[(weights_at[g] + h) * n + i]);
+            to.head_weights.push_back(!chosen ? 0.0F : from.head_weights.empty() ? 1.0F : from.head_weights[(from.head_rows[l] + h) * n + i]);
           }
           if (from.row_begin[o] != from.row_begin[o + 1]) to.head_weights.push_back(chosen ? 0.0F : 1.0F);
         }
       }
     }
-    weights_at[g] += heads;
     mask_at += heads;
   }
   std::vector<AlignmentGroup> all;

@@ -27,7 +27,7 @@ Status check_row(const F& fuser, std::span<const PlaneShape> planes, const HeadI
   }
   if constexpr (MixForm<Rows>) {
     for (const PlaneShape& shape : planes) {
-      const int most = (std::min)(max_mixed, max_mixed_values / ((shape.channels + 31) / 32 * 32));
+      const int most = (std::min)(max_mixed, max_mixed_values / (std::max)(1, (shape.channels + 31) / 32 * 32));
       if (count > most) return error(ErrorCode::oversized, count, " contributions; this fuser mixes at most ", most, " rows of ", shape.channels, " channels");
     }
   }
@@ -60,7 +60,8 @@ Status check_rows(const PlanCore& core, const F& fuser) {
       for (std::size_t h = 0; h < (by_head ? layer_heads(core.geometry->layers[l]) : 1); ++h) {
         const HeadInputs row{group.inputs.data() + begin, by_head ? core.head_weights[l].data() + h * group.inputs.size() + begin : nullptr,
                              static_cast<int>(count)};
-        const bool single = by_head && keeps_single<RowForm<F>>() && row.used_count() == 1 && row.weight(row.first_used()) > 0;
+        const bool alone = by_head && row.used_count() == 1 && row.weight(row.first_used()) > 0;
+        const bool single = alone && (keeps_single<RowForm<F>>() || row.inputs[row.first_used()].source == core.local_source);
         const Status checked = single ? Status() : check_row(fuser, core.geometry->layers[l].planes, row);
         if (checked) continue;
         return error(checked.code(), "output ", o, " at position ", core.positions[o], by_head ? ", head " : "", by_head ? std::to_string(h) : "", ": ",

@@ -63,9 +63,14 @@ struct PlaneTask {
   std::int32_t rotary_channels = 0;
   const float* head_weights = nullptr;  ///< (head, input) in place of the inputs' own, 0: not of this head; null: none
   std::int64_t input_count = 0;         ///< of the group
+  std::uint32_t local_source = 0xffffffff;  ///< the local cache: a head that is its alone takes it as it is
   std::int32_t layer = 0;
   bool packed = false;  ///< output tokens follow each other in memory in canonical order
 
+  /// Whether a head takes its only contribution as it is; `keeps_single`: the fuser does so with any.
+  [[nodiscard]] KVMELD_HD bool keeps(const HeadInputs& row, bool keeps_single) const noexcept {
+    return row.used_count() == 1 && (keeps_single || (row.weights != nullptr && row.inputs[row.first_used()].source == local_source));
+  }
   [[nodiscard]] KVMELD_HD HeadInputs head_inputs(std::int64_t output, std::int64_t head) const noexcept {
     const std::uint32_t begin = group.row_begin[output];
     return {group.inputs + begin, head_weights == nullptr ? nullptr : head_weights + head * input_count + begin,

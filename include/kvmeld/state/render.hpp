@@ -86,6 +86,7 @@ void fill_tasks(const PlanCore& core, const MutableKvCacheRef& out, PlaneTask* t
       task.group = {at(group.row_begin), at(group.inputs), at(group.out_shift), at(group.run), at(group.direct)};
       task.head_weights = at(core.head_weights[l]);
       task.input_count = static_cast<std::int64_t>(group.inputs.size());
+      task.local_source = static_cast<std::uint32_t>(core.local_source);
       task.layer = static_cast<std::int32_t>(l);
       const std::byte** base = bases + index * core.sources.size();
       for (std::size_t s = 0; s < core.sources.size(); ++s) {

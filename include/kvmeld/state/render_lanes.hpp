@@ -43,7 +43,7 @@ struct RenderLanes {
       HeadInputs all = task.head_inputs(o, head);
       std::uint32_t turn_after = task.group.out_shift[o];
       RowInput only{};
-      if (keeps_single<F>() && all.used_count() == 1) {
+      if (task.keeps(all, keeps_single<F>())) {
         const int at = all.first_used();
         only = all.inputs[at];
         if (all.count > 1) {

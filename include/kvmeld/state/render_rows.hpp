@@ -215,7 +215,7 @@ void render_heads(const F& fuser, const PlaneTask& task, RowMode mode, std::int6
   for (std::int64_t head = 0; head < task.out.shape.heads; ++head) {
     const HeadInputs inputs = task.head_inputs(o, head);
     alignas(64) float row[max_channels] = {};
-    if (inputs.weights != nullptr && keeps_single<F>() && inputs.used_count() == 1) {
+    if (inputs.weights != nullptr && task.keeps(inputs, keeps_single<F>())) {
       const int only = inputs.first_used();
       const RowInput& input = inputs.inputs[only];
       const std::uint32_t shift = task.group.direct[task.group.row_begin[o] + static_cast<std::uint32_t>(only)];
