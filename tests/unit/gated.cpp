@@ -249,6 +249,13 @@ TEST_CASE("gates render to the same bytes in every executor") {
     test::render_everywhere(set, given(alignment, GatedChannels{random_weights(shape)}), target, test::Layout::paged);
     test::render_everywhere(set, given(alignment, NormPreservingMean{}), target);
   }
+  // Weights whose products are rounded, so that a product joined with its sum would show.
+  alignment.groups[0].head_weights.clear();
+  for (std::size_t i = 0; i < alignment.groups[0].contributions.size(); ++i) alignment.groups[0].contributions[i].weight = i % 2 == 0 ? 0.3F : 0.7F;
+  shape.kind = GateKind::token;
+  test::render_everywhere(set, given(alignment, Gated{random_weights(shape)}), target);
+  shape.kind = GateKind::channel;
+  test::render_everywhere(set, given(alignment, GatedChannels{random_weights(shape)}), target);
 }
 
 TEST_CASE("agents in another order give the same bytes; one alone is a copy") {
