@@ -101,7 +101,7 @@ struct MultiKrum {
 /// Holds while at most f contributions lie, n ≥ 4f + 3, also against lies in few channels, which Krum's distances hardly see.
 /// Keys are compared un-rotated. O(n² · channels) for distances, O(n³ log n) a token, then as `TrimmedMean`.
 /// (El Mhamdi et al., The Hidden Vulnerability of Distributed Learning in Byzantium, 2018.)
-/// Errors: `invalid_argument` for f below 0, or n < 4f + 3.
+/// Errors: `invalid_argument` for f below 0, or n < 4f + 3; `oversized` where more than `max_selected` would be chosen, n > 2f + 64.
 struct Bulyan {
   static constexpr bool reproducible = true;
   static constexpr bool keeps_single = true;
@@ -110,6 +110,10 @@ struct Bulyan {
   KVMELD_LAZY [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
     const auto n = static_cast<std::int64_t>(scoring.count());
     KVMELD_TRY(detail::check_krum("Bulyan", f, n, 4));
+    if (n - 2 * std::int64_t{f} > detail::max_selected) {  // before the rounds, which cost n³
+      return detail::error(ErrorCode::oversized, "Bulyan{f = ", f, "} would choose ", n - 2 * std::int64_t{f}, " of ", n,
+                           " contributions and sorts at most ", detail::max_selected, ": fuse fewer fragments, or use Krum or MultiKrum");
+    }
     std::vector<std::size_t> left(scoring.count());
     for (std::size_t i = 0; i < left.size(); ++i) left[i] = i;
     std::vector<double> scores(left.size());
