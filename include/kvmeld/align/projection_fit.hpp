@@ -21,7 +21,8 @@ KVMELD_NAMESPACE_BEGIN
 /// Which target heads are made by one matrix.
 enum class FitSharing : std::uint8_t {
   per_layer,  ///< a matrix makes all heads of a layer from all heads of its source layers: most channels to draw on
-  per_head,   ///< a matrix for each target head, from the source head at the same place of its source layers: fewest numbers
+  per_head,   ///< a matrix for each target head, from the source head at the same place of its source layers: fewest numbers; where
+              ///< the source has n times as many heads, from every n-th, and where it has fewer, from one for n target heads
   per_model,  ///< one matrix for keys and one for values serve all layers: for a few hundred paired tokens
 };
 
@@ -47,7 +48,8 @@ class ProjectionFit {
   /// Adds two encodings of one text: payload 0 of each, token i with token i unless `pairs` says otherwise (`pair_by_spans`).
   ///
   /// Pairs that a layer's sliding window no longer holds are left out for that layer.
-  /// Errors: `geometry_mismatch`, `payload_missing`, `token_count_mismatch`, `invalid_argument`, `unsupported` (scaled planes); nothing is added then.
+  /// Errors: `geometry_mismatch`, `payload_missing`, `token_count_mismatch`, `invalid_argument`, `unsupported` (scaled planes),
+  /// `rope_length_dependent` (turned keys behind the original context of a rope that changes there); nothing is added then.
   template <class Lazy = void>
   [[nodiscard]] Status add(const Fragment& source, const Fragment& target, std::span<const TokenPair> pairs = {});
   /// Paired tokens added so far, and what names them.
@@ -89,6 +91,7 @@ class ProjectionFit {
     }
     return hasher.digest();
   }
+  [[nodiscard]] Status check_heads(std::size_t layer, const std::vector<std::int32_t>& from) const;
   void plan_layer(std::size_t layer, const std::vector<std::int32_t>& from);
   template <class Solve>
   [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> solved(std::string method, const Solve& solve) const;
@@ -97,9 +100,25 @@ class ProjectionFit {
   ProjectionFitOptions options_;
   std::vector<NormalEquations> units_;  // by matrix number
   std::vector<Plane> planes_;           // of every matrix
+  std::int32_t first_units_[2] = {-1, -1};  // of keys and of values: what per_model shares
   std::vector<Digest128> digests_;      // of what was added; folded into one when there are many
   std::int64_t tokens_ = 0;
 };
+
+/// Refuses heads that have no place of their own among the source's.
+inline Status ProjectionFit::check_heads(std::size_t layer, const std::vector<std::int32_t>& from) const {
+  if (options_.sharing != FitSharing::per_head) return {};
+  for (const PlaneShape& shape : parts_.target.layers[layer].planes) {
+    for (const std::int32_t s : from) {
+      const PlaneShape* const source = detail::find_plane(parts_.source.layers[static_cast<std::size_t>(s)], shape.plane);
+      if (source == nullptr || source->heads <= 0 || shape.heads <= 0) continue;
+      if (source->heads % shape.heads == 0 || shape.heads % source->heads == 0) continue;
+      return detail::error(ErrorCode::invalid_argument, "fit: ", source->heads, " heads of source layer ", s, " and ", shape.heads, " of target layer ", layer,
+                           " do not divide; fit per_layer");
+    }
+  }
+  return {};
+}
 
 inline void ProjectionFit::plan_layer(std::size_t layer, const std::vector<std::int32_t>& from) {
   for (const Plane plane : {Plane::key, Plane::value}) {
@@ -117,9 +136,11 @@ inline void ProjectionFit::plan_layer(std::size_t layer, const std::vector<std::
         block.inputs.push_back(head);
         inputs += source.channels;
       }
-      if (options_.sharing == FitSharing::per_model && layer > 0) {
-        block.matrix = plane == Plane::key ? 0 : 1;
+      std::int32_t& first = first_units_[plane == Plane::key ? 0 : 1];
+      if (options_.sharing == FitSharing::per_model && first >= 0) {
+        block.matrix = static_cast<std::uint32_t>(first);
       } else {
+        if (first < 0) first = static_cast<std::int32_t>(units_.size());
         units_.emplace_back(inputs, shape->channels * (parts > 1 ? 1 : shape->heads), options_.bias);
         planes_.push_back(plane);
       }
@@ -159,6 +180,7 @@ Result<ProjectionFit> ProjectionFit::make(Geometry source, Geometry target, Proj
     for (const std::int32_t s : from) {
       if (s < 0 || s >= source_layers) return detail::error(ErrorCode::invalid_argument, "fit: target layer ", l, " wants source layer ", s, " of ", source_layers);
     }
+    KVMELD_TRY(fit.check_heads(l, from));
     fit.plan_layer(l, from);
   }
   // What no fit could serve is refused now: a map of zeros has the same shapes.

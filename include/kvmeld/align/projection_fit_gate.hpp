@@ -3,7 +3,6 @@
 /// What a map is worth, on text that it was not fitted on: attention over mapped K/V against attention over the target's own.
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -90,15 +89,15 @@ inline void attend_plainly(std::span<const double> q, const FitPlane& k, const F
   double top = -1e300, total = 0;
   for (std::size_t t = 0; t < tokens; ++t) {
     double sum = 0;
-    for (std::size_t c = 0; c < q.size(); ++c) sum += q[c] * k.values[t * k.width + k_at + c];
-    weights[t] = sum / std::sqrt(static_cast<double>(q.size()));
+    for (std::size_t c = 0; c < q.size(); ++c) sum = fma(q[c], k.values[t * k.width + k_at + c], sum);
+    weights[t] = sum / math::sqrt(static_cast<double>(q.size()));
     top = (std::max)(top, weights[t]);
   }
   out.assign(v_size, 0.0);
   for (std::size_t t = 0; t < tokens; ++t) {
-    const double w = std::exp(weights[t] - top);
+    const double w = math::exp(weights[t] - top);
     total += w;
-    for (std::size_t c = 0; c < v_size; ++c) out[c] += w * v.values[t * v.width + v_at + c];
+    for (std::size_t c = 0; c < v_size; ++c) out[c] = fma(w, v.values[t * v.width + v_at + c], out[c]);
   }
   for (double& x : out) x /= total;
 }
@@ -116,11 +115,11 @@ inline void attend_plainly(std::span<const double> q, const FitPlane& k, const F
   double ab = 0, aa = 0, bb = 0;
   for (std::size_t c = 0; c < a.size(); ++c) {
     const double x = a[c] - centre[c], y = b[c] - centre[c];
-    ab += x * y;
-    aa += x * x;
-    bb += y * y;
+    ab = fma(x, y, ab);
+    aa = fma(x, x, aa);
+    bb = fma(y, y, bb);
   }
-  return aa > 0 && bb > 0 ? ab / std::sqrt(aa * bb) : (aa == bb ? 1.0 : 0.0);
+  return aa > 0 && bb > 0 ? ab / math::sqrt(aa * bb) : (aa == bb ? 1.0 : 0.0);
 }
 
 }  // namespace detail

@@ -44,14 +44,19 @@ inline void turn_fit_row(const RopeSpec& rope, std::span<const double> frequenci
     const std::int32_t second = split ? first + pairs : first + 1;
     const math::SinCos at = math::sin_cos(position * frequencies[static_cast<std::size_t>(i)]);
     const double a = row[first], b = row[second];
-    row[first] = a * at.cos - b * at.sin;
-    row[second] = a * at.sin + b * at.cos;
+    row[first] = fma(a, at.cos, -fma(b, at.sin, 0.0));
+    row[second] = fma(a, at.sin, fma(b, at.cos, 0.0));
   }
 }
 
-/// The frequencies by which a plane's stored rows were turned; none where they carry no position.
+/// The frequencies by which a plane's stored rows were turned; none where they carry no position. Errors: `rope_length_dependent`,
+/// and those of `inverse_frequencies` (`rope_unsupported` for several axes).
 KVMELD_LAZY [[nodiscard]] Result<std::vector<double>> plane_frequencies(const LayerShape& layer, const PlaneShape& shape, std::int64_t length) {
-  if (!shape.rotary || layer.key_form == KeyForm::pre_rope || layer.rope.kind != RopeKind::rotary) return std::vector<double>{};
+  if (!shape.rotary || layer.key_form == KeyForm::pre_rope || layer.rope.kind == RopeKind::none) return std::vector<double>{};
+  if (length_dependent(layer.rope) && length > layer.rope.original_context) {
+    return error(ErrorCode::rope_length_dependent, "fit: keys up to position ", length - 1, " behind an original context of ", layer.rope.original_context,
+                 " do not say by which frequencies they were turned; seal them before rotation");
+  }
   return inverse_frequencies(layer.rope, length);
 }
 
@@ -70,7 +75,7 @@ KVMELD_LAZY [[nodiscard]] Result<FitPlane> read_fit_plane(const Geometry& geomet
   const LayerShape& shape = geometry.layers[layer];
   const auto plane = static_cast<std::size_t>(plane_indices(geometry, kind)[layer]);
   const PlaneShape& of = *find_plane(shape, kind);
-  const auto frequencies = plane_frequencies(shape, of, payload.positions.empty() ? 0 : payload.positions.back() + 1);
+  const auto frequencies = plane_frequencies(shape, of, payload.positions.empty() ? 1 : payload.positions.back() + 1);
   if (!frequencies) return frequencies.error();
 
   FitPlane out;
