@@ -127,7 +127,7 @@ class [[nodiscard]] Result {
 
   Result(T value) : value_(std::move(value)), has_value_(true) {}  // NOLINT: implicit on purpose
   Result(Status status) : status_(std::move(status)) {             // NOLINT: implicit on purpose
-    if (status_.ok()) status_ = Status::no_value();
+    if (status_.ok()) (void)(status_ = Status::no_value());
   }
   Result(ErrorCode code, std::string message) : status_(code, std::move(message)) {}
 
@@ -148,7 +148,7 @@ class [[nodiscard]] Result {
     if (this == &other) return *this;
     Result taken(std::move(other));  // what is dropped may hold `other`
     drop();
-    status_ = std::move(taken.status_);
+    (void)(status_ = std::move(taken.status_));
     if (taken.has_value_) hold(std::move(taken.value_));
     return *this;
   }

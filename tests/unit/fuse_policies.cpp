@@ -368,6 +368,8 @@ TEST_CASE("rules refuse fewer contributions than they need, and more than they c
     return set;
   }();
   refused(set_of_many, g, kvmeld::Median{}, ErrorCode::oversized, "1000 contributions; this fuser sorts at most 64");
+  // Before its rounds, which would take half a minute.
+  refused(set_of_many, g, kvmeld::Bulyan{.f = 1}, ErrorCode::oversized, "Bulyan{f = 1} would choose 998 of 1000 contributions and sorts at most 64");
   const auto krum = test::render_everywhere(set_of_many, matched(kvmeld::Krum{.f = 300}), at(g));
   CHECK(krum->get(0, 0, 0, 0) < 7.0);
   const auto medoid = test::render_everywhere(set_of_many, matched(kvmeld::Medoid{}), at(g));
