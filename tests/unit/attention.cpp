@@ -426,6 +426,14 @@ TEST_CASE("states that do not fit or hold NaN are refused, and the output is lef
   CHECK(kvmeld::convert_lse<LseBase2>(good.state(), all.first(3)).error().code() == ErrorCode::invalid_argument);
   CHECK(kvmeld::convert_lse<LseBase2>(in, all.subspan(33, 4)).error().code() == ErrorCode::aliasing);
   CHECK(kvmeld::convert_lse<LseBase2>(AttentionState<LseNatural>(bad.state()), all.first(4)).ok());  // outputs are not looked at
+  // Sums that only one of the bases can hold, the last one of four.
+  for (const float sum : {3e38F, -3e38F, not_a_number, infinity}) {
+    Owned<> large({}, {1.0F, -infinity, 2.0F, sum}, 2, 2, 0);
+    const auto refusal = kvmeld::convert_lse<LseBase2>(large.state(), out.lse);
+    REQUIRE(refusal.status().code() == ErrorCode::non_finite);
+    CHECK(refusal.status().message().find("sum 3") != std::string::npos);
+    CHECK(out.untouched());
+  }
 }
 
 TEST_CASE("context vectors agree with plain loops: head sizes, types, layouts, frames, key forms, layers that hold fewer tokens") {
@@ -688,6 +696,9 @@ TEST_CASE("attention refuses what it cannot read, with the number, and leaves th
   q.temperature = 0.0F;
   refused(q, source, out.out(), ErrorCode::invalid_argument, "temperature");
   refused(good, {cache.ref(), std::span(positions).first(4), {}}, out.out(), ErrorCode::token_count_mismatch, "4 positions for 5");
+  refused(good, {cache.ref(), std::vector<std::int64_t>{0, 1, 2, std::numeric_limits<std::int64_t>::max(), 4}, {}}, out.out(), ErrorCode::invalid_argument,
+          "position 9223372036854775807 of token 3");
+  refused(good, {cache.ref(), std::vector<std::int64_t>{0, -1, 2, 3, 4}, {}}, out.out(), ErrorCode::invalid_argument, "position -1 of token 1");
   refused(good, {cache.ref(), positions, {false, {1, 5}}}, out.out(), ErrorCode::invalid_argument, "token 5");
   refused(good, {cache.ref(), positions, {false, {3, 3}}}, out.out(), ErrorCode::invalid_argument, "token 3");
   refused(good, {kvmeld::KvCacheRef(), positions, {}}, out.out(), ErrorCode::invalid_argument, "no geometry");
@@ -727,6 +738,7 @@ TEST_CASE("attention refuses what it cannot read, with the number, and leaves th
     test::TestCache grown(o, 5);
     grown.fill(2);
     refused(good, {grown.ref(), positions, {}}, out.out(), ErrorCode::rope_length_dependent, "original context 6");
+    refused(good, {grown.ref(), std::vector<std::int64_t>{0, 6, 2, 3, 1}, {}}, out.out(), ErrorCode::rope_length_dependent, "contexts of 7");
   }
 
   // Nothing to attend over is the empty state.
