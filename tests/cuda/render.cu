@@ -101,12 +101,23 @@ TEST_CASE("gates with their parameters, norm-preserving means and weights by hea
     for (float& x : out) x = random.value() / 8;
     return out;
   };
-  const kvmeld::GateShape shape{.key_channels = 64, .value_channels = 64, .hidden = 5};
+  kvmeld::GateShape shape{.key_channels = 64, .value_channels = 64, .hidden = 5};
   const auto gate = kvmeld::GateWeights::make(shape, numbers(static_cast<std::size_t>(shape.size())));
   REQUIRE(gate.ok());
   const Aligner match{kvmeld::TokenMatch{}};
   compare(set, kvmeld::merger(ById{}, match, Fuser{kvmeld::Gated{*gate}}), g, Layout::paged, Tables::host);
   compare(set, kvmeld::merger(ById{}, match, Fuser{kvmeld::NormPreservingMean{}}), g, Layout::canonical, Tables::host);
+  // Weights whose products are rounded: a compiler that joined them with the sums of gates would show.
+  auto unequal = test::crowd(4, 5);
+  for (std::size_t i = 0; i < unequal.groups[0].contributions.size(); ++i) unequal.groups[0].contributions[i].weight = i % 2 == 0 ? 0.3F : 0.7F;
+  const Aligner given{test::Given{std::make_shared<const kvmeld::Alignment>(unequal)}};
+  const auto positions = test::gapped_positions(5, 3);
+  const auto pair = test::set_of({test::sealed(g, 5, 1, {.positions = positions}), test::sealed(g, 5, 2, {.positions = positions})});
+  compare(pair, kvmeld::merger(ById{}, given, Fuser{kvmeld::Gated{*gate}}), g, Layout::canonical, Tables::host);
+  shape.kind = kvmeld::GateKind::channel;
+  const auto channels = kvmeld::GateWeights::make(shape, numbers(static_cast<std::size_t>(shape.size())));
+  REQUIRE(channels.ok());
+  compare(pair, kvmeld::merger(ById{}, given, Fuser{kvmeld::GatedChannels{*channels}}), g, Layout::canonical, Tables::host);
   kvmeld::Attention attention{.queries = std::make_shared<const std::vector<float>>(numbers(3 * 2 * 2 * 64)), .count = 3};
   compare(set, kvmeld::merger(ById{}, Aligner{attention}), g, Layout::paged, Tables::host);
 }
