@@ -349,4 +349,46 @@ TEST_CASE("a map planted between two models comes back from their fragments, and
     CHECK(other->low_rank(1e-3, 2).ok());
   }
 }
+
+TEST_CASE("heads that do not divide, ropes that no fit can undo; one matrix for all layers where the first lacks a plane") {
+  using namespace kvmeld;
+  const auto three = test::geometry({.layers = 2, .heads = 3, .channels = 4}), two = test::geometry({.layers = 2, .heads = 2, .channels = 4});
+  const auto undivided = ProjectionFit::make(*three, *two, {.nearest = 1, .sharing = FitSharing::per_head});
+  REQUIRE(undivided.status().code() == ErrorCode::invalid_argument);
+  CHECK(undivided.status().message().find("3 heads of source layer 0 and 2 of target layer 0") != std::string::npos);
+  CHECK(ProjectionFit::make(*three, *two, {.nearest = 1}).ok());
+  const auto six = test::geometry({.layers = 2, .heads = 6, .channels = 4});
+  CHECK(ProjectionFit::make(*six, *two, {.nearest = 1, .sharing = FitSharing::per_head}).ok());
+  CHECK(ProjectionFit::make(*two, *six, {.nearest = 1, .sharing = FitSharing::per_head}).ok());
+
+  auto keys_first = *test::geometry({.layers = 3, .heads = 2, .channels = 4});
+  keys_first.layers[0].planes.pop_back();
+  const auto shared = std::make_shared<Geometry>(keys_first);
+  auto fit = ProjectionFit::make(keys_first, keys_first, {.nearest = 0, .sharing = FitSharing::per_model});
+  INFO(fit.status().message());
+  REQUIRE(fit.ok());
+  REQUIRE(fit->add(test::sealed(shared, 40, 1).fragment, test::sealed(shared, 40, 2).fragment).ok());
+  const auto map = fit->ridge(1e-3);
+  REQUIRE(map.ok());
+  CHECK((*map)->matrices().size() == 2);
+  CHECK((*map)->layers()[0].value.empty());
+  CHECK((*map)->layers()[1].value[0].matrix == (*map)->layers()[2].value[0].matrix);
+  CHECK((*map)->layers()[1].value[0].matrix != (*map)->layers()[1].key[0].matrix);
+
+  auto axes = *two;
+  axes.layers[1].rope.kind = RopeKind::multi_axis;
+  CHECK(ProjectionFit::make(axes, *two).status().code() == ErrorCode::rope_unsupported);
+  CHECK(detail::plane_frequencies(axes.layers[1], axes.layers[1].planes[0], 9).status().code() == ErrorCode::rope_unsupported);
+  const auto grown = std::make_shared<Geometry>(*two);
+  for (LayerShape& layer : grown->layers) {
+    layer.rope.scaling = RopeScaling::dynamic_ntk;
+    layer.rope.factor = 2.0;
+    layer.rope.original_context = 20;
+  }
+  auto lengths = ProjectionFit::make(*grown, *two);
+  REQUIRE(lengths.ok());
+  CHECK(lengths->add(test::sealed(grown, 20, 1).fragment, test::sealed(two, 20, 2).fragment).ok());
+  CHECK(lengths->add(test::sealed(grown, 21, 1).fragment, test::sealed(two, 21, 2).fragment).code() == ErrorCode::rope_length_dependent);
+  CHECK(lengths->tokens() == 20);
+}
 #endif
