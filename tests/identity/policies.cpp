@@ -51,13 +51,13 @@ struct AnyAligner {
 };
 
 // Five fragments of a few ids that differ here and there; one of another model, which the map leads to the target's.
-void render_all(test::Sink& sink, ElementType type) {
+void render_all(test::Sink& sink, ElementType type, bool rules) {
   const auto g = test::geometry({.type = type, .heads = 2, .channels = 48, .first = 6, .rotary = 34});
   auto other = test::geometry({.type = type, .layers = 3, .heads = 3, .channels = 32, .pairing = kvmeld::RopePairing::interleaved});
   other->model = "source model";
   kvmeld::FragmentSet set;
   for (std::uint64_t s = 0; s < 5; ++s) {
-    const auto n = static_cast<std::int64_t>(3 + s);
+    const auto n = static_cast<std::int64_t>(rules ? 4 : 3 + s);  // rules have a least number of contributions
     std::vector<kvmeld::TokenId> ids;
     for (std::int64_t t = 0; t < n; ++t) ids.push_back(static_cast<kvmeld::TokenId>(t % 3 == static_cast<std::int64_t>(s) ? 50 + s : 10 + t));
     const auto positions = test::gapped_positions(n, static_cast<std::int64_t>(7 * s));
@@ -72,6 +72,10 @@ void render_all(test::Sink& sink, ElementType type) {
   const kvmeld::GateShape shape{.key_channels = 48, .value_channels = 48, .hidden = 6};
   const auto gate = kvmeld::GateWeights::make(shape, numbers(static_cast<std::size_t>(shape.size()), 6));
   require(gate.ok(), "gate failed");
+  kvmeld::GateShape by_channel = shape;
+  by_channel.kind = kvmeld::GateKind::channel;
+  const auto channel_gate = kvmeld::GateWeights::make(by_channel, numbers(static_cast<std::size_t>(by_channel.size()), 8));
+  require(channel_gate.ok(), "gate failed");
   kvmeld::Target target{*g};
   target.first_position = 131;
   using kvmeld::Aligner, kvmeld::Fuser, kvmeld::merger;
@@ -79,7 +83,16 @@ void render_all(test::Sink& sink, ElementType type) {
     render(sink, set, merger(kvmeld::ById{}, Aligner{aligner}), target, Layout::canonical);
     if (aligner.which == 3) continue;
     render(sink, set, merger(kvmeld::ById{}, Aligner{aligner}, Fuser{kvmeld::NormPreservingMean{}}), target, Layout::paged);
-    if (aligner.which == 0) render(sink, set, merger(kvmeld::ById{}, Aligner{aligner}, Fuser{kvmeld::Gated{*gate}}), target, Layout::canonical);
+    if (aligner.which != 0) continue;
+    const auto fused = [&](const auto& fuser) { render(sink, set, merger(kvmeld::ById{}, Aligner{aligner}, Fuser{fuser}), target, Layout::canonical); };
+    fused(kvmeld::Gated{*gate});
+    if (!rules) continue;
+    fused(kvmeld::GatedChannels{*channel_gate});
+    fused(kvmeld::Cluster{.threshold = 0.2F});
+    fused(kvmeld::Cluster{.k = 2, .result = kvmeld::ClusterResult::centre});
+    fused(kvmeld::Medoid{});
+    fused(kvmeld::MultiKrum{.f = 1, .m = 2});
+    fused(kvmeld::TrimmedMean{.f = 1});
   }
 }
 
@@ -87,6 +100,7 @@ void render_all(test::Sink& sink, ElementType type) {
 
 int main() {
   test::Sink sink;
-  for (const ElementType type : {ElementType::f32, ElementType::bf16}) render_all(sink, type);
+  for (const ElementType type : {ElementType::f32, ElementType::bf16}) render_all(sink, type, false);
+  render_all(sink, ElementType::bf16, true);
   std::printf("%s\n", sink.hash.digest().hex().c_str());
 }
