@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <fstream>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -13,6 +12,7 @@
 #include <kvmeld/cache/layout.hpp>
 
 #include "support/catch.hpp"
+#include "support/page_snippets.hpp"
 
 namespace {
 
@@ -261,29 +261,5 @@ TEST_CASE("tensors of one's own, and two views of one pool") {
 }
 
 TEST_CASE("docs/layouts.md shows these snippets word for word") {
-  const auto lines_of = [](const char* path) {
-    std::ifstream file(path);
-    std::vector<std::string> lines;
-    for (std::string line; std::getline(file, line);) {
-      line.erase(0, std::min(line.find_first_not_of(' '), line.size()));
-      lines.push_back(line);
-    }
-    return lines;
-  };
-  const std::vector<std::string> page = lines_of("docs/layouts.md"), source = lines_of("tests/unit/layout_docs.cpp");
-  if (page.empty() || source.empty()) {
-    WARN("run from the project's root to compare docs/layouts.md");
-    return;
-  }
-  std::size_t shown = 0, tested = 0;
-  for (std::size_t i = 0; i < source.size(); ++i) {
-    if (source[i].rfind("// example-begin: ", 0) != 0) continue;
-    ++tested;
-    const auto end = std::find(source.begin() + static_cast<std::ptrdiff_t>(i), source.end(), "// example-end");
-    const std::vector<std::string> snippet(source.begin() + static_cast<std::ptrdiff_t>(i) + 1, end);
-    INFO(source[i]);
-    CHECK(std::search(page.begin(), page.end(), snippet.begin(), snippet.end()) != page.end());
-  }
-  for (const std::string& line : page) shown += line == "```cpp";
-  CHECK(shown == tested);
+  test::check_page("docs/layouts.md", {"tests/unit/layout_docs.cpp"});
 }

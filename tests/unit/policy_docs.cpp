@@ -1,10 +1,10 @@
 // The policies of docs/custom_policy.md, compiled and run on every executor; the last case checks that the page shows them word for
 // word.
 #include <algorithm>
-#include <fstream>
 #include <string>
 #include <vector>
 
+#include "support/page_snippets.hpp"
 #include "support/rendering.hpp"
 
 namespace {
@@ -253,32 +253,5 @@ TEST_CASE("a score of one's own leaves a liar out") {
 }
 
 TEST_CASE("docs/custom_policy.md shows these policies, and example 03's, word for word") {
-  const auto lines_of = [](const char* path) {
-    std::ifstream file(path);
-    std::vector<std::string> lines;
-    for (std::string line; std::getline(file, line);) {
-      line.erase(0, std::min(line.find_first_not_of(' '), line.size()));
-      lines.push_back(line);
-    }
-    return lines;
-  };
-  const std::vector<std::string> page = lines_of("docs/custom_policy.md");
-  std::size_t shown = 0, tested = 0;
-  for (const char* path : {"tests/unit/policy_docs.cpp", "examples/03_custom_policy.cpp"}) {
-    const std::vector<std::string> source = lines_of(path);
-    if (page.empty() || source.empty()) {
-      WARN("run from the project's root to compare docs/custom_policy.md");
-      return;
-    }
-    for (std::size_t i = 0; i < source.size(); ++i) {
-      if (source[i].rfind("// example-begin", 0) != 0) continue;
-      ++tested;
-      const auto end = std::find(source.begin() + static_cast<std::ptrdiff_t>(i), source.end(), "// example-end");
-      const std::vector<std::string> snippet(source.begin() + static_cast<std::ptrdiff_t>(i) + 1, end);
-      INFO(source[i]);
-      CHECK(std::search(page.begin(), page.end(), snippet.begin(), snippet.end()) != page.end());
-    }
-  }
-  for (const std::string& line : page) shown += line == "```cpp";
-  CHECK(shown == tested);
+  test::check_page("docs/custom_policy.md", {"tests/unit/policy_docs.cpp", "examples/03_custom_policy.cpp"});
 }
