@@ -52,6 +52,11 @@ enum class ErrorCode : std::uint8_t {
   unauthenticated,        ///< a message carries no valid authentication tag, or another namespace
   version_mismatch,       ///< bytes of a newer major version than this build reads
   gate_refused,           ///< a map between models, measured on held-out data, is worse than the bar
+  template_syntax,        ///< a prompt template with a brace that does not pair, or a slot that is no name
+  slot_unknown,           ///< a value for a slot that the template does not have
+  slot_missing,           ///< a slot without a value
+  history_missing,        ///< a slot asks for an earlier turn than are kept
+  context_exceeded,       ///< a prompt ends behind the positions that the model was trained on
 };
 
 /// The name of a code as it is written in this header.
@@ -96,6 +101,11 @@ enum class ErrorCode : std::uint8_t {
     case ErrorCode::unauthenticated: return "unauthenticated";
     case ErrorCode::version_mismatch: return "version_mismatch";
     case ErrorCode::gate_refused: return "gate_refused";
+    case ErrorCode::template_syntax: return "template_syntax";
+    case ErrorCode::slot_unknown: return "slot_unknown";
+    case ErrorCode::slot_missing: return "slot_missing";
+    case ErrorCode::history_missing: return "history_missing";
+    case ErrorCode::context_exceeded: return "context_exceeded";
   }
   return "unknown";
 }
