@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/state/anchor_parts.hpp>
+#include <kvmeld/state/anchor_taps.hpp>
 
 /// Segments at new places, corrected by what other contexts did to segments like them: base + Σ w·Δ as a plan that `run` executes.
 
@@ -16,52 +16,72 @@ KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
 /// Contributions of one layer: base and offsets where all of them hold the token, a hole where one does not. A base is never taken for
-/// a blend in silence.
-KVMELD_LAZY AlignmentGroup reuse_group(const PlanCore& core, std::span<const ReusePiece> pieces, std::size_t layer, bool context_free) {
+/// a blend in silence: a token without offset is a hole in every layer, those that need none too.
+KVMELD_LAZY AlignmentGroup reuse_group(const PlanCore& core, std::span<const ReusePiece> pieces, std::size_t layer, std::int32_t context_free_layers) {
   AlignmentGroup group;
+  const bool context_free = std::cmp_less(layer, context_free_layers), none_needed = std::cmp_equal(core.geometry->layers.size(), context_free_layers);
+  const auto held = [&](const Contribution& c) { return payload_row(core.sources[c.source].payload(), layer, c.token) >= 0; };
   for (const ReusePiece& piece : pieces) {
-    const bool plain = context_free || piece.part->rotated_only;
+    const bool bare = piece.part->rotated_only || none_needed;
     for (std::int64_t t = 0; t < piece.tokens; ++t) {
-      const auto base_row = static_cast<std::uint32_t>(piece.part->first + t);
-      bool complete = payload_row(core.sources[piece.base].payload(), layer, base_row) >= 0;
-      for (std::size_t i = 0; !plain && complete && i < piece.order.size(); ++i) {
-        const std::int64_t row = piece.row(i, t);
-        if (piece.weight(i, t) != 0.0F) {
-          complete = row >= 0 && payload_row(core.sources[piece.sources[i]].payload(), layer, static_cast<std::uint32_t>(row)) >= 0;
-        }
+      const auto at = static_cast<std::size_t>(t);
+      const std::size_t begin = group.contributions.size();
+      bool complete = piece.base_begin[at] != piece.base_begin[at + 1] && (bare || piece.unmapped[at] == 0);
+      for (std::uint32_t i = piece.base_begin[at]; complete && i < piece.base_begin[at + 1]; ++i) {
+        complete = held(piece.base_taps[i].input);
+        group.contributions.push_back(piece.base_taps[i].input);
       }
-      if (complete) group.contributions.push_back({piece.base, base_row, 1.0F});
-      for (std::size_t i = 0; !plain && complete && i < piece.order.size(); ++i) {
-        const float weight = piece.weight(i, t);
-        if (weight != 0.0F) group.contributions.push_back({piece.sources[i], static_cast<std::uint32_t>(piece.row(i, t)), weight});
+      for (std::uint32_t i = bare || context_free ? piece.offset_begin[at + 1] : piece.offset_begin[at]; complete && i < piece.offset_begin[at + 1]; ++i) {
+        Contribution input = piece.offset_taps[i].input;
+        input.weight = rounded_product(input.weight, piece.gain(piece.offset_taps[i].offset, layer, t));
+        if (input.weight == 0.0F) continue;
+        complete = held(input);
+        group.contributions.push_back(input);
       }
+      if (!complete) group.contributions.resize(begin);
       group.end_row();
     }
   }
   return group;
 }
 
+/// Whether two layers' offsets enter by the same gains.
+KVMELD_LAZY bool same_gains(std::span<const ReusePiece> pieces, std::size_t a, std::size_t b) {
+  for (const ReusePiece& piece : pieces) {
+    const auto n = static_cast<std::size_t>(piece.tokens);
+    for (const std::uint32_t i : piece.order) {
+      const float* const gains = piece.part->offsets[i].gains.data();
+      if (gains != nullptr && !std::equal(gains + a * n, gains + (a + 1) * n, gains + b * n)) return false;
+    }
+  }
+  return true;
+}
+
 KVMELD_LAZY Digest128 reuse_id(std::span<const ReusePiece> pieces, const Geometry& geometry, const ReuseOptions& options) {
   Hasher h;
-  h.text("kvmeld.reuse.v1");
+  h.text("kvmeld.reuse.v2");
   hash_append(h, geometry);
   h.value(options.context_free_layers);
   h.value(options.compute_last);
   h.value(options.context_length);
+  h.value(options.interpolation_window);
+  h.value(options.interpolate_kv);
   for (const ReusePiece& piece : pieces) {
     h.bytes(std::as_bytes(std::span(piece.part->base.id().bytes)));
     h.value(piece.part->position);
     h.value(piece.part->first);
     h.value(piece.tokens);
     h.value(piece.part->rotated_only);
+    h.values(span_of(piece.part->rows));
     h.value(static_cast<std::uint64_t>(piece.order.size()));
     for (const std::uint32_t i : piece.order) {
       const ReuseOffset& offset = piece.part->offsets[i];
       h.bytes(std::as_bytes(std::span(offset.anchor.bytes)));
       h.bytes(std::as_bytes(std::span(offset.delta.id().bytes)));
       h.value(offset.weight);
-      h.values(std::span<const float>(offset.token_weights));
-      h.values(std::span<const std::int32_t>(offset.rows));
+      h.values(span_of(offset.token_weights));
+      h.values(span_of(offset.rows));
+      h.values(span_of(offset.gains));
     }
   }
   return h.digest();
@@ -72,10 +92,14 @@ KVMELD_LAZY Digest128 reuse_id(std::span<const ReusePiece> pieces, const Geometr
 /// Plans K̂ = rotate(base + Σ w·Δk), V̂ = base + Σ w·Δv for every part, with each segment's own base, at exact positions.
 ///
 /// Sums in the local frame, base first, then offsets in ascending order of anchor: bytes depend neither on the order given, nor on
-/// threads or instruction set. Context-free layers take the base alone. Tokens whose offset some layer lacks become holes. Weights of 0
-/// leave the sum. O(tokens · anchors). KVCOMM (2025), the reuse step.
+/// threads or instruction set. Context-free layers take the base alone. Weights of 0 leave the sum.
+/// Offsets enter by the rows that their position maps give. Where a map has a hole, the anchors that do have the token share its weight
+/// among themselves; where none has, offsets are interpolated over gaps of at most `interpolation_window` tokens, linearly by position
+/// between the matched neighbours and by weight between the two heaviest anchors; what is left, and tokens whose row some layer lacks,
+/// become holes, whose rows no layer writes. O(tokens · anchors), with gains that times layers. KVCOMM (2025), the reuse step.
 /// Errors: `geometry_mismatch`, `payload_missing`, `invalid_argument` (a part without offsets that is not `rotated_only`, an anchor
-/// twice), `token_count_mismatch`, `duplicate_position`, `duplicate_bos`, `non_finite`, `rope_length_dependent`, `unsupported`.
+/// twice, a map that does not ascend, a window below 0, weights below 0 beside holes), `token_count_mismatch`, `duplicate_position`,
+/// `duplicate_bos`, `non_finite`, `rope_length_dependent`, `unsupported`.
 KVMELD_LAZY [[nodiscard]] Result<ReusePlan> plan_reuse(std::span<const ReusePart> parts, const Geometry& geometry, const ReuseOptions& options = {}) {
   using detail::error;
   const FloatEnvironmentGuard guard;
@@ -83,6 +107,9 @@ KVMELD_LAZY [[nodiscard]] Result<ReusePlan> plan_reuse(std::span<const ReusePart
   KVMELD_TRY(validate(geometry));
   if (options.context_free_layers < 0 || options.context_free_layers > std::ssize(geometry.layers)) {
     return error(ErrorCode::invalid_argument, options.context_free_layers, " context-free layers of ", geometry.layers.size());
+  }
+  if (options.interpolation_window < 0) {
+    return error(ErrorCode::invalid_argument, "an interpolation window of ", options.interpolation_window, " tokens; 0 leaves every hole to the engine");
   }
   detail::PlanCore core;
   core.geometry = std::make_shared<const Geometry>(geometry);
@@ -93,17 +120,26 @@ KVMELD_LAZY [[nodiscard]] Result<ReusePlan> plan_reuse(std::span<const ReusePart
     return static_cast<std::uint32_t>(s);
   };
   std::vector<detail::ReusePiece> pieces;
+  std::vector<std::int64_t> interpolated, interpolated_kv;
   bool approximate = false;
   for (std::size_t p = 0; p < parts.size(); ++p) {
     const ReusePart& part = parts[p];
     KVMELD_TRY(detail::check_reused(part.base, geometry, "base", p));
     detail::ReusePiece piece;
     piece.part = &part;
-    piece.tokens = part.tokens < 0 ? part.base.token_count() - part.first : part.tokens;
-    if (part.first < 0 || piece.tokens < 0 || part.first > part.base.token_count() || piece.tokens > part.base.token_count() - part.first) {
+    piece.tokens = !part.rows.empty() ? std::ssize(part.rows) : part.tokens < 0 ? part.base.token_count() - part.first : part.tokens;
+    if (!part.rows.empty()) {
+      if (part.first != 0 || (part.tokens >= 0 && part.tokens != piece.tokens)) {
+        return error(ErrorCode::invalid_argument, "part ", p, ": ", part.tokens, " tokens from ", part.first, " on beside a map of ", piece.tokens, " rows; a map says both");
+      }
+      KVMELD_TRY(detail::check_rows_ascend(part.rows, part.base.token_count(), p, "a base"));
+    } else if (part.first < 0 || piece.tokens < 0 || part.first > part.base.token_count() || piece.tokens > part.base.token_count() - part.first) {
       return error(ErrorCode::invalid_argument, "part ", p, ": ", piece.tokens, " tokens from ", part.first, " on of a base of ", part.base.token_count());
     }
     if (part.position < 0 || part.position > max_position) return error(ErrorCode::invalid_argument, "part ", p, ": position ", part.position);
+    if (!part.token_ids.empty() && (part.rows.empty() || std::ssize(part.token_ids) != piece.tokens)) {
+      return error(ErrorCode::token_count_mismatch, "part ", p, ": ", part.token_ids.size(), " token ids beside a map of ", part.rows.size(), " rows");
+    }
     if (piece.tokens == 0) continue;
     if (!core.positions.empty() && part.position <= core.positions.back()) {
       return error(ErrorCode::duplicate_position, "part ", p, " starts at position ", part.position, ", behind position ", core.positions.back());
@@ -114,7 +150,7 @@ KVMELD_LAZY [[nodiscard]] Result<ReusePlan> plan_reuse(std::span<const ReusePart
     approximate = true;
     for (std::uint32_t i = 0; i < part.offsets.size(); ++i) {
       KVMELD_TRY(detail::check_reused(part.offsets[i].delta, geometry, "offset", p));
-      KVMELD_TRY(detail::check_offset(part.offsets[i], piece.tokens, p));
+      KVMELD_TRY(detail::check_offset(part.offsets[i], piece.tokens, geometry.layers.size(), p));
       piece.order.push_back(i);
     }
     std::sort(piece.order.begin(), piece.order.end(), [&](std::uint32_t a, std::uint32_t b) { return part.offsets[a].anchor < part.offsets[b].anchor; });
@@ -127,14 +163,18 @@ KVMELD_LAZY [[nodiscard]] Result<ReusePlan> plan_reuse(std::span<const ReusePart
     piece.first_output = core.outputs();
     const std::span<const TokenId> ids = part.base.tokens();
     for (std::int64_t t = 0; t < piece.tokens; ++t) {
+      const std::int64_t row = part.rows.empty() ? part.first + t : part.rows[static_cast<std::size_t>(t)];
       core.positions.push_back(part.position + t);
-      core.tokens.push_back(ids.empty() ? -1 : ids[static_cast<std::size_t>(part.first + t)]);
+      core.tokens.push_back(!part.token_ids.empty() ? part.token_ids[static_cast<std::size_t>(t)] : ids.empty() || row < 0 ? -1 : ids[static_cast<std::size_t>(row)]);
     }
+    detail::add_base_taps(piece, options.interpolate_kv ? options.interpolation_window : 0, interpolated_kv);
+    KVMELD_TRY(detail::add_offset_taps(piece, options.interpolation_window, p, interpolated));
     pieces.push_back(std::move(piece));
   }
   KVMELD_TRY(detail::check_positions(geometry, core.sources, core, nullptr, options.context_length));
   Alignment alignment;
-  std::vector<std::vector<const TokenSet*>> keys;  // (groups) what decides a layer's contributions
+  std::vector<std::vector<const TokenSet*>> keys;  // (groups) what decides a layer's contributions, and the first layer of each
+  std::vector<std::size_t> first_layer;
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     const bool context_free = std::cmp_less(l, options.context_free_layers);
     std::vector<const TokenSet*> key{nullptr};
@@ -143,10 +183,14 @@ KVMELD_LAZY [[nodiscard]] Result<ReusePlan> plan_reuse(std::span<const ReusePart
     key[0] = context_free ? &everything : nullptr;
     const auto same = [](const TokenSet* a, const TokenSet* b) { return a == b || (a != nullptr && b != nullptr && *a == *b); };
     std::size_t g = 0;
-    while (g < keys.size() && !std::equal(keys[g].begin(), keys[g].end(), key.begin(), key.end(), same)) ++g;
+    const auto alike = [&](std::size_t k) {
+      return std::equal(keys[k].begin(), keys[k].end(), key.begin(), key.end(), same) && (context_free || detail::same_gains(pieces, first_layer[k], l));
+    };
+    while (g < keys.size() && !alike(g)) ++g;
     if (g == keys.size()) {
       keys.push_back(std::move(key));
-      alignment.groups.push_back(detail::reuse_group(core, pieces, l, context_free));
+      first_layer.push_back(l);
+      alignment.groups.push_back(detail::reuse_group(core, pieces, l, options.context_free_layers));
       alignment.groups.back().layers.layers.assign(geometry.layers.size(), 0);
     }
     alignment.groups[g].layers.layers[l] = 1;
@@ -157,7 +201,7 @@ KVMELD_LAZY [[nodiscard]] Result<ReusePlan> plan_reuse(std::span<const ReusePart
   KVMELD_TRY(detail::compile(core, alignment, {detail::rotation_equivariant<detail::BlendSum>(), detail::keeps_single<detail::BlendSum>()}, recompute, length));
   KVMELD_TRY(detail::check_rows<detail::BlendSum>(core, detail::BlendSum{}));
   core.render_id = detail::reuse_id(pieces, geometry, options);
-  return ReusePlan(std::move(core), approximate);
+  return ReusePlan(std::move(core), approximate, std::move(interpolated), std::move(interpolated_kv));
 }
 
 KVMELD_NAMESPACE_END
