@@ -337,6 +337,75 @@ TEST_CASE("tables of several pages scan as one") {
   }
 }
 
+TEST_CASE("large tables find through their index what a plain loop finds") {
+  const auto anchor = std::make_shared<const Anchor>(bare(1));
+  const kvmeld::AnchorTable::Row row{anchor, std::make_shared<kvmeld::detail::UseCell>()};
+  test::Random random(6);
+  const std::uint64_t query = random.next();
+  const auto draw = [&] {
+    std::uint64_t s = random.next();
+    if (random.below(40) == 0) {  // near, by up to 20 bits
+      s = query;
+      for (std::uint64_t flips = random.below(21); flips > 0; --flips) s ^= std::uint64_t{1} << random.below(64);
+    }
+    return s;
+  };
+  std::vector<std::uint64_t> signatures;
+  for (int i = 0; i < 90000; ++i) signatures.push_back(draw());
+  kvmeld::AnchorTable table;
+  table.append(signatures, row);
+  const auto same = [&] {
+    bool good = table.size() == signatures.size();
+    for (const int distance : {-1, 0, 3, 9, 12, 16, 19, 20}) {
+      std::vector<kvmeld::HammingHit> hits{{7, 7}}, expected{{7, 7}};
+      table.scan(query, distance, hits);
+      for (std::uint32_t i = 0; i < signatures.size(); ++i) {
+        const int d = std::popcount(signatures[i] ^ query);
+        if (d <= distance) expected.push_back({i, static_cast<std::uint32_t>(d)});
+      }
+      good = good && hits == expected;
+    }
+    return good;
+  };
+  REQUIRE(same());
+  std::vector<kvmeld::HammingHit> found;
+  REQUIRE(kvmeld::MultiIndex::build(signatures).find(query, 9, found));
+  REQUIRE(found.size() > 90000 / 40 / 4);
+  REQUIRE_FALSE(kvmeld::MultiIndex::build(signatures).find(query, 20, found));
+  // A crowd of equal signatures is left to the scan.
+  REQUIRE_FALSE(kvmeld::MultiIndex::build(std::vector<std::uint64_t>(90000, query)).find(query, 3, found));
+  const auto change = [&](int times, int of_eight) {
+    for (int i = 0; i < times; ++i) {
+      if (static_cast<int>(random.below(8)) < of_eight) {
+        signatures.push_back(draw());
+        table.push_back(signatures.back(), row);
+      } else {
+        const std::size_t at = random.below(table.size());
+        table.erase(at);
+        signatures[at] = signatures.back();
+        signatures.pop_back();
+      }
+    }
+  };
+  const kvmeld::AnchorTable before = table;
+  for (int round = 0; round < 4; ++round) {  // both sides of the index being made anew
+    change(1500, 4);
+    REQUIRE(same());
+  }
+  change(6000, 1);
+  REQUIRE(same());
+  std::vector<std::uint64_t> more;
+  for (int i = 0; i < 500; ++i) more.push_back(draw());
+  table.append(more, row);
+  signatures.insert(signatures.end(), more.begin(), more.end());
+  REQUIRE(same());
+  change(4000, 7);
+  REQUIRE(same());
+  REQUIRE(before.size() == 90000);
+  while (table.size() > 60000) change(1000, 0);  // a small table has no index
+  REQUIRE(same());
+}
+
 TEST_CASE("presets stay under their budget") {
   const auto light = kvmeld::presets::light(1 << 20);
   REQUIRE(light.capacity.bytes == 1 << 20);

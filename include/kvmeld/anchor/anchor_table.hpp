@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,6 +14,7 @@
 #include <kvmeld/anchor/anchor.hpp>
 #include <kvmeld/anchor/eviction.hpp>
 #include <kvmeld/anchor/hamming_scan.hpp>
+#include <kvmeld/anchor/multi_index.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
@@ -62,9 +64,11 @@ class AnchorTable {
     ++size_;
     sign(size_ - 1, signature);
     put(size_ - 1, std::move(row));
+    file();
   }
   /// Appends many rows at once, each page copied once.
   void append(std::span<const std::uint64_t> signatures, const Row& row) {
+    if (index_ != nullptr && size_ < index_->size()) index_ = nullptr;  // numbers that it knows are given anew
     for (std::size_t at = 0; at < signatures.size();) {
       if (size_ % block_signatures == 0) blocks_.push_back(std::make_shared<const Block>());
       if (size_ % page_rows == 0) pages_.push_back(std::make_shared<const Page>());
@@ -81,6 +85,7 @@ class AnchorTable {
       blocks_.back() = std::move(block);
       pages_.back() = std::move(page);
     }
+    file();
   }
   /// Another version of anchor i.
   void replace(std::size_t i, std::shared_ptr<const Anchor> anchor) {
@@ -102,15 +107,25 @@ class AnchorTable {
     size_ = last;
     if (size_ % page_rows == 0) pages_.pop_back();
     if (size_ % block_signatures == 0) blocks_.pop_back();
+    file();
   }
 
-  /// Appends the numbers of anchors whose signatures differ from `query` in at most `max_distance` bits. O(n / 16) vector steps.
+  /// Appends the numbers of anchors whose signatures differ from `query` in at most `max_distance` bits, ascending. Many signatures are
+  /// filed in a `MultiIndex`, which is asked where it is the faster way; else O(n / 16) vector steps.
   void scan(std::uint64_t query, int max_distance, std::vector<HammingHit>& hits, ScanIsa isa = best_scan_isa()) const {
-    for (std::size_t b = 0; b < blocks_.size(); ++b) {
-      const std::size_t first = b * block_signatures;
-      const auto count = static_cast<std::uint32_t>((std::min)(size_ - first, block_signatures));
+    std::size_t from = 0;
+    if (index_ != nullptr) {
+      const auto first_hit = static_cast<std::ptrdiff_t>(hits.size());
+      if (index_->find(query, max_distance, hits, isa)) {
+        from = (std::min)(size_, std::size_t{index_->size()});
+        look_at_changed(query, max_distance, hits, first_hit);
+      }
+    }
+    for (std::size_t b = from / block_signatures; b < blocks_.size(); ++b) {
+      const std::size_t first = (std::max)(b * block_signatures, from), skip = first % block_signatures;
+      const auto count = static_cast<std::uint32_t>((std::min)(size_ - first, block_signatures - skip));
       const std::uint32_t* const next = b + 1 < blocks_.size() ? blocks_[b + 1]->low.data() : nullptr;
-      hamming_scan({blocks_[b]->low.data(), blocks_[b]->high.data(), count}, query, max_distance, hits, static_cast<std::uint32_t>(first), next, isa);
+      hamming_scan({blocks_[b]->low.data() + skip, blocks_[b]->high.data() + skip, count}, query, max_distance, hits, static_cast<std::uint32_t>(first), next, isa);
     }
   }
 
@@ -122,12 +137,44 @@ class AnchorTable {
     std::array<std::uint32_t, block_signatures> high{};
   };
   using Page = std::array<Row, page_rows>;
+  static constexpr std::size_t index_from = std::size_t{1} << 16U;  // below, a scan takes a few microseconds
+
+  /// Files all signatures anew where a 32nd of them, or more, stands beside the index.
+  KVMELD_LAZY void file() {
+    if (size_ < index_from) {
+      index_ = nullptr;
+      changed_.clear();
+      return;
+    }
+    const std::size_t filed = index_ == nullptr ? 0 : index_->size();
+    if ((filed < size_ ? size_ - filed : filed - size_) + changed_.size() <= size_ / 32) return;
+    std::vector<std::uint64_t> signatures;
+    signatures.reserve(size_);
+    for (std::size_t i = 0; i < size_; ++i) signatures.push_back(signature(i));
+    index_ = std::make_shared<const MultiIndex>(MultiIndex::build(signatures));
+    changed_.clear();
+  }
+  /// Replaces what the index says of numbers that are gone or signed anew since.
+  KVMELD_LAZY void look_at_changed(std::uint64_t query, int max_distance, std::vector<HammingHit>& hits, std::ptrdiff_t first_hit) const {
+    hits.erase(std::remove_if(hits.begin() + first_hit, hits.end(),
+                              [&](const HammingHit& h) { return h.index >= size_ || std::binary_search(changed_.begin(), changed_.end(), h.index); }),
+               hits.end());
+    for (const std::uint32_t i : changed_) {
+      const int distance = i < size_ ? std::popcount(signature(i) ^ query) : 65;
+      if (distance <= max_distance) hits.push_back({i, static_cast<std::uint32_t>(distance)});
+    }
+    std::sort(hits.begin() + first_hit, hits.end(), [](const HammingHit& a, const HammingHit& b) { return a.index < b.index; });
+  }
 
   void sign(std::size_t i, std::uint64_t signature) {
     auto block = std::make_shared<Block>(*blocks_[i / block_signatures]);
     block->low[i % block_signatures] = static_cast<std::uint32_t>(signature);
     block->high[i % block_signatures] = static_cast<std::uint32_t>(signature >> 32U);
     blocks_[i / block_signatures] = std::move(block);
+    if (index_ == nullptr || i >= index_->size()) return;
+    const auto number = static_cast<std::uint32_t>(i);
+    const auto at = std::lower_bound(changed_.begin(), changed_.end(), number);
+    if (at == changed_.end() || *at != number) changed_.insert(at, number);
   }
   void put(std::size_t i, Row row) {
     auto page = std::make_shared<Page>(*pages_[i / page_rows]);
@@ -139,6 +186,8 @@ class AnchorTable {
   std::size_t bytes_ = 0;
   std::vector<std::shared_ptr<const Block>> blocks_;
   std::vector<std::shared_ptr<const Page>> pages_;
+  std::shared_ptr<const MultiIndex> index_;  // of the signatures as they were; null: few
+  std::vector<std::uint32_t> changed_;       // ascending; numbers in the index that were signed anew since
 };
 
 KVMELD_NAMESPACE_END
