@@ -79,8 +79,9 @@ KVMELD_LAZY Status add_offset_taps(ReusePiece& piece, std::int64_t window, std::
       std::size_t best[2] = {n, n};
       for (std::size_t i = 0; i < n && window > 0; ++i) {
         const float weight = piece.weight(i, t);
+        if (weight == 0.0F) continue;
         gaps[i].move(t);
-        if (weight == 0.0F || !gaps[i].within(window)) continue;
+        if (!gaps[i].within(window)) continue;
         if (best[0] == n || weight > piece.weight(best[0], t)) {
           best[1] = std::exchange(best[0], i);
         } else if (best[1] == n || weight > piece.weight(best[1], t)) {
