@@ -32,7 +32,7 @@ if [ $long = ON ]; then models="$models;default=$(bash "$root/examples/support/g
 export KVMELD_TEST_MODELS=${models#;}
 export KVMELD_TEST_LONG=$([ $long = ON ] && echo 1 || echo 0)
 
-# Light optimisation: the build is most of the time, and what needs another level asks for it itself.
+# No optimisation: the build is most of the time, and what needs another level asks for it itself.
 say "configuring and building with $KVMELD_JOBS jobs"
 configure "$root" "$root/build/tests" --preset ci -DKVMELD_LLAMA_ROOT="$engine" -DKVMELD_TEST_LONG=$long
 targets=()
