@@ -18,83 +18,148 @@ struct BlendSum : Sum {
 
 #if KVMELD_X86_DISPATCH
 
-// Sums one token's rows of all heads and turns the sums by half-split pairs, 32 pairs at a time. A macro, because a function that calls
-// another for a wider instruction set must itself be compiled for it. GROUP: elements that the lanes of a type reorder among themselves;
-// the table is brought into the same order, so that no shuffle is spent on rows.
-#define KVMELD_BLEND_LANES(NAME, TARGET, LANES, GROUP)                                                                          \
+/// What one output is summed from. Not cleared: a row is short.
+struct BlendInputs {
+  const std::byte* rows[chunk_inputs];
+  float weights[chunk_inputs];
+  int count;
+  /// Bytes ahead of the loads that are asked for: rows of consecutive tokens follow each other in a payload. Far enough to be in the next
+  /// page, near enough for all inputs together to stay in the first cache.
+  std::ptrdiff_t ahead;
+
+  explicit BlendInputs(int n) noexcept : count(n), ahead(n <= 4 ? 4096 : n >= 16 ? 1024 : 16384 / n / 64 * 64) {}
+};
+
+/// Two vectors of elements at a time, of each instruction set.
+struct BlendAvx2 {
+  using Vector = FloatLanes;
+  static constexpr std::int64_t step = 16;
+
+  template <ElementType type>
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, Vector& a, Vector& b) noexcept {
+    Lanes16<type>::load(in, a, b);
+  }
+  template <ElementType type>
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(Vector a, Vector b, std::byte* out) noexcept {
+    Lanes16<type>::store(a, b, out);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static Vector load(const float* in) noexcept { return load_lanes(in); }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static Vector fma(Vector a, Vector b, Vector c) noexcept { return fma_lanes(a, b, c); }
+};
+struct BlendAvx512 {
+  using Vector = WideFloats;
+  static constexpr std::int64_t step = 32;
+
+  template <ElementType type>
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, Vector& a, Vector& b) noexcept {
+    alignas(64) float x[32];
+    Avx512Lanes32<type>::load(in, x);
+    a = load_wide(x);
+    b = load_wide(x + 16);
+  }
+  template <ElementType type>
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(Vector a, Vector b, std::byte* out) noexcept {
+    alignas(64) float x[32];
+    store_wide(a, x);
+    store_wide(b, x + 16);
+    Avx512Lanes32<type>::store(x, out);
+  }
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static Vector load(const float* in) noexcept { return load_wide(in); }
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static Vector fma(Vector a, Vector b, Vector c) noexcept { return fma_wide(a, b, c); }
+};
+
+// Sums rows by the expressions of `Sum`: `turned` those of one token's heads, turned by half-split pairs; `plain` as they lie. Macros,
+// because a function that calls another for a wider instruction set must itself be compiled for it. Vectors by name, because compilers
+// keep arrays of sums on the stack.
+#define KVMELD_BLEND(NAME, TARGET, FORM)                                                                                        \
   template <ElementType type>                                                                                                   \
-  TARGET KVMELD_NOINLINE void NAME(const FoldInputs& inputs, const Turn& turn, std::int64_t heads, std::byte* out) {            \
-    constexpr Sum fuser;                                                                                                        \
+  TARGET KVMELD_NOINLINE void NAME##_turned(const BlendInputs& inputs, const Turn& turn, std::int64_t heads, std::byte* out) {  \
+    using Vector = FORM::Vector;                                                                                                \
+    constexpr std::int64_t size = block_bytes(type), lanes = FORM::step / 2;                                                    \
     const std::int64_t half = turn.rotary_channels / 2;                                                                         \
-    const std::int64_t size = block_bytes(type);                                                                                \
-    alignas(64) float cosines[max_channels / 2];                                                                                \
-    alignas(64) float sines[max_channels / 2];                                                                                  \
-    for (std::int64_t i = 0; i < half; ++i) {                                                                                   \
-      const std::int64_t in_group = i % GROUP;                                                                                  \
-      const std::int64_t from = !Lanes16<type>::even_odd  ? i                                                                   \
-                                : in_group < GROUP / 2    ? i - in_group + 2 * in_group                                         \
-                                                          : i - in_group + 2 * (in_group - GROUP / 2) + 1;                      \
-      cosines[i] = turn.table[from];                                                                                            \
-      sines[i] = turn.table[half + from];                                                                                       \
+    const float* cosines = turn.table;                                                                                          \
+    const float* sines = turn.table + half;                                                                                     \
+    alignas(64) float table[max_channels];                                                                                      \
+    if constexpr (Lanes16<type>::even_odd) { /* the order in which vectors hold the elements, so that no shuffle is spent on rows */ \
+      for (std::int64_t i = 0; i < 2 * half; i += FORM::step) {                                                                 \
+        KVMELD_KEEP_LOOP                                                                                                        \
+        for (int c = 0; c < lanes; ++c) table[i + c] = turn.table[i + 2 * c];                                                   \
+        KVMELD_KEEP_LOOP                                                                                                        \
+        for (int c = 0; c < lanes; ++c) table[i + lanes + c] = turn.table[i + 2 * c + 1];                                       \
+      }                                                                                                                         \
+      cosines = table;                                                                                                          \
+      sines = table + half;                                                                                                     \
     }                                                                                                                           \
+    const int count = inputs.count;                                                                                             \
+    const std::ptrdiff_t ahead = inputs.ahead;                                                                                  \
     for (std::int64_t head = 0; head < heads; ++head) {                                                                         \
-      for (std::int64_t i = 0; i < half; i += 32) {                                                                             \
+      for (std::int64_t i = 0; i < half; i += FORM::step) {                                                                     \
         const std::int64_t at = (head * 2 * half + i) * size;                                                                   \
         const std::int64_t other = at + half * size;                                                                            \
-        alignas(64) float a[32], b[32], x[32], y[32];                                                                           \
-        LANES<type>::load(inputs.rows[0] + at, x);                                                                              \
-        LANES<type>::load(inputs.rows[0] + other, y);                                                                           \
-        __builtin_prefetch(inputs.rows[0] + at + prefetch_bytes);                                                               \
-        __builtin_prefetch(inputs.rows[0] + other + prefetch_bytes);                                                            \
-        float weight = inputs.weights[0];                                                                                       \
-        KVMELD_KEEP_LOOP                                                                                                        \
-        for (int c = 0; c < 32; ++c) a[c] = fuser.absorb(fuser.init(), x[c], weight);                                           \
-        KVMELD_KEEP_LOOP                                                                                                        \
-        for (int c = 0; c < 32; ++c) b[c] = fuser.absorb(fuser.init(), y[c], weight);                                           \
-        for (int k = 1; k < inputs.count; ++k) {                                                                                \
-          LANES<type>::load(inputs.rows[k] + at, x);                                                                            \
-          LANES<type>::load(inputs.rows[k] + other, y);                                                                         \
-          __builtin_prefetch(inputs.rows[k] + at + prefetch_bytes);                                                             \
-          __builtin_prefetch(inputs.rows[k] + other + prefetch_bytes);                                                          \
-          weight = inputs.weights[k];                                                                                           \
-          KVMELD_KEEP_LOOP                                                                                                      \
-          for (int c = 0; c < 32; ++c) a[c] = fuser.absorb(a[c], x[c], weight);                                                 \
-          KVMELD_KEEP_LOOP                                                                                                      \
-          for (int c = 0; c < 32; ++c) b[c] = fuser.absorb(b[c], y[c], weight);                                                 \
+        Vector a{}, a2{}, b{}, b2{}, x, x2;                                                                                     \
+        for (int k = 0; k < count; ++k) {                                                                                       \
+          const std::byte* const in = inputs.rows[k];                                                                           \
+          const Vector weight = inputs.weights[k] - Vector{};                                                                   \
+          FORM::load<type>(in + at, x, x2);                                                                                     \
+          KVMELD_BLEND_AHEAD(in + at + ahead);                                                                                  \
+          a = FORM::fma(weight, x, a);                                                                                          \
+          a2 = FORM::fma(weight, x2, a2);                                                                                       \
+          FORM::load<type>(in + other, x, x2);                                                                                  \
+          KVMELD_BLEND_AHEAD(in + other + ahead);                                                                               \
+          b = FORM::fma(weight, x, b);                                                                                          \
+          b2 = FORM::fma(weight, x2, b2);                                                                                       \
         }                                                                                                                       \
-        const float* const cos = cosines + i;                                                                                   \
-        const float* const sin = sines + i;                                                                                     \
-        KVMELD_KEEP_LOOP                                                                                                        \
-        for (int c = 0; c < 32; ++c) x[c] = fma(a[c], cos[c], -(b[c] * sin[c]));                                                \
-        KVMELD_KEEP_LOOP                                                                                                        \
-        for (int c = 0; c < 32; ++c) y[c] = fma(a[c], sin[c], b[c] * cos[c]);                                                   \
-        LANES<type>::store(x, out + at);                                                                                        \
-        LANES<type>::store(y, out + other);                                                                                     \
+        const Vector c = FORM::load(cosines + i), c2 = FORM::load(cosines + i + lanes);                                         \
+        const Vector s = FORM::load(sines + i), s2 = FORM::load(sines + i + lanes);                                             \
+        FORM::store<type>(FORM::fma(a, c, -(b * s)), FORM::fma(a2, c2, -(b2 * s2)), out + at);                                  \
+        FORM::store<type>(FORM::fma(a, s, b * c), FORM::fma(a2, s2, b2 * c2), out + other);                                     \
       }                                                                                                                         \
     }                                                                                                                           \
+  }                                                                                                                             \
+  template <ElementType type>                                                                                                   \
+  TARGET KVMELD_NOINLINE void NAME##_plain(const BlendInputs& inputs, std::int64_t bytes, std::byte* out) {                     \
+    using Vector = FORM::Vector;                                                                                                \
+    constexpr std::int64_t step = FORM::step * block_bytes(type);                                                               \
+    const int count = inputs.count;                                                                                             \
+    const std::ptrdiff_t ahead = inputs.ahead;                                                                                  \
+    for (std::int64_t at = 0; at < bytes; at += step) {                                                                         \
+      Vector a{}, a2{}, x, x2;                                                                                                  \
+      for (int k = 0; k < count; ++k) {                                                                                         \
+        const std::byte* const in = inputs.rows[k] + at;                                                                        \
+        const Vector weight = inputs.weights[k] - Vector{};                                                                     \
+        FORM::load<type>(in, x, x2);                                                                                            \
+        KVMELD_BLEND_AHEAD(in + ahead);                                                                                         \
+        a = FORM::fma(weight, x, a);                                                                                            \
+        a2 = FORM::fma(weight, x2, a2);                                                                                         \
+      }                                                                                                                         \
+      FORM::store<type>(a, a2, out + at);                                                                                       \
+    }                                                                                                                           \
   }
-KVMELD_BLEND_LANES(blend_avx2, KVMELD_TARGET_AVX2, Avx2Lanes32, 16)
-KVMELD_BLEND_LANES(blend_avx512, KVMELD_TARGET_AVX512, Avx512Lanes32, 32)
-#undef KVMELD_BLEND_LANES
+// A step of f32 may be two lines.
+#define KVMELD_BLEND_AHEAD(ADDRESS)                                       \
+  __builtin_prefetch(ADDRESS);                                            \
+  if constexpr (block_bytes(type) == 4) __builtin_prefetch((ADDRESS) + 64)
+KVMELD_BLEND(blend_avx2, KVMELD_TARGET_AVX2, BlendAvx2)
+KVMELD_BLEND(blend_avx512, KVMELD_TARGET_AVX512, BlendAvx512)
+#undef KVMELD_BLEND_AHEAD
+#undef KVMELD_BLEND
 
-inline void blend_rows(ElementType type, Isa isa, const FoldInputs& inputs, const Turn& turn, std::int64_t heads, std::byte* out) {
+/// Sums, and turns where `turn` is not null, all heads of one output.
+template <ElementType type>
+void blend_rows(Isa isa, const BlendInputs& inputs, const Turn* turn, std::int64_t heads, std::int64_t bytes, std::byte* out) {
   const bool wide = isa == Isa::avx512;
-  if (type == ElementType::bf16) return wide ? blend_avx512<ElementType::bf16>(inputs, turn, heads, out) : blend_avx2<ElementType::bf16>(inputs, turn, heads, out);
-  if (type == ElementType::f16) return wide ? blend_avx512<ElementType::f16>(inputs, turn, heads, out) : blend_avx2<ElementType::f16>(inputs, turn, heads, out);
-  wide ? blend_avx512<ElementType::f32>(inputs, turn, heads, out) : blend_avx2<ElementType::f32>(inputs, turn, heads, out);
+  if (turn != nullptr) return wide ? blend_avx512_turned<type>(inputs, *turn, heads, out) : blend_avx2_turned<type>(inputs, *turn, heads, out);
+  wide ? blend_avx512_plain<type>(inputs, bytes, out) : blend_avx2_plain<type>(inputs, bytes, out);
 }
 
-/// Whether all heads of an output can be summed and turned in registers.
-[[nodiscard]] inline bool blends_in_registers(const PlaneTask& task, RowMode mode, const RowInput* inputs, int count, std::uint32_t out_shift) noexcept {
+/// Whether all heads of an output can be summed, and turned by `out_shift`, in registers.
+[[nodiscard]] inline bool blends_in_registers(const PlaneTask& task, RowMode mode, int count, std::uint32_t out_shift) noexcept {
   const PlaneShape& shape = task.out.shape;
-  if (mode.isa == Isa::baseline || count > chunk_inputs || task.head_weights != nullptr || !task.turns(out_shift) || !contiguous_heads(task.out)) return false;
-  if (task.pairing != RopePairing::half_split || task.rotary_channels != shape.channels || shape.channels % 64 != 0) return false;
+  if (mode.isa == Isa::baseline || count > chunk_inputs || task.head_weights != nullptr || !contiguous_heads(task.out)) return false;
   if (shape.type != ElementType::f16 && shape.type != ElementType::bf16 && shape.type != ElementType::f32) return false;
   if (row_bytes(shape) * shape.heads > stage_bytes) return false;
-  for (int i = 0; i < count; ++i) {
-    if (task.turns(inputs[i].shift)) return false;
-  }
-  return true;
+  if (!task.turns(out_shift)) return shape.heads * shape.channels % row_block == 0;
+  return task.pairing == RopePairing::half_split && task.rotary_channels == shape.channels && shape.channels % 64 == 0;
 }
 
 #endif  // KVMELD_X86_DISPATCH
@@ -105,16 +170,27 @@ inline void render_fused(const BlendSum& fuser, const PlaneTask& task, RowMode m
   const RowInput* const inputs = task.group.inputs + task.group.row_begin[o];
   const int count = static_cast<int>(task.group.row_begin[o + 1] - task.group.row_begin[o]);
   const std::uint32_t out_shift = task.group.out_shift[o];
-  if (blends_in_registers(task, mode, inputs, count, out_shift)) {
+  bool sums = blends_in_registers(task, mode, count, out_shift);
+  for (int i = 0; sums && i < count; ++i) sums = !task.turns(inputs[i].shift);
+  if (sums) {
     const std::int64_t slot = task.out.slots.slot(o);
     if (slot < 0) return;
-    FoldInputs rows;
-    rows.count = count;
-    for (int i = 0; i < count; ++i) rows.add(i, task.input(inputs[i], 0), inputs[i].weight);
+    BlendInputs rows(count);
+    for (int i = 0; i < count; ++i) {
+      rows.rows[i] = task.input(inputs[i], 0);
+      rows.weights[i] = inputs[i].weight;
+    }
     std::byte* const out = row_address(task, slot, 0);
-    const std::int64_t bytes = row_bytes(task.out.shape) * task.out.shape.heads;
+    const std::int64_t heads = task.out.shape.heads, bytes = row_bytes(task.out.shape) * heads;
     alignas(64) std::byte stage[stage_bytes];
-    blend_rows(task.out.shape.type, mode.isa, rows, turn_of(task, out_shift), task.out.shape.heads, mode.streams ? stage : out);
+    std::byte* const to = mode.streams ? stage : out;
+    const Turn turn = task.turns(out_shift) ? turn_of(task, out_shift) : Turn{};
+    const Turn* const turns = task.turns(out_shift) ? &turn : nullptr;
+    switch (task.out.shape.type) {
+      case ElementType::bf16: blend_rows<ElementType::bf16>(mode.isa, rows, turns, heads, bytes, to); break;
+      case ElementType::f16: blend_rows<ElementType::f16>(mode.isa, rows, turns, heads, bytes, to); break;
+      default: blend_rows<ElementType::f32>(mode.isa, rows, turns, heads, bytes, to);
+    }
     if (mode.streams) stream_copy(out, stage, static_cast<std::size_t>(bytes));
     return;
   }
