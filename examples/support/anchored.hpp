@@ -87,13 +87,16 @@ class Anchored {
     if (kvmeld::Status status = read(tokens); !status) return status;
     return taken(at);
   }
-  /// Tokens of sequence 0 from a position on, as a fragment, however they came there.
-  kvmeld::Result<kvmeld::Fragment> taken(llama_pos from) {
+  /// Tokens of sequence 0 from a position on, as a fragment, however they came there. `misplaced` claims that they stand as much further
+  /// behind than they do: a mistake, made on purpose to show what it does.
+  kvmeld::Result<kvmeld::Fragment> taken(llama_pos from, std::int64_t misplaced = 0) {
     auto state = kvmeld::llama::read_since(engine_.context(), 0, scratch, from, geometry_);
     if (!state) return state.error();
     const auto head = before_.begin() + from;
     const Tokens tokens(head, before_.end());
-    return kvmeld::seal(state->view(), {.tokens = tokens, .positions = state->positions(), .context = {.lead_in = kvmeld::lead_in_digest(Tokens(before_.begin(), head))}});
+    std::vector<std::int64_t> positions(state->positions().begin(), state->positions().end());
+    for (std::int64_t& position : positions) position += misplaced;
+    return kvmeld::seal(state->view(), {.tokens = tokens, .positions = positions, .context = {.lead_in = kvmeld::lead_in_digest(Tokens(before_.begin(), head))}});
   }
 
   /// A segment alone, behind the bases' prefix: an anchor without offsets, its vector the mean value row of layer `vector_layer`.

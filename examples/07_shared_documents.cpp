@@ -1,0 +1,721 @@
+// Five agents with different instructions read the same documents: each reads them anew, or takes what is known of them and turns it to
+// its place, or corrects that by what its instructions did to documents seen before.
+//
+// Compares these ways on one model, over documents of one template and of free text, with few anchors and with more: first-token time and
+// its parts, how much was reused and why not, answers, the next token's distribution and K/V against full prefill. Writes
+// build/shared_documents.json. docs/anchors.md and docs/quality.md have the table.
+
+#include "support/anchored.hpp"
+#include "support/anchored_texts.hpp"
+#include "support/asking.hpp"
+#include "support/prompt.hpp"
+#include "support/question_prompt.hpp"
+
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace {
+
+using namespace example;
+using Json = nlohmann::ordered_json;
+
+struct Flags {
+  std::string model;
+  std::string output = "build/shared_documents.json";
+  std::vector<std::size_t> anchors{5, 12};
+  std::vector<std::string> texts{"structured", "free"};
+  std::size_t documents = 4;
+  std::size_t questions = 1;
+  std::size_t long_tokens = 1000;
+  std::size_t long_agents = 2;
+  std::uint64_t seed = 2;
+  double temperature = 0;
+  double gamma = 1;
+  std::size_t budget_mib = 1024;
+  int threads = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+};
+
+constexpr const char* request_text = "Complete the statement as the document says.";
+constexpr llama_seq_id first_branch = 16;
+constexpr std::size_t agents = agent_instructions.size();
+
+/// What one request took until its first token, in milliseconds.
+struct Times {
+  double look_up = 0;  ///< Look-up and decision.
+  double weigh = 0;    ///< Weights by token.
+  BlendCost blend{};
+  double prefill = 0;   ///< The documents, where the agent reads them itself.
+  double question = 0;  ///< What follows the documents, up to the first token's logits.
+  [[nodiscard]] double first_token() const { return look_up + weigh + blend.total() + prefill + question; }
+};
+
+/// Mean and spread of a figure.
+struct Series {
+  std::vector<double> values;
+  void add(double value) { values.push_back(value); }
+  [[nodiscard]] double mean() const {
+    double sum = 0;
+    for (const double v : values) sum += v;
+    return values.empty() ? 0 : sum / static_cast<double>(values.size());
+  }
+  [[nodiscard]] double deviation() const {
+    const double m = mean();
+    double sum = 0;
+    for (const double v : values) sum += (v - m) * (v - m);
+    return values.size() < 2 ? 0 : std::sqrt(sum / static_cast<double>(values.size() - 1));
+  }
+  [[nodiscard]] double median() const {
+    std::vector<double> sorted = values;
+    std::sort(sorted.begin(), sorted.end());
+    return sorted.empty() ? 0 : sorted[sorted.size() / 2];
+  }
+  [[nodiscard]] Json json() const {
+    if (values.empty()) return nullptr;
+    const auto [low, high] = std::minmax_element(values.begin(), values.end());
+    return {{"mean", mean()}, {"deviation", deviation()}, {"min", *low}, {"max", *high}, {"n", values.size()}};
+  }
+};
+
+/// One row of the table.
+struct Row {
+  std::string mode, load, text;
+  std::size_t documents = 0, anchors = 0, requests = 0, reused = 0, right = 0, total = 0;
+  std::map<std::string, std::size_t> reasons;
+  Series kl, key, value, following_key, following_value, first_token, look_up, weigh, plan, blend, import, prefill, question;
+
+  void add(const Times& times) {
+    first_token.add(times.first_token());
+    look_up.add(times.look_up);
+    weigh.add(times.weigh);
+    plan.add(times.blend.plan);
+    blend.add(times.blend.blend);
+    import.add(times.blend.import);
+    prefill.add(times.prefill);
+    question.add(times.question);
+  }
+  [[nodiscard]] Json json() const {
+    Json row{{"mode", mode},
+             {"load", load},
+             {"text", text},
+             {"agents", agents},
+             {"documents", documents},
+             {"anchors", anchors},
+             {"requests", requests},
+             {"reuse_rate", requests == 0 ? 0 : static_cast<double>(reused) / static_cast<double>(requests)},
+             {"reasons", reasons},
+             {"first_token_ms", first_token.median()},
+             {"right", right},
+             {"total", total},
+             {"kl", kl.mean()},
+             {"k_error", key.mean()},
+             {"v_error", value.mean()}};
+    row["first_token_parts_ms"] = {{"look_up_and_decision", look_up.median()}, {"weights_by_token", weigh.median()}, {"plan", plan.median()},
+                                   {"blend_and_rotation", blend.median()},     {"import", import.median()},         {"prefill", prefill.median()},
+                                   {"question", question.median()}};
+    row["spread"] = {{"kl", kl.json()}, {"k_error", key.json()}, {"v_error", value.json()}};
+    if (!following_key.values.empty()) row["following_text"] = {{"k_error", following_key.json()}, {"v_error", following_value.json()}};
+    return row;
+  }
+};
+
+struct Mode {
+  const char* name;
+  bool anchors, by_token, following;
+};
+constexpr std::array<Mode, 3> blends{{{"blended", true, false, false}, {"blended_by_token", true, true, false}, {"blended_and_following", true, false, true}}};
+
+/// A document with what is known of it alone.
+struct Known {
+  Document document;
+  kvmeld::Anchor anchor;  // without offsets
+  double base_ms = 0;
+};
+
+/// What full prefill made of one request: the others are compared with it.
+struct Reference {
+  kvmeld::Fragment real, following;
+  std::vector<Answer> answers;
+  Times times;
+};
+
+kvmeld::Status refused() { return {kvmeld::ErrorCode::engine_failure, "the engine refused a question; is the context too small?"}; }
+
+class Study {
+ public:
+  Study(const Flags& flags, Engine& engine, Anchored& anchored, Frame frame) : flags_(flags), engine_(engine), anchored_(anchored), frame_(std::move(frame)) {
+    middle_ = engine_.tokens(frame_.middle, true);
+    space_ = kvmeld::AnchorSpace::of(*anchored_.geometry());
+  }
+
+  kvmeld::Status all() {
+    expect();
+    auto following = following_base();
+    if (!following) return following.error();
+    following_ = *std::move(following);
+    for (const std::string& text : flags_.texts)
+      if (kvmeld::Status status = one_text(text); !status) return status;
+    std::fprintf(stderr, "\r%-100s\r", "");
+    return {};
+  }
+
+  [[nodiscard]] const std::vector<Row>& rows() const { return rows_; }
+  [[nodiscard]] const Json& figures() const { return figures_; }
+
+ private:
+  kvmeld::Status one_text(const std::string& text) {
+    const bool structured = text == "structured";
+    const std::size_t most = *std::max_element(flags_.anchors.begin(), flags_.anchors.end());
+    std::vector<Known> seen, held_out;
+    for (std::size_t i = 0; i < most + flags_.documents; ++i) {
+      auto known = learn(structured ? structured_document(engine_, flags_.seed, i) : free_document(engine_, flags_.seed, i));
+      if (!known) return known.error();
+      (i < most ? seen : held_out).push_back(*std::move(known));
+    }
+    const double temperature = flags_.temperature > 0 ? flags_.temperature : spread(seen);
+    const double token_temperature = flags_.temperature > 0 ? flags_.temperature : token_spread(seen);
+
+    std::vector<std::vector<kvmeld::ContextOffset>> offsets(most);  // (document, agent)
+    Series read_ms, measure_ms;
+    for (std::size_t i = 0; i < most; ++i)
+      for (std::size_t agent = 0; agent < agents; ++agent) {
+        auto offset = measure(seen[i], agent, read_ms, measure_ms);
+        if (!offset) return offset.error();
+        offsets[i].push_back(*std::move(offset));
+        progress(text + ": what instructions do to documents");
+      }
+
+    struct Load {
+      std::string name;
+      std::size_t anchors = 0;
+      kvmeld::ReuseRule rule;
+      std::unique_ptr<Pool> pool;
+      std::array<Row, blends.size()> rows;
+    };
+    std::array<Load, 2> loads;
+    for (std::size_t l = 0; l < loads.size(); ++l) {
+      Load& load = loads[l];
+      const std::size_t budget = flags_.budget_mib << 20;
+      const kvmeld::AnchorPreset preset = l == 0 ? kvmeld::presets::light(budget) : kvmeld::presets::heavy(budget);
+      load.name = l == 0 ? "light" : "heavy";
+      load.anchors = flags_.anchors[l];
+      load.rule = preset.rule;
+      load.rule.gamma = flags_.gamma;
+      load.rule.temperature = temperature;
+      load.rule.min_anchors = static_cast<std::int32_t>(load.anchors);
+      load.pool = std::make_unique<Pool>(space_, preset.capacity, kvmeld::EmbeddingHash{}, preset.eviction);
+      for (std::size_t m = 0; m < blends.size(); ++m) load.rows[m] = row(blends[m].name, load.name, text, load.anchors);
+      for (std::size_t i = 0; i < load.anchors; ++i)
+        for (std::size_t agent = 0; agent < agents; ++agent) {
+          const kvmeld::AnchorLookup found = look_up(*load.pool, load.rule, seen[i], agent);
+          for (Row& r : load.rows) count(r, found);
+          if (kvmeld::Status status = commit(*load.pool, seen[i].anchor, offsets[i][agent]); !status) return status;
+        }
+    }
+
+    Row full = row("full_prefill", "", text, 0), rotated = row("rotated_reuse", "", text, 0);
+    for (std::size_t d = 0; d < held_out.size(); ++d)
+      for (std::size_t agent = 0; agent < agents; ++agent) {
+        const Known& known = held_out[d];
+        const std::vector<Ask> asks = questions(known.document, agent);
+        auto reference = read(known, agent, asks);
+        if (!reference) return reference.error();
+        ++full.requests;
+        full.add(reference->times);
+        score(full, asks, reference->answers, *reference);
+        full.key.add(0), full.value.add(0);
+        progress(text + ": full prefill");
+
+        ++rotated.requests, ++rotated.reused;
+        const auto turned = [&](llama_pos at) { return std::vector{rotated_part(known.anchor.base, at)}; };
+        if (kvmeld::Status status = reuse(rotated, {}, turned, agent, asks, false, *reference); !status) return status;
+        progress(text + ": rotated reuse");
+
+        for (Load& load : loads) {
+          const Stopwatch watch;
+          const kvmeld::AnchorLookup found = look_up(*load.pool, load.rule, known, agent);
+          const double look_up_ms = watch.milliseconds();
+          for (std::size_t m = 0; m < blends.size(); ++m) {
+            Row& r = load.rows[m];
+            count(r, found);
+            if (!found.decision.reuses()) {  // the agent reads the document itself
+              Times times = reference->times;
+              times.look_up = look_up_ms;
+              r.add(times);
+              score(r, asks, reference->answers, *reference);
+              continue;
+            }
+            Times times{.look_up = look_up_ms};
+            const auto parts = [&](llama_pos at) {
+              std::vector<kvmeld::ReusePart> out;
+              out.push_back(blended_part(known.anchor.base, at, found, place_of(agent)));
+              if (blends[m].by_token) weigh_by_token(out[0], found, token_temperature);
+              if (blends[m].following) {
+                const auto behind = at + static_cast<llama_pos>(known.document.tokens.size());
+                out.push_back(blended_part(following_, behind, found, place_of(agent), true));
+              }
+              return out;
+            };
+            if (kvmeld::Status status = reuse(r, times, parts, agent, asks, blends[m].following, *reference); !status) return status;
+            progress(text + ": " + load.name + ", " + blends[m].name);
+          }
+          if (!found.decision.reuses())
+            if (kvmeld::Status status = learn_context(*load.pool, known, agent, *reference); !status) return status;
+        }
+      }
+
+    Json figures{{"temperature", temperature}, {"temperature_by_token", token_temperature}};
+    for (Load& load : loads) {
+      full.load = rotated.load = load.name;
+      rows_.push_back(full);
+      rows_.push_back(rotated);
+      for (const Row& r : load.rows) rows_.push_back(r);
+      // The whole stream, anchors being made included, against every agent reading every document.
+      double with = 0, without = 0;
+      const double n = static_cast<double>(agents);
+      for (std::size_t i = 0; i < load.anchors; ++i) with += seen[i].base_ms;
+      for (const Known& known : held_out) with += known.base_ms;
+      with += n * static_cast<double>(load.anchors) * (read_ms.mean() + measure_ms.mean() + full.question.mean());
+      with += static_cast<double>(load.rows[0].first_token.values.size()) * load.rows[0].first_token.mean();
+      without = n * (static_cast<double>(load.anchors) * (read_ms.mean() + full.question.mean()) + static_cast<double>(held_out.size()) * full.first_token.mean());
+      double bases = 0, blended = 0;
+      for (const Known& known : held_out) bases += known.base_ms;
+      blended = load.rows[0].first_token.mean() * n * static_cast<double>(held_out.size());
+      figures[load.name] = {{"measuring_one_offset_ms", measure_ms.mean()},
+                            {"five_agents_given_anchors", full.first_token.mean() * n * static_cast<double>(held_out.size()) / (bases + blended)},
+                            {"five_agents_with_measuring", without / with},
+                            {"pool_bytes", load.pool->bytes()}};
+    }
+    figures_["streams"][text] = figures;
+    if (kvmeld::Status status = first_layer(text, held_out); !status) return status;
+    if (structured && flags_.long_tokens > 0) return long_prompt(held_out, *loads[1].pool, loads[1].rule, token_temperature, most + flags_.documents, read_ms, measure_ms);
+    return {};
+  }
+
+  // ---- one request
+
+  kvmeld::Result<Known> learn(Document document) {
+    Known known;
+    const Stopwatch watch;
+    auto base = anchored_.base_of(document.tokens);
+    if (!base) return base.error();
+    known.base_ms = watch.milliseconds();
+    known.anchor = *std::move(base);
+    known.document = std::move(document);
+    return known;
+  }
+  /// The text between a document and a question, by itself behind the bases' prefix.
+  kvmeld::Result<kvmeld::Fragment> following_base() {
+    anchored_.start(0);
+    const auto sealed = anchored_.encode(middle_);
+    if (!sealed) return sealed.error();
+    return kvmeld::unrotated(*sealed);
+  }
+
+  kvmeld::Result<kvmeld::ContextOffset> measure(const Known& known, std::size_t agent, Series& read_ms, Series& measure_ms) {
+    anchored_.start(agent + 1);
+    Stopwatch watch;
+    const llama_pos at = anchored_.length();
+    if (kvmeld::Status status = anchored_.read(known.document.tokens); !status) return status;
+    read_ms.add(watch.milliseconds());
+    watch = {};
+    const auto real = anchored_.taken(at);
+    if (!real) return real.error();
+    measure_ms.add(watch.milliseconds());
+    const auto following = anchored_.encode(middle_);
+    if (!following) return following.error();
+    watch = {};
+    auto offset = offset_of(known, agent, *real, *following);
+    measure_ms.values.back() += watch.milliseconds();
+    return offset;
+  }
+  kvmeld::Result<kvmeld::ContextOffset> offset_of(const Known& known, std::size_t agent, const kvmeld::Fragment& real, const kvmeld::Fragment& following) {
+    auto segment = kvmeld::measure_offset(real, known.anchor.base);
+    if (!segment) return segment.error();
+    auto behind = kvmeld::measure_offset(following, following_);
+    if (!behind) return behind.error();
+    return kvmeld::ContextOffset{place_of(agent), *std::move(segment), *std::move(behind)};
+  }
+  static kvmeld::Status commit(Pool& pool, const kvmeld::Anchor& anchor, const kvmeld::ContextOffset& offset) {
+    auto done = pool.commit(anchor.id, offset);
+    if (!done && done.error().code() == kvmeld::ErrorCode::not_found) {
+      kvmeld::Anchor first = anchor;
+      if (auto added = kvmeld::add_offset(first, offset); !added) return added.error();
+      done = pool.commit(first);
+    }
+    return done ? kvmeld::Status() : done.error();
+  }
+  kvmeld::Status learn_context(Pool& pool, const Known& known, std::size_t agent, const Reference& reference) {
+    const auto offset = offset_of(known, agent, reference.real, reference.following);
+    if (!offset) return offset.error();
+    return commit(pool, known.anchor, *offset);
+  }
+
+  [[nodiscard]] kvmeld::Digest128 place_of(std::size_t agent) const { return anchored_.place_of(agent + 1); }
+  [[nodiscard]] kvmeld::AnchorLookup look_up(const Pool& pool, const kvmeld::ReuseRule& rule, const Known& known, std::size_t agent) const {
+    const std::vector<float>& vector = known.anchor.vector;
+    kvmeld::AnchorQuery query{.space = &space_, .signature = {known.anchor.base.tokens(), vector}, .vector = vector, .context = place_of(agent), .request = {}};
+    query.request.tokens = known.anchor.base.token_count();
+    query.request.last_position = static_cast<std::int64_t>(anchored_.prefix(agent + 1).size()) + query.request.tokens - 1;
+    query.request.trained_context = llama_model_n_ctx_train(engine_.model());
+    return pool.look_up(rule, query);
+  }
+  static void count(Row& row, const kvmeld::AnchorLookup& found) {
+    ++row.requests;
+    row.reused += found.decision.reuses() ? 1U : 0U;
+    ++row.reasons[std::string(to_string(found.decision.reason))];
+  }
+
+  /// Each agent asks about other facts.
+  [[nodiscard]] std::vector<Ask> questions(const Document& document, std::size_t agent) const {
+    std::vector<Ask> out;
+    for (std::size_t q = 0; q < std::min(flags_.questions, document.asks.size()); ++q) out.push_back(document.asks[(agent + q) % document.asks.size()]);
+    return out;
+  }
+  [[nodiscard]] std::vector<Prompt> prompts(const std::vector<Ask>& asks, bool placed) const {
+    std::vector<Prompt> out;
+    for (const Ask& ask : asks) {
+      Prompt prompt;
+      if (!placed) prompt.tokens = middle_;
+      append(prompt.tokens, engine_.tokens(ask.start));
+      prompt.candidates = ask.candidates;
+      out.push_back(std::move(prompt));
+    }
+    return out;
+  }
+
+  kvmeld::Result<Reference> read(const Known& known, std::size_t agent, const std::vector<Ask>& asks) {
+    Reference out;
+    anchored_.start(agent + 1);
+    const llama_pos at = anchored_.length();
+    const Stopwatch watch;
+    if (kvmeld::Status status = anchored_.read(known.document.tokens); !status) return status;
+    out.times.prefill = watch.milliseconds();
+    out.answers = ask(engine_, anchored_.length(), prompts(asks, false), first_branch, &out.times.question);
+    if (out.answers.empty()) return refused();
+    auto real = anchored_.taken(at);
+    if (!real) return real.error();
+    out.real = *std::move(real);
+    auto following = anchored_.encode(middle_);
+    if (!following) return following.error();
+    out.following = *std::move(following);
+    return out;
+  }
+
+  /// Makes the parts, puts them behind the agent's instructions and asks.
+  template <class Parts>
+  kvmeld::Status reuse(Row& row, Times times, const Parts& parts, std::size_t agent, const std::vector<Ask>& asks, bool following, const Reference& reference) {
+    anchored_.start(agent + 1);
+    const llama_pos at = anchored_.length();
+    const Stopwatch watch;
+    const std::vector<kvmeld::ReusePart> made = parts(at);
+    times.weigh = watch.milliseconds();
+    if (kvmeld::Status status = anchored_.place(made, &times.blend); !status) return status;
+    const std::vector<Answer> answers = ask(engine_, anchored_.length(), prompts(asks, following), first_branch, &times.question);
+    if (answers.empty()) return refused();
+    row.add(times);
+    score(row, asks, answers, reference);
+    const std::int64_t tokens = reference.real.token_count();
+    const auto got = anchored_.taken(at);
+    if (!got) return got.error();
+    const RelativeError error = relative_error(reference.real, *got);
+    row.key.add(error.key);
+    row.value.add(error.value);
+    if (!following) return {};
+    const auto behind = anchored_.taken(at + static_cast<llama_pos>(tokens));
+    if (!behind) return behind.error();
+    const RelativeError other = relative_error(reference.following, *behind);
+    row.following_key.add(other.key);
+    row.following_value.add(other.value);
+    return {};
+  }
+  static void score(Row& row, const std::vector<Ask>& asks, const std::vector<Answer>& answers, const Reference& reference) {
+    for (std::size_t i = 0; i < asks.size(); ++i) {
+      ++row.total;
+      row.right += answers[i].named && asks[i].candidates[*answers[i].named] == asks[i].answer ? 1U : 0U;
+      row.kl.add(divergence(reference.answers[i].logits, answers[i].logits));
+    }
+  }
+  [[nodiscard]] Row row(const char* mode, const std::string& load, const std::string& text, std::size_t anchors) const {
+    Row r;
+    r.mode = mode;
+    r.load = load;
+    r.text = text;
+    r.documents = flags_.documents;
+    r.anchors = anchors;
+    return r;
+  }
+
+  // ---- temperatures: a quarter of the mean distance between documents, which tells how far apart they are in the unit of distances
+
+  static double spread(const std::vector<Known>& seen) {
+    Series distances;
+    for (std::size_t i = 0; i < seen.size(); ++i)
+      for (std::size_t j = 0; j < i; ++j) distances.add(kvmeld::l2_distance(seen[i].anchor.vector, seen[j].anchor.vector));
+    return distances.values.empty() ? 1 : distances.mean() / 4;
+  }
+  static double token_spread(const std::vector<Known>& seen) {
+    Series distances;
+    for (std::size_t i = 1; i < seen.size(); ++i) {
+      const std::vector<float> a = value_rows(seen[i].anchor.base, 1), b = value_rows(seen[i - 1].anchor.base, 1);
+      const std::size_t channels = seen[i].anchor.vector.size();
+      for (std::size_t t = 0; (t + 1) * channels <= std::min(a.size(), b.size()); ++t)
+        distances.add(kvmeld::l2_distance(std::span(a).subspan(t * channels, channels), std::span(b).subspan(t * channels, channels)));
+    }
+    return distances.values.empty() ? 1 : distances.mean() / 4;
+  }
+
+  // ---- the first layer, which sees tokens alone
+
+  /// How far from 0 measured offsets of layer 0 are, and what they would be if positions were off by one.
+  kvmeld::Status first_layer(const std::string& text, const std::vector<Known>& held_out) {
+    Series key, value, wrong, noise;
+    for (std::size_t d = 0; d < std::min<std::size_t>(held_out.size(), 2); ++d)
+      for (std::size_t agent = 0; agent < agents; ++agent) {
+        const Known& known = held_out[d];
+        anchored_.start(agent + 1);
+        const llama_pos at = anchored_.length();
+        const std::size_t half = known.document.tokens.size() / 2;  // in two batches: what the engine's own arithmetic leaves open
+        const Tokens first(known.document.tokens.begin(), known.document.tokens.begin() + static_cast<std::ptrdiff_t>(half));
+        const Tokens second(known.document.tokens.begin() + static_cast<std::ptrdiff_t>(half), known.document.tokens.end());
+        if (kvmeld::Status status = anchored_.read(known.document.tokens); !status) return status;
+        const auto real = anchored_.taken(at);
+        const auto misplaced = anchored_.taken(at, 1);
+        if (!real) return real.error();
+        if (!misplaced) return misplaced.error();
+        anchored_.start(agent + 1);
+        for (const Tokens& part : {first, second})
+          if (kvmeld::Status status = anchored_.read(part); !status) return status;
+        const auto again = anchored_.taken(at);
+        if (!again) return again.error();
+        noise.add(relative_error(*real, *again, 0, 1).value);
+        const auto offset = kvmeld::measure_offset(*real, known.anchor.base, {.context_free_layers = 0});
+        const auto wrong_offset = kvmeld::measure_offset(*misplaced, known.anchor.base, {.context_free_layers = 0});
+        if (!offset) return offset.error();
+        if (!wrong_offset) return wrong_offset.error();
+        const RelativeError size = norms(known.anchor.base), off = norms(*offset), off_wrong = norms(*wrong_offset);
+        key.add(off.key / size.key);
+        value.add(off.value / size.value);
+        wrong.add(off_wrong.key / size.key);
+        progress(text + ": the first layer");
+      }
+    figures_["layer_0"][text] = {{"k_offset", key.json()}, {"v_offset", value.json()}, {"v_engine_noise", noise.json()}, {"k_offset_one_position_off", wrong.json()}};
+    return {};
+  }
+  static RelativeError norms(const kvmeld::Fragment& fragment) {
+    const kvmeld::FragmentView view(fragment);
+    double sum[2] = {};
+    for (std::size_t p = 0; p < 2; ++p) {
+      const kvmeld::PlaneRef& plane = view.ref().plane(0, p);
+      for (std::int64_t i = 0; i < fragment.token_count() * plane.token_stride; ++i) sum[p] += element(plane.data, i) * element(plane.data, i);
+    }
+    return {std::sqrt(sum[0]), std::sqrt(sum[1])};
+  }
+
+  // ---- a prompt of many documents
+
+  kvmeld::Status long_prompt(const std::vector<Known>& held_out, const Pool& pool, const kvmeld::ReuseRule& rule, double token_temperature, std::size_t next,
+                             const Series& read_ms, const Series& measure_ms) {
+    std::vector<Known> more;
+    std::vector<const Known*> all;
+    Tokens tokens;
+    const auto add = [&](const Known& known) {
+      all.push_back(&known);
+      append(tokens, known.document.tokens);
+    };
+    for (const Known& known : held_out)
+      if (tokens.size() < flags_.long_tokens) add(known);
+    more.reserve(flags_.long_tokens / 40 + 1);
+    double bases_ms = 0;
+    while (tokens.size() < flags_.long_tokens) {
+      auto known = learn(structured_document(engine_, flags_.seed, next++));
+      if (!known) return known.error();
+      more.push_back(*std::move(known));
+      add(more.back());
+      progress("long prompt: documents alone");
+    }
+    for (const Known* known : all) bases_ms += known->base_ms;
+    std::vector<Ask> asks;
+    for (std::size_t q = 0; q < std::min<std::size_t>(8, all.size()); ++q) asks.push_back(all[q * all.size() / 8]->document.asks[q % 4]);
+
+    const std::size_t readers = std::min(flags_.long_agents, agents);
+    Row full = row("full_prefill", "long", "structured", 0), rotated = row("rotated_reuse", "long", "structured", 0);
+    std::vector<Row> rows;
+    for (const Mode& mode : blends) rows.push_back(row(mode.name, "long", "structured", pool.size()));
+    for (Row* r : {&full, &rotated, &rows[0], &rows[1], &rows[2]}) r->documents = all.size();
+    for (std::size_t agent = 0; agent < readers; ++agent) {
+      Known whole;
+      whole.document.tokens = tokens;
+      auto reference = read(whole, agent, asks);
+      if (!reference) return reference.error();
+      ++full.requests;
+      full.add(reference->times);
+      score(full, asks, reference->answers, *reference);
+      progress("long prompt: full prefill");
+      const auto placed = [&](llama_pos at, auto&& part) {
+        std::vector<kvmeld::ReusePart> out;
+        for (std::size_t d = 0; d < all.size(); ++d) {
+          out.push_back(part(d, at));
+          at += static_cast<llama_pos>(all[d]->document.tokens.size());
+        }
+        return out;
+      };
+      ++rotated.requests, ++rotated.reused;
+      const auto turned = [&](llama_pos at) { return placed(at, [&](std::size_t d, llama_pos where) { return rotated_part(all[d]->anchor.base, where); }); };
+      if (kvmeld::Status status = reuse(rotated, {}, turned, agent, asks, false, *reference); !status) return status;
+      for (std::size_t m = 0; m < blends.size(); ++m) {
+        const Stopwatch watch;
+        std::vector<kvmeld::AnchorLookup> found;
+        for (const Known* known : all) found.push_back(look_up(pool, rule, *known, agent));
+        const Times times{.look_up = watch.milliseconds()};
+        std::size_t reused = 0;
+        for (const kvmeld::AnchorLookup& one : found) {
+          count(rows[m], one);
+          reused += one.decision.reuses() ? 1U : 0U;
+        }
+        if (reused < found.size()) continue;  // the reasons are in the row
+        const auto parts = [&](llama_pos at) {
+          auto out = placed(at, [&](std::size_t d, llama_pos where) {
+            kvmeld::ReusePart part = blended_part(all[d]->anchor.base, where, found[d], place_of(agent));
+            if (blends[m].by_token) weigh_by_token(part, found[d], token_temperature);
+            return part;
+          });
+          if (blends[m].following) out.push_back(blended_part(following_, at + static_cast<llama_pos>(tokens.size()), found.back(), place_of(agent), true));
+          return out;
+        };
+        if (kvmeld::Status status = reuse(rows[m], times, parts, agent, asks, blends[m].following, *reference); !status) return status;
+        progress(std::string("long prompt: ") + blends[m].name);
+      }
+    }
+    Json ratios;
+    const double anchors = static_cast<double>(pool.size());
+    const double n = static_cast<double>(agents);
+    double measuring = anchors * n * (read_ms.mean() + measure_ms.mean());
+    for (std::size_t m = 0; m < rows.size(); ++m) {
+      const double blended = rows[m].first_token.median();
+      ratios[rows[m].mode] = {{"sooner", full.first_token.median() / blended},
+                              {"five_agents_given_anchors", n * full.first_token.median() / (bases_ms + n * blended)},
+                              {"five_agents_with_measuring", n * full.first_token.median() / (bases_ms + n * blended + measuring)}};
+    }
+    figures_["speed"] = {{"shared_tokens", tokens.size()},      {"documents", all.size()}, {"anchors", pool.size()}, {"full_prefill_ms", full.first_token.median()},
+                         {"documents_alone_ms", bases_ms}, {"measuring_ms", measuring}, {"blends", ratios}};
+    rows_.push_back(full);
+    rows_.push_back(rotated);
+    for (Row& r : rows) rows_.push_back(std::move(r));
+    return {};
+  }
+
+  // ---- progress, in tokens that the engine decodes
+
+  void expect() {
+    const double q = static_cast<double>(flags_.questions) * 10 + static_cast<double>(middle_.size());
+    const double n = static_cast<double>(agents);
+    const double most = static_cast<double>(*std::max_element(flags_.anchors.begin(), flags_.anchors.end()));
+    for (const std::string& text : flags_.texts) {
+      const double length = text == "structured" ? 48 : 100;
+      const double held = static_cast<double>(flags_.documents);
+      expected_ += (most + held) * length * (n + 1) + most * n * static_cast<double>(middle_.size()) + held * n * (8 * q + 18) + 4 * n * length;
+      if (text == "structured" && flags_.long_tokens > 0)
+        expected_ += static_cast<double>(flags_.long_tokens) * static_cast<double>(1 + flags_.long_agents) + static_cast<double>(flags_.long_agents) * 5 * 120;
+    }
+  }
+  void progress(const std::string& what) {
+    const double minutes = watch_.milliseconds() / 6e4;
+    const auto done = static_cast<double>(engine_.decoded());
+    std::fprintf(stderr, "\r%-52s %5.1f min done, about %5.1f min left ", what.c_str(), minutes, minutes * std::max(0.0, expected_ / done - 1));
+  }
+
+  const Flags& flags_;
+  Engine& engine_;
+  Anchored& anchored_;
+  Frame frame_;
+  Tokens middle_;
+  kvmeld::AnchorSpace space_;
+  kvmeld::Fragment following_;
+  std::vector<Row> rows_;
+  Json figures_;
+  Stopwatch watch_;
+  double expected_ = 0;
+};
+
+void print(const std::vector<Row>& rows, const Json& figures) {
+  std::string group;
+  for (const Row& r : rows) {
+    const std::string now = r.text + ", " + r.load;
+    if (now != group)
+      std::printf("\n%s\n%-22s %8s %7s %9s %10s %8s %7s %7s %9s %8s   %-14s %-14s\n", now.c_str(), "mode", "requests", "reused", "right", "1st token", "look-up",
+                  "blend", "import", "question", "KL", "K error", "V error");
+    group = now;
+    std::printf("%-22s %8zu %7.2f %4zu/%-4zu %7.0f ms %8.2f %7.2f %7.2f %9.1f %8.4f   %.4f ± %.4f %.4f ± %.4f\n", r.mode.c_str(), r.requests,
+                r.requests == 0 ? 0.0 : static_cast<double>(r.reused) / static_cast<double>(r.requests), r.right, r.total, r.first_token.median(), r.look_up.median(),
+                r.weigh.median() + r.plan.median() + r.blend.median(), r.import.median(), r.question.median(), r.kl.mean(), r.key.mean(), r.key.deviation(),
+                r.value.mean(), r.value.deviation());
+    if (!r.reasons.empty()) {
+      std::printf("%22s", "");
+      for (const auto& [reason, count] : r.reasons) std::printf(" %s %zu", reason.c_str(), count);
+      std::printf("\n");
+    }
+  }
+  std::printf("\n%s\n", figures.dump(1).c_str());
+}
+
+kvmeld::Status run(const Flags& flags) {
+  const std::unique_ptr<Engine> engine = Engine::open({.model = flags.model, .threads = flags.threads, .cells = 4096, .sequences = 64});
+  if (!engine) return {kvmeld::ErrorCode::engine_failure, "llama.cpp cannot open " + flags.model};
+  auto geometry = kvmeld::llama::geometry(engine->model(), engine->parameters(), {.model = "", .tenant = "", .gguf_path = flags.model});
+  if (!geometry) return geometry.error();
+  Anchored anchored(*engine, std::make_shared<const kvmeld::Geometry>(*std::move(geometry)), flags.threads);
+  const auto prefix = [&](std::string_view text) { return engine->tokens(make_frame(*engine, std::string(text), request_text).prefix, true, true); };
+  if (auto added = anchored.add_prefix(prefix(base_instructions)); !added) return added.error();
+  for (const std::string_view text : agent_instructions)
+    if (auto added = anchored.add_prefix(prefix(text)); !added) return added.error();
+
+  Study study(flags, *engine, anchored, make_frame(*engine, std::string(base_instructions), request_text));
+  if (kvmeld::Status status = study.all(); !status) return status;
+  print(study.rows(), study.figures());
+  Json all{{"model", flags.model.substr(flags.model.find_last_of('/') + 1)}, {"seed", flags.seed}, {"gamma", flags.gamma}};
+  all["rows"] = Json::array();
+  for (const Row& row : study.rows()) all["rows"].push_back(row.json());
+  for (const auto& [name, value] : study.figures().items()) all[name] = value;
+  std::ofstream file(flags.output);
+  file << all.dump(1) << '\n';
+  if (!file.good()) return {kvmeld::ErrorCode::invalid_argument, "cannot write " + flags.output};
+  std::printf("rows: %s\n", flags.output.c_str());
+  return {};
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Flags flags;
+  CLI::App app("Five agents with different instructions share documents: read anew, turned to their place, or corrected by anchors.");
+  app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
+  app.add_option("--output", flags.output, "JSON file")->capture_default_str();
+  app.add_option("--anchors", flags.anchors, "documents that anchors are made of, under light and under heavy load")->delimiter(',')->expected(2)->capture_default_str();
+  app.add_option("--documents", flags.documents, "held-out documents that all agents ask about")->check(CLI::Range(1, 1000))->capture_default_str();
+  app.add_option("--questions", flags.questions, "questions of each agent about each document")->check(CLI::Range(1, 4))->capture_default_str();
+  app.add_option("--texts", flags.texts, "structured, free")->delimiter(',')->check(CLI::IsMember({"structured", "free"}))->capture_default_str();
+  app.add_option("--long-tokens", flags.long_tokens, "least tokens of the prompt of many documents; 0: leave it out")->check(CLI::Range(0, 3000))->capture_default_str();
+  app.add_option("--long-agents", flags.long_agents, "agents that read it in full, to compare")->check(CLI::Range(1, 5))->capture_default_str();
+  app.add_option("--temperature", flags.temperature, "of the weights; 0: a quarter of the mean distance between documents")->capture_default_str();
+  app.add_option("--gamma", flags.gamma, "a new anchor where H(w) > gamma log |A|; 1: never for that")->capture_default_str();
+  app.add_option("--budget", flags.budget_mib, "MiB of K/V that a pool may hold")->check(CLI::Range(1, 1 << 20))->capture_default_str();
+  app.add_option("--seed", flags.seed, "of the documents")->capture_default_str();
+  app.add_option("--threads", flags.threads, "of the engine and of the blend")->check(CLI::Range(1, 256))->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  for (const std::size_t anchors : flags.anchors)
+    if (anchors < 1) return std::fprintf(stderr, "a load needs at least 1 anchor\n"), 2;
+  const kvmeld::Status status = run(flags);
+  if (!status) return std::fprintf(stderr, "\n%s: %s\n", std::string(kvmeld::to_string(status.code())).c_str(), status.message().c_str()), 1;
+  return 0;
+}
