@@ -407,6 +407,8 @@ TEST_CASE("weights where only some anchors have the token") {
   REQUIRE(middle(3) == Approx(2.0 / 3 * 2.5 + 1.0 / 3 * 24).epsilon(1e-6));
   part.offsets[0].token_weights = {0.5F, 0, 0.5F};
   REQUIRE(middle(3) == Approx(0.5 * (0.5 * 24 + 0.5 * 384)).epsilon(1e-6));
+  for (ReuseOffset& o : part.offsets) o.token_weights = {1, 0.25F, 1};
+  REQUIRE(middle(3) == Approx(0.75 * (0.5 * 2.5 + 0.5 * 24)).epsilon(1e-6));  // three equals
   for (ReuseOffset& o : part.offsets) o.token_weights = {1, 0, 1};
   REQUIRE(middle(3) == 0);  // no weight at all: said, not guessed
 }
