@@ -1,4 +1,4 @@
-// Anchors: scans of signatures against a plain loop, several callers at once, and blends against reading the same bytes.
+// Anchors: scans and tables of signatures against a plain loop, several callers at once, and blends against reading the same bytes.
 
 #include <algorithm>
 #include <atomic>
@@ -32,35 +32,59 @@ kvmeld::AnchorTable table_of(std::size_t count) {
   return table;
 }
 
-void scan(benchmark::State& state, std::size_t count, double threshold) {
-  const auto table = table_of(count);
+/// Signatures as they are scanned one after the other, and as a pool's table finds them: through its index where that is faster.
+struct Signatures {
+  kvmeld::AnchorTable table;
+  std::vector<std::uint32_t> low, high;
+
+  explicit Signatures(std::size_t count) : table(table_of(count)) {
+    for (std::size_t i = 0; i < count; ++i) {
+      low.push_back(static_cast<std::uint32_t>(table.signature(i)));
+      high.push_back(static_cast<std::uint32_t>(table.signature(i) >> 32U));
+    }
+  }
+  void find(bool as_table, std::uint64_t query, int distance, std::vector<kvmeld::HammingHit>& hits) const {
+    hits.clear();
+    if (as_table) return table.scan(query, distance, hits);
+    kvmeld::hamming_scan({low.data(), high.data(), static_cast<std::uint32_t>(low.size())}, query, distance, hits);
+  }
+};
+
+void scan(benchmark::State& state, bool as_table, std::size_t count, double threshold) {
+  const Signatures signatures(count);
   std::vector<std::uint64_t> plain;
-  for (std::size_t i = 0; i < count; ++i) plain.push_back(table.signature(i));
-  const std::uint64_t query = 0x123456789ABCDEFU;
+  for (std::size_t i = 0; i < count; ++i) plain.push_back(signatures.table.signature(i));
   const int distance = kvmeld::max_distance(threshold);
   std::vector<kvmeld::HammingHit> hits, base_hits;
-  const auto ours = [&] {
-    hits.clear();
-    table.scan(query, distance, hits);
-    benchmark::DoNotOptimize(hits.data());
-  };
-  const auto base = [&] {
+  const auto plainly = [&](std::uint64_t query) {
     base_hits.clear();
     for (std::size_t i = 0; i < plain.size(); ++i) {
       const int d = std::popcount(plain[i] ^ query);
       if (d <= distance) base_hits.push_back({static_cast<std::uint32_t>(i), static_cast<std::uint32_t>(d)});
     }
+  };
+  std::uint64_t query = 0;  // another each time: what an index touches is not in the caches already
+  const auto ours = [&] {
+    signatures.find(as_table, kvmeld::detail::mix_bits(0x123456789ABCDEFU + ++query), distance, hits);
+    benchmark::DoNotOptimize(hits.data());
+  };
+  const auto base = [&] {
+    plainly(kvmeld::detail::mix_bits(0x123456789ABCDEFU + ++query));
     benchmark::DoNotOptimize(base_hits.data());
   };
   const auto bytes = static_cast<std::int64_t>(count * 8);
   bench::paired(state, bytes, ours, bytes, base);
-  if (hits != base_hits) std::abort();
+  for (const std::uint64_t q : {query, plain.front() ^ 0x104200001U}) {
+    signatures.find(as_table, q, distance, hits);
+    plainly(q);
+    if (hits != base_hits) std::abort();
+  }
   state.counters["best_ms"] = static_cast<double>(bytes) / state.counters["best_GBps"].value * 1e-6;
 }
 
-/// Eight callers that take the current version and scan it, while nothing else happens; ratio: scans a second against cores / 0.3 ms.
-void callers(benchmark::State& state, std::size_t count) {
-  const kvmeld::detail::Published<kvmeld::AnchorTable> published(std::make_shared<const kvmeld::AnchorTable>(table_of(count)));
+/// Eight callers that take the current version and search it, while nothing else happens; ratio: searches a second against cores / 0.3 ms.
+void callers(benchmark::State& state, bool as_table, std::size_t count) {
+  const kvmeld::detail::Published<Signatures> published(std::make_shared<const Signatures>(count));
   constexpr int threads = 8, each = 100;
   const double cores = std::max(1.0, static_cast<double>(std::thread::hardware_concurrency()));
   double best = HUGE_VAL;
@@ -74,8 +98,7 @@ void callers(benchmark::State& state, std::size_t count) {
           std::vector<kvmeld::HammingHit> hits;
           for (int i = 0; i < each; ++i) {
             took[static_cast<std::size_t>(t)].push_back(bench::seconds([&] {
-              hits.clear();
-              published.get()->scan(kvmeld::detail::mix_bits(static_cast<std::uint64_t>(i)), 9, hits);
+              published.get()->find(as_table, kvmeld::detail::mix_bits(static_cast<std::uint64_t>(i * threads + t) + 77), 9, hits);
               benchmark::DoNotOptimize(hits.data());
             }));
           }
@@ -156,10 +179,14 @@ const bool registered = [] {
   using bench::mib;
   using bench::name;
   for (const std::size_t count : {std::size_t{5000}, std::size_t{100000}, std::size_t{1000000}}) {
-    add(name({"anchor/scan/signatures:", std::to_string(count), "/tau:0.85"}), scan, count, 0.85);
-    add(name({"anchor/scan/signatures:", std::to_string(count), "/tau:0.75"}), scan, count, 0.75);
+    for (const bool as_table : {false, true}) {
+      const std::string_view what = as_table ? "anchor/table" : "anchor/scan";
+      add(name({what, "/signatures:", std::to_string(count), "/tau:0.85"}), scan, as_table, count, 0.85);
+      add(name({what, "/signatures:", std::to_string(count), "/tau:0.75"}), scan, as_table, count, 0.75);
+    }
   }
-  add(name({"anchor/callers:8/signatures:1000000"}), callers, std::size_t{1000000});
+  add("anchor/callers:8/scan/signatures:1000000", callers, false, std::size_t{1000000});
+  add("anchor/callers:8/table/signatures:1000000", callers, true, std::size_t{1000000});
   for (const ElementType type : {ElementType::f16, ElementType::bf16, ElementType::f32}) {
     for (const int anchors : {1, 5, 20}) {
       for (const std::int64_t size : {1, 16, 64}) {

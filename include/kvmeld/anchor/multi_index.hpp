@@ -56,9 +56,12 @@ class MultiIndex {
     if (max_distance < 0) return true;
     if (max_distance > largest_distance) return false;
     const Radii radii(max_distance);
-    std::size_t cost = 0;
-    for (std::uint32_t part = 0; part < parts; ++part) cost += bucket_cost * radii.buckets(part);
-    if (cost > size_ / look_cost) return false;
+    std::size_t cost = 0, even = 0;  // even: what looks would be added to it if signatures were spread evenly
+    for (std::uint32_t part = 0; part < parts; ++part) {
+      cost += bucket_cost * radii.buckets(part);
+      even += radii.buckets(part) * size_ / buckets(part);
+    }
+    if (cost + even > size_ / look_cost) return false;
     for (std::uint32_t part = 0; part < parts; ++part) {
       for_each_bucket(query, part, radii[part], [&](std::uint32_t bucket) {
         cost += parts_[part].begin[bucket + 1] - parts_[part].begin[bucket];
