@@ -63,9 +63,11 @@ const bool registered = [] {
   }
   const auto bf16 = ElementType::bf16;
   add("fuse/median/bf16/MiB:16/agents:15", fuse<kvmeld::Median>, kvmeld::Median{}, bf16, 15, std::int64_t{16}, false);
-  add("fuse/median_rotary/bf16/MiB:16/agents:5", fuse<kvmeld::Median>, kvmeld::Median{}, bf16, 5, std::int64_t{16}, true);
-  add("fuse/krum_rotary/bf16/MiB:16/agents:5", fuse<kvmeld::Krum>, kvmeld::Krum{}, bf16, 5, std::int64_t{16}, true);
-  add("fuse/geometric_median/bf16/MiB:16/agents:5", fuse<kvmeld::GeometricMedian>, kvmeld::GeometricMedian{}, bf16, 5, std::int64_t{16}, false);
+  for (const std::int64_t size : {1, 16}) {
+    add(name({"fuse/geometric_median/bf16", mib(size), "/agents:5"}), fuse<kvmeld::GeometricMedian>, kvmeld::GeometricMedian{}, bf16, 5, size, false);
+    add(name({"fuse/median_rotary/bf16", mib(size), "/agents:5"}), fuse<kvmeld::Median>, kvmeld::Median{}, bf16, 5, size, true);
+    add(name({"fuse/krum_rotary/bf16", mib(size), "/agents:5"}), fuse<kvmeld::Krum>, kvmeld::Krum{}, bf16, 5, size, true);
+  }
   add("fuse/bulyan/bf16/MiB:16/agents:7", fuse<kvmeld::Bulyan>, kvmeld::Bulyan{}, bf16, 7, std::int64_t{16}, false);
   return true;
 }();

@@ -41,36 +41,49 @@ KVMELD_LAZY [[nodiscard]] std::size_t medoid_of(const Scoring& scoring, std::spa
   return best;
 }
 
-/// Weiszfeld's iteration on weights.
-KVMELD_ALWAYS_INLINE void weiszfeld_body(const double* distances, const double* mass, std::size_t n, int steps, double smoothing, double* to,
-                                         double* weights) noexcept {
+/// Numbers that Weiszfeld's iteration works on at once. What lies beyond the contributions has mass 0, weight 0 and distances 0, which
+/// add nothing to any sum.
+inline constexpr std::size_t weiszfeld_block = 8;
+
+/// Weiszfeld's iteration on weights. distances: (n, padded); mass, weights, to: (padded)
+KVMELD_ALWAYS_INLINE void weiszfeld_body(const double* __restrict distances, const double* __restrict mass, std::size_t n, std::size_t padded, int steps,
+                                         double smoothing, double* __restrict to, double* __restrict weights) noexcept {
   const auto normalise = [&] {
     double total = 0;
     for (std::size_t j = 0; j < n; ++j) total += weights[j];
-    for (std::size_t j = 0; j < n; ++j) weights[j] /= total;
+    for (std::size_t b = 0; b < padded; b += weiszfeld_block) {
+      for (std::size_t j = b; j < b + weiszfeld_block; ++j) weights[j] /= total;
+    }
   };
   normalise();
   for (int step = 0; step < steps; ++step) {
-    double within = 0;
-    for (std::size_t j = 0; j < n; ++j) to[j] = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-      for (std::size_t j = 0; j < n; ++j) to[j] = fma(weights[i], distances[i * n + j], to[j]);
+    for (std::size_t b = 0; b < padded; b += weiszfeld_block) {
+      double sum[weiszfeld_block] = {};
+      for (std::size_t i = 0; i < n; ++i) {
+        KVMELD_KEEP_LOOP
+        for (std::size_t j = 0; j < weiszfeld_block; ++j) sum[j] = fma(weights[i], distances[i * padded + b + j], sum[j]);
+      }
+      for (std::size_t j = 0; j < weiszfeld_block; ++j) to[b + j] = sum[j];
     }
+    double within = 0;
     for (std::size_t j = 0; j < n; ++j) within = fma(weights[j], to[j], within);
-    for (std::size_t j = 0; j < n; ++j) {
-      const double square = to[j] - within / 2;
-      weights[j] = mass[j] / math::sqrt((square > 0 ? square : 0.0) + smoothing);
+    for (std::size_t b = 0; b < padded; b += weiszfeld_block) {
+      KVMELD_KEEP_LOOP
+      for (std::size_t j = b; j < b + weiszfeld_block; ++j) {
+        const double square = to[j] - within / 2;
+        weights[j] = mass[j] / math::sqrt((square > 0 ? square : 0.0) + smoothing);
+      }
     }
     normalise();
   }
 }
-KVMELD_NOINLINE inline void weiszfeld_baseline(const double* distances, const double* mass, std::size_t n, int steps, double smoothing, double* to,
-                                               double* weights) noexcept {
-  weiszfeld_body(distances, mass, n, steps, smoothing, to, weights);
+KVMELD_NOINLINE inline void weiszfeld_baseline(const double* distances, const double* mass, std::size_t n, std::size_t padded, int steps,
+                                               double smoothing, double* to, double* weights) noexcept {
+  weiszfeld_body(distances, mass, n, padded, steps, smoothing, to, weights);
 }
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void weiszfeld_avx2(const double* distances, const double* mass, std::size_t n, int steps, double smoothing,
-                                                              double* to, double* weights) noexcept {
-  weiszfeld_body(distances, mass, n, steps, smoothing, to, weights);
+KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void weiszfeld_avx2(const double* distances, const double* mass, std::size_t n, std::size_t padded, int steps,
+                                                              double smoothing, double* to, double* weights) noexcept {
+  weiszfeld_body(distances, mass, n, padded, steps, smoothing, to, weights);
 }
 
 }  // namespace detail
@@ -120,9 +133,15 @@ struct GeometricMedian {
     double near = INFINITY;
     for (std::size_t j = 0; j < n; ++j) near = scoring.distance(medoid, j) > 0 ? (std::min)(near, scoring.distance(medoid, j)) : near;
     for (std::size_t j = 0; j < n; ++j) weights[j] = mass[j] / math::sqrt((std::max)(scoring.distance(medoid, j), (std::min)(near, 1e300)));
-    std::vector<double> to(n);
-    (best_isa() == Isa::baseline ? detail::weiszfeld_baseline : detail::weiszfeld_avx2)(scoring.distances.data(), mass.data(), n, steps,
-                                                                                          smallest / 1e12, to.data(), weights.data());
+    const std::size_t padded = (n + detail::weiszfeld_block - 1) / detail::weiszfeld_block * detail::weiszfeld_block;
+    std::vector<double> both((n + 3) * padded, 0.0);  // distances, then masses, weights, and the iteration's own
+    double* const masses = both.data() + n * padded;
+    for (std::size_t i = 0; i < n; ++i) std::copy_n(scoring.distances.data() + i * n, n, both.data() + i * padded);
+    std::copy_n(mass.data(), n, masses);
+    std::copy_n(weights.data(), n, masses + padded);
+    (best_isa() == Isa::baseline ? detail::weiszfeld_baseline : detail::weiszfeld_avx2)(both.data(), masses, n, padded, steps, smallest / 1e12,
+                                                                                          masses + 2 * padded, masses + padded);
+    std::copy_n(masses + padded, n, weights.data());
     return {};
   }
   KVMELD_LAZY void digest(Hasher& hasher) const {

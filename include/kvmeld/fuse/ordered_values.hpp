@@ -52,14 +52,14 @@ struct SortingNetwork {
   int top = 1, p = 0, q = 0, r = 0, d = 0;
   int i = -1;
 
-  KVMELD_HD KVMELD_ALWAYS_INLINE explicit SortingNetwork(int n) noexcept : count(n) {
+  KVMELD_HD KVMELD_ALWAYS_INLINE constexpr explicit SortingNetwork(int n) noexcept : count(n) {
     while (top * 2 < n) top *= 2;
     p = n < 2 ? 0 : top;
     q = top;
     d = p;
   }
   /// Moves to the next comparator, of places `i` and `i + d`; false after the last.
-  KVMELD_HD KVMELD_ALWAYS_INLINE bool next() noexcept {
+  KVMELD_HD KVMELD_ALWAYS_INLINE constexpr bool next() noexcept {
     for (++i; p > 0; i = 0) {
       for (; i < count - d; ++i) {
         if ((i & p) == r) return true;

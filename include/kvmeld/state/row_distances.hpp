@@ -120,15 +120,25 @@ class RowDistances {
     const std::size_t n = row.count;
     const auto padded = (static_cast<std::size_t>(shape.channels) + 31) / 32 * 32;
     const std::size_t width = padded * static_cast<std::size_t>(shape.heads);
+    const DistanceSteps steps = distance_steps(isa_, shape.type);
+    const bool turns = row.turned && shape.rotary && table >= 0;
     if (rows_.size() < n * width) rows_.resize(n * width);
+    from_.clear();
     for (std::size_t i = 0; i < n; ++i) {
       const Contribution& c = batch.inputs[row.begin + i];
       const Payload& payload = core.sources[c.source].payload();
       const std::int64_t at = payload_row(payload, layer, c.token);
       if (at < 0) return;  // a layer that lacks one contribution compares none
       const std::byte* from = payload.bytes.get() + payload.plane_offsets[plane] + at * shape.heads * row_bytes(shape);
+      const bool whole = padded == static_cast<std::size_t>(shape.channels);
+      const std::int64_t shift = -payload.positions[c.token];
+      if (whole && steps.raw_widen != nullptr && !(turns && shift != 0)) {
+        from_.push_back({from, steps.raw_widen, static_cast<std::size_t>(block_bytes(shape.type))});
+        continue;
+      }
       float* to = rows_.data() + i * width;
-      if (padded == static_cast<std::size_t>(shape.channels)) {
+      from_.push_back({reinterpret_cast<const std::byte*>(to), steps.widen, sizeof(float)});
+      if (whole) {
         load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width), to);
       } else {
         for (std::int32_t h = 0; h < shape.heads; ++h) {
@@ -137,37 +147,54 @@ class RowDistances {
           std::fill(head + shape.channels, head + padded, 0.0F);
         }
       }
-      if (!row.turned || !shape.rotary || table < 0) continue;
-      const std::int64_t shift = -payload.positions[c.token];
+      if (!turns || shift == 0) continue;
       const auto index = static_cast<std::size_t>(std::lower_bound(shifts_.begin(), shifts_.end(), shift) - shifts_.begin());
       const RopeSpec& rope = core.geometry->layers[layer].rope;
       const Turn turn{tables_[static_cast<std::size_t>(table)].row(index), shape.channels, rope.first_channel, rope.rotary_channels, rope.pairing};
-      for (std::int32_t h = 0; h < shape.heads && shift != 0; ++h) turn_row(turn, isa_, to + static_cast<std::size_t>(h) * padded);
+      for (std::int32_t h = 0; h < shape.heads; ++h) turn_row(turn, isa_, to + static_cast<std::size_t>(h) * padded);
     }
-    // Every pair in turn over a few channels, and then the next ones. The pair of a row and itself is its norm.
-    const std::size_t pairs = n * (n + 1) / 2;
-    lanes_.assign(pairs * 32, 0.0);
-    if (wide_.size() < (n + 1) * compared_channels) wide_.resize((n + 1) * compared_channels);
-    if (norms) std::fill_n(wide_.begin() + static_cast<std::ptrdiff_t>(n * compared_channels), compared_channels, 0.0);
-    for (std::size_t at = 0; at < width; at += compared_channels) {
-      const std::size_t part = (std::min)(compared_channels, width - at);
-      for (std::size_t i = 0; i < n; ++i) steps_.widen(rows_.data() + i * width + at, part, wide_.data() + i * compared_channels);
-      double* lanes = lanes_.data();
-      for (std::size_t i = 0; i < n; ++i) {
-        for (std::size_t j = 0; j <= i; ++j, lanes += 32) {
-          if (i == j && !norms) continue;
-          steps_.add(wide_.data() + i * compared_channels, wide_.data() + (i == j ? n : j) * compared_channels, part, lanes);
-        }
+    // Every pair in turn over a few channels, which stay in the first cache as doubles, and then the next ones. The pair of a row and
+    // itself is its norm: its distance from zeros.
+    const std::size_t pairs = norms ? n * (n + 1) / 2 : n * (n - 1) / 2;
+    lanes_.assign(pairs * 32 + 32, 0.0);
+    const std::size_t most = (std::max)(compared_bytes / sizeof(double) / (n + 1) / 32 * 32, std::size_t{128});
+    const std::size_t block = (std::min)(most, width);
+    wide_.resize((n + 1) * block + 8);
+    double* const wide = wide_.data() + (64 - reinterpret_cast<std::uintptr_t>(wide_.data()) % 64) % 64 / sizeof(double);  // no vector lies across lines
+    if (norms) std::fill_n(wide + n * block, block, 0.0);
+    for (std::size_t at = 0; at < width; at += block) {
+      const std::size_t part = (std::min)(block, width - at);
+      for (std::size_t i = 0; i < n; ++i) from_[i].widen(from_[i].data + at * from_[i].size, part, wide + i * block);
+      std::size_t i = norms ? 0 : 1, j = 0;
+      const auto next = [&](const double*& a, const double*& b) {
+        a = wide + i * block;
+        b = wide + (i == j ? n : j) * block;
+        if (++j == (norms ? i + 1 : i)) ++i, j = 0;
+      };
+      for (std::size_t pair = 0; pair < pairs; pair += 2) {
+        const double *a = nullptr, *b = nullptr, *c = wide, *d = wide;
+        next(a, b);
+        if (pair + 1 < pairs) next(c, d);
+        steps.add(a, b, c, d, part, lanes_.data() + pair * 32);
       }
     }
     double* lanes = lanes_.data();
     double* const distances = batch.distances.data() + row.pairs;
     for (std::size_t i = 0; i < n; ++i) {
-      for (std::size_t j = 0; j < i; ++j, lanes += 32) distances[j * n + i] = distances[i * n + j] += join_lane_sums(lanes);
-      if (norms) batch.norms[row.begin + i] += join_lane_sums(lanes);
+      for (std::size_t j = 0; j < i; ++j, lanes += 32) distances[j * n + i] = distances[i * n + j] += steps.join(lanes);
+      if (!norms) continue;
+      batch.norms[row.begin + i] += steps.join(lanes);
       lanes += 32;
     }
   }
+
+  /// Where the channels of a row come from: as they are stored, or as f32 without their rotation.
+  struct ComparedRow {
+    const std::byte* data;
+    DistanceSteps::Widen widen;
+    std::size_t size;  ///< bytes a channel
+  };
+  static constexpr std::size_t compared_bytes = 32768;  ///< of rows as doubles: what the first cache holds beside the sums
 
   Isa isa_ = best_isa();
   std::vector<std::size_t> layers_;
@@ -175,10 +202,10 @@ class RowDistances {
   std::vector<const RopeSpec*> specs_;
   std::vector<RopeTable> tables_;
   std::vector<std::int32_t> layer_table_;       // −1: keys are not turned
-  DistanceSteps steps_ = distance_steps(isa_);
-  std::vector<float> rows_;    // (contributions, width)
-  std::vector<double> wide_;   // (contributions + 1, compared_channels) the last row: zeros
-  std::vector<double> lanes_;  // (pairs, 32)
+  std::vector<float> rows_;          // (contributions, width) of those that do not come as they are stored
+  std::vector<ComparedRow> from_;    // (contributions)
+  std::vector<double> wide_;         // (contributions + 1, block) the last row: zeros
+  std::vector<double> lanes_;        // (pairs, 32)
 };
 
 }  // namespace detail
