@@ -1,0 +1,70 @@
+// The code of docs/anchors.md, compiled and run; the last case checks that the page shows it word for word.
+#include <string>
+#include <utility>
+
+#include <kvmeld/anchor/anchor_pool.hpp>
+#include <kvmeld/anchor/interpolate_offsets.hpp>
+#include <kvmeld/state/anchor_plan.hpp>
+
+#include "support/anchor_segments.hpp"
+#include "support/page_snippets.hpp"
+
+namespace {
+
+// example-begin: remember
+/// A segment was prefilled by itself and in a prompt: its base, and what this place does to it, become an anchor.
+kvmeld::Status remember(kvmeld::AnchorPool<>& pool, const kvmeld::Fragment& alone, const kvmeld::Fragment& in_prompt, const kvmeld::Digest128& place) {
+  auto vector = kvmeld::mean_value_row(alone);
+  if (!vector) return vector.error();
+  auto anchor = kvmeld::make_anchor(alone, *std::move(vector));
+  if (!anchor) return anchor.error();
+  auto delta = kvmeld::measure_offset(in_prompt, anchor->base);
+  if (!delta) return delta.error();
+  anchor->offsets.push_back({.context = place, .segment = *std::move(delta), .following = {}});
+  return pool.commit(*anchor).status();
+}
+// example-end
+
+// example-begin: reuse
+/// A segment at a place of a prompt without prefill; `run` writes it. Or the reason why not: then prefill, and remember.
+kvmeld::Result<kvmeld::ReusePlan> reuse(const kvmeld::AnchorPool<>& pool, const kvmeld::Fragment& alone, const kvmeld::Digest128& place, std::int64_t position) {
+  const auto vector = kvmeld::mean_value_row(alone);
+  if (!vector) return vector.error();
+  const kvmeld::AnchorLookup found = pool.look_up({}, {.space = &pool.space(),
+                                                       .signature = {alone.tokens(), *vector},
+                                                       .vector = *vector,
+                                                       .context = place,
+                                                       .request = {.tokens = alone.token_count(), .last_position = position + alone.token_count() - 1}});
+  if (!found.decision.reuses()) return {kvmeld::ErrorCode::not_found, std::string(kvmeld::to_string(found.decision.reason))};
+  auto offsets = kvmeld::aligned_offsets(found.anchors, found.decision.weights, place, alone.tokens());
+  if (!offsets) return offsets.error();
+  const kvmeld::ReusePart part{.base = alone, .position = position, .offsets = *std::move(offsets)};
+  return kvmeld::plan_reuse({&part, 1}, alone.geometry());
+}
+// example-end
+
+}  // namespace
+
+TEST_CASE("a remembered segment is reused at another position, and is the K/V measured there") {
+  const auto shape = test::geometry({.layers = 3, .heads = 2, .channels = 8});
+  const test::Segment segment(shape, 6, 1);
+  kvmeld::AnchorPool<> pool(kvmeld::AnchorSpace::of(*shape), {.anchors = 10, .bytes = 1 << 20});
+  const kvmeld::Digest128 place{1, 2};
+  REQUIRE(reuse(pool, segment.at(0), place, 40).status().message().find("empty_pool") != std::string::npos);
+  REQUIRE(remember(pool, segment.at(0), segment.in_context(7).at(20), place).ok());
+  const auto plan = reuse(pool, segment.at(0), place, 40);
+  REQUIRE(plan.ok());
+  REQUIRE(plan->holes().size() == 1);  // the prompt's last token
+  test::TestCache out(shape, plan->tokens()), real(shape, plan->tokens());
+  std::vector<std::byte> workspace(plan->workspace_bytes());
+  segment.in_context(7).write(real, 40);
+  segment.in_context(7).write(out, 40);
+  for (std::size_t p = 0; p < out.planes(); ++p) {
+    for (std::int64_t t = 0; t + 1 < plan->tokens(); ++t) out.set(p, t, 0, 0, 99);  // head 0 of all but the hole must be written
+  }
+  REQUIRE(kvmeld::run(kvmeld::exec::seq, *plan, workspace, out.out()).ok());
+  REQUIRE(test::difference(out.buffers(), real.buffers()) < 1e-5);
+  REQUIRE(reuse(pool, segment.at(0), kvmeld::Digest128{3, 4}, 40).status().message().find("no_offset") != std::string::npos);
+}
+
+TEST_CASE("docs/anchors.md shows this code") { test::check_page("docs/anchors.md", {"tests/unit/anchor_docs.cpp"}); }
