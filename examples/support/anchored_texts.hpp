@@ -89,12 +89,12 @@ inline Document structured_document(const Engine& engine, std::uint64_t seed, st
   return out;
 }
 
-/// Document `index` of free text: four facts in mixed forms between sentences of other matters, of some 60 to 160 tokens.
+/// Document `index` of free text: four facts in mixed forms between sentences of other matters, of some 50 to 130 tokens.
 inline Document free_document(const Engine& engine, std::uint64_t seed, std::size_t index) {
   Document out;
   const std::vector<Fact> facts = make_facts(seed * 7919u + 77000 + index, 16);
   Draw draw(seed * 131u + index * 17u + 3u);
-  std::vector<std::string> sentences = draw.pick(detail::free_sentences, draw.below(7));
+  std::vector<std::string> sentences = draw.pick(detail::free_sentences, draw.below(5));
   for (std::size_t i = 0; i < 4; ++i) {
     const std::size_t form = draw.below(fit_forms + unseen_forms);
     sentences.push_back(sentence(facts[i], form));
