@@ -179,6 +179,11 @@ TEST_CASE("tokens across a boundary: reported, left out of both sides, and to be
   REQUIRE(marked->tokens == Ids{7, 'x', 'u', 'v', 'y', 'z'});
   REQUIRE(marked->mismatches == std::vector<BoundaryMismatch>{{0, 2, Ids{7}, {}}, {0, 4, Ids{7}, {}}});
   REQUIRE(brief(*marked) == std::vector<Brief>{{Source::text, 0, 0, 0, 2, -1}, {Source::slot, 0, 1, 2, 2, 0}, {Source::text, 1, 1, 4, 2, 0}});
+  // A template that another tokenizer read: what its text begins with is no part of the prompt.
+  const auto other = fill_slots(*PromptTemplate::parse("xy", marks), std::vector<SlotHistory>{}, tokenizer);
+  REQUIRE(other.ok());
+  REQUIRE(brief(*other) == std::vector<Brief>{{Source::text, 0, 1, 0, 2, -1}});
+  REQUIRE(other->mismatches == std::vector<BoundaryMismatch>{{-1, 0, Ids{7}, {}}});
 }
 
 TEST_CASE("keys of offsets: a slot's own, and its text's behind it") {
