@@ -1,4 +1,4 @@
-// Signatures, scans, evictions, weights, decisions and places of anchors: exact cases and every reason.
+// Signatures, scans, evictions, weights, temperatures, costs, decisions and places of anchors: exact cases and every reason.
 
 #include <algorithm>
 #include <bit>
@@ -6,11 +6,15 @@
 #include <limits>
 #include <set>
 
+#include <kvmeld/anchor/anchor_ref.hpp>
 #include <kvmeld/anchor/decision.hpp>
 #include <kvmeld/anchor/eviction.hpp>
 #include <kvmeld/anchor/hamming_scan.hpp>
 #include <kvmeld/anchor/placement.hpp>
+#include <kvmeld/anchor/reuse_meter.hpp>
 #include <kvmeld/anchor/signature.hpp>
+#include <kvmeld/anchor/temperature.hpp>
+#include <kvmeld/exec/exec.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -52,7 +56,8 @@ TEST_CASE("SimHash: golden vectors, ties, insertions") {
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     const auto original = text(4100, seed);
     auto longer = original;
-    longer.insert(longer.begin(), 17);
+    const std::size_t places[] = {0, 1, 2050, 4099, 4100};
+    longer.insert(longer.begin() + static_cast<std::ptrdiff_t>(places[seed % 5]), 17);
     REQUIRE(kvmeld::similarity(*hash.sign({.tokens = original}), *hash.sign({.tokens = longer})) > 0.85);
     REQUIRE(kvmeld::similarity(*hash.sign({.tokens = original}), *hash.sign({.tokens = text(4100, seed + 100)})) < 0.85);
   }
@@ -258,6 +263,113 @@ TEST_CASE("every decision has its reason") {
   REQUIRE(to_string(ReuseReason::reuse) == "reuse");
   REQUIRE(to_string(ReuseReason::below_threshold) == "below_threshold");
   REQUIRE(to_string(ReuseReason::not_cheaper) == "not_cheaper");
+}
+
+TEST_CASE("a temperature from measured distances tells like from unlike where 1 tells nothing") {
+  // Distances of tenths, as embeddings of one model have them: at temperature 1, the rule asks for new anchors for ever.
+  const std::vector<double> unlike{.31, .28, .33, .30, .29, .32, .30};
+  std::vector<kvmeld::ReuseCandidate> near, far;
+  for (std::uint8_t i = 0; i < 5; ++i) {
+    near.push_back({id(i), i == 2 ? 0.05 : unlike[i], 9, true, true});
+    far.push_back({id(i), unlike[i], 9, true, true});
+  }
+  REQUIRE(kvmeld::decide({}, {.tokens = 5}, near).reason == ReuseReason::uncertain);
+  const kvmeld::ReuseRule measured{.temperature = kvmeld::spread_temperature(unlike)};
+  const auto taken = kvmeld::decide(measured, {.tokens = 5}, near);
+  REQUIRE(taken.reuses());
+  REQUIRE(taken.weights[2] > 0.9F);
+  REQUIRE(kvmeld::decide(measured, {.tokens = 5}, far).reason == ReuseReason::uncertain);
+  // What it promises, for several γ and numbers of anchors: at `like` medians the rule stands exactly on its edge. And it goes with the unit.
+  for (const double gamma : {0.05, 0.3, 0.8}) {
+    for (const std::size_t anchors : {std::size_t{2}, std::size_t{5}, std::size_t{64}}) {
+      for (const double like : {0.0, 0.5, 0.9}) {
+        const double t = kvmeld::spread_temperature(unlike, gamma, anchors, like);
+        std::vector<double> distances(anchors, 0.30);  // the median
+        distances[0] *= like;
+        REQUIRE(kvmeld::entropy(kvmeld::softmax_weights(distances, t)) == Approx(gamma * std::log(anchors)).epsilon(1e-9));
+        std::vector<double> scaled;
+        for (const double d : unlike) scaled.push_back(1000 * d);
+        REQUIRE(kvmeld::spread_temperature(scaled, gamma, anchors, like) == Approx(1000 * t));
+      }
+    }
+  }
+  REQUIRE(kvmeld::spread_temperature({}) == 1);
+  REQUIRE(kvmeld::spread_temperature(std::vector<double>{0, 0, no_number, infinite, -1}) == 1);
+  REQUIRE(kvmeld::spread_temperature(unlike, 0) == 0);
+  REQUIRE(kvmeld::spread_temperature(unlike, no_number) == 1);
+  REQUIRE(kvmeld::spread_temperature(unlike, 0.3, 5, 1.0) == 1);
+  REQUIRE(kvmeld::spread_temperature(unlike, 5.0) == kvmeld::spread_temperature(unlike, 0.99));
+  REQUIRE(std::isfinite(kvmeld::spread_temperature(unlike, 1e-300)));
+
+  kvmeld::AnchorTable table;
+  for (const auto& vector : std::vector<std::vector<float>>{{0, 0}, {3, 4}, {}, {0, 1}}) {
+    kvmeld::Anchor anchor;
+    anchor.vector = vector;
+    table.push_back(1, {std::make_shared<const kvmeld::Anchor>(std::move(anchor)), nullptr});
+  }
+  REQUIRE(kvmeld::anchor_distances(table) == std::vector<double>{5, 1, std::sqrt(18.0)});
+  REQUIRE(kvmeld::anchor_distances(table, 2) == std::vector<double>{5});
+}
+
+TEST_CASE("costs are learned while a machine serves, and asked once both are known") {
+  kvmeld::ReuseMeter meter;
+  const std::vector<kvmeld::ReuseCandidate> good{{id(1), 0.5, 9, true, true}};
+  const auto reason = [&](std::int64_t tokens) { return kvmeld::decide({}, {.tokens = tokens, .cost = meter.cost(tokens)}, good).reason; };
+  REQUIRE(meter.cost(5).prefill_seconds == 0);
+  meter.blended(100, 0.2);
+  REQUIRE(meter.cost(5).blend_seconds == 0);
+  REQUIRE(reason(5) == ReuseReason::reuse);
+  meter.prefilled(10, 0.01);  // half of the blend's
+  REQUIRE(meter.cost(5).blend_seconds == Approx(5 * 0.002));
+  REQUIRE(meter.cost(5).prefill_seconds == Approx(5 * 0.001));
+  REQUIRE(reason(5) == ReuseReason::not_cheaper);
+  meter.prefilled(10, 0.17);
+  REQUIRE(meter.prefill_seconds_per_token() == Approx(0.001 + 0.016 / 8));
+  REQUIRE(reason(5) == ReuseReason::reuse);
+  const double before = meter.blend_seconds_per_token();
+  meter.blended(0, 1);
+  meter.blended(-3, 1);
+  meter.blended(5, 0);
+  meter.blended(5, -1);
+  meter.blended(5, no_number);
+  meter.blended(5, infinite);
+  REQUIRE(meter.blend_seconds_per_token() == before);
+}
+
+TEST_CASE("a pool's version as arrays, searched in the form that devices run") {
+  const auto shape = test::geometry({.layers = 1, .heads = 1, .channels = 2});
+  test::Random random(8);
+  kvmeld::AnchorTable table;
+  for (std::int64_t i = 0; i < 300; ++i) {
+    test::TestCache cache(shape, 1 + i % 7);
+    kvmeld::Anchor anchor;
+    anchor.base = *kvmeld::seal(cache.ref());
+    table.push_back(random.next() & 0xFFFF, {std::make_shared<const kvmeld::Anchor>(std::move(anchor)), nullptr});
+  }
+  const auto arrays = kvmeld::AnchorPoolArrays::of(table, 42);
+  const kvmeld::AnchorPoolRef ref = arrays.ref();
+  REQUIRE(ref.version == 42);
+  REQUIRE(ref.size() == 300);
+  std::vector<std::uint64_t> queries;
+  std::vector<std::int32_t> tokens;
+  for (int q = 0; q < 50; ++q) {
+    queries.push_back(random.next() & 0xFFFF);
+    tokens.push_back(static_cast<std::int32_t>(random.below(9)));  // 8 is longer than every anchor
+  }
+  for (const std::int32_t limit : {-1, 0, 2, 9, 64}) {
+    std::vector<kvmeld::NearestAnchor> found(queries.size(), {1, 1}), host(queries.size());
+    REQUIRE(kvmeld::exec::lanes.bulk(50, kvmeld::FindNearestAnchor{ref, queries.data(), tokens.data(), limit, found.data()}).ok());
+    REQUIRE(kvmeld::exec::seq.bulk(50, kvmeld::FindNearestAnchor{ref, queries.data(), tokens.data(), limit, host.data()}).ok());
+    REQUIRE(found == host);
+    for (std::size_t q = 0; q < queries.size(); ++q) {
+      kvmeld::NearestAnchor best;
+      for (std::uint32_t i = 0; i < 300; ++i) {
+        const int d = std::popcount(table.signature(i) ^ queries[q]);
+        if (d <= limit && table.anchor(i)->base.token_count() >= tokens[q] && static_cast<std::uint32_t>(d) < best.distance) best = {i, static_cast<std::uint32_t>(d)};
+      }
+      REQUIRE(found[q] == best);
+    }
+  }
 }
 
 TEST_CASE("places of slots and of the text behind them") {

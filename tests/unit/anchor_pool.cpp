@@ -266,6 +266,95 @@ TEST_CASE("another namespace is a miss with its reason, and nothing approximate 
   REQUIRE(unsigned_pool.look_up({}, {&space, input, plain.vector, context(1), {.tokens = 1}}).decision.reason == ReuseReason::unsigned_segment);
 }
 
+TEST_CASE("bad input has its reason in every look-up, and every reason is counted") {
+  const AnchorSpace space = AnchorSpace::of(*shape);
+  AnchorPool<> pool(space, {10, 1 << 20});
+  const kvmeld::ReuseRule any{.similarity = 0};
+  const std::vector<float> here{0, 0};
+  const std::vector<kvmeld::TokenId> ids{1, 2, 3};
+  const auto ask = [&](kvmeld::ReuseRequest request, std::span<const float> vector, kvmeld::ReuseRule rule) {
+    const auto found = pool.look_up(rule, {&space, {.tokens = ids}, vector, context(1), request});
+    if (!found.decision.reuses()) REQUIRE(found.anchors.empty());
+    return found.decision.reason;
+  };
+  REQUIRE(ask({.tokens = 2}, here, any) == ReuseReason::empty_pool);
+  for (const std::uint8_t n : {std::uint8_t{2}, std::uint8_t{5}}) {  // of 3 tokens each, at distances 2 and 5
+    Anchor anchor = bare(n);
+    anchor.offsets = {delta(anchor, 1)};
+    REQUIRE(pool.commit(anchor).ok());
+  }
+  REQUIRE(ask({.tokens = 0}, here, any) == ReuseReason::empty_segment);
+  REQUIRE(ask({.tokens = -7}, here, any) == ReuseReason::empty_segment);
+  REQUIRE(ask({.tokens = 4}, here, any) == ReuseReason::too_short);
+  REQUIRE(ask({.tokens = 3, .last_position = 4096, .trained_context = 4096}, here, any) == ReuseReason::beyond_trained_context);
+  REQUIRE(ask({.tokens = 3, .consumer = kvmeld::Consumer::never_approximate}, here, any) == ReuseReason::exact_required);
+  REQUIRE(ask({.tokens = 3}, here, {.similarity = 0, .gamma = -1}) == ReuseReason::invalid_rule);
+  REQUIRE(ask({.tokens = 3}, here, {.similarity = 1}) == ReuseReason::below_threshold);
+  REQUIRE(ask({.tokens = 3}, std::vector<float>{0}, any) == ReuseReason::distance_not_finite);  // of another length
+  REQUIRE(ask({.tokens = 3}, std::vector<float>{std::nanf(""), 0}, any) == ReuseReason::distance_not_finite);
+  REQUIRE(ask({.tokens = 3}, std::vector<float>{INFINITY, 0}, any) == ReuseReason::distance_not_finite);
+  REQUIRE(ask({.tokens = 3}, here, {.similarity = 0, .min_anchors = 3}) == ReuseReason::too_few_anchors);
+  REQUIRE(ask({.tokens = 3}, std::vector<float>{3.5F, 0}, any) == ReuseReason::uncertain);  // equal distances
+  REQUIRE(ask({.tokens = 3, .cost = {1, 1}}, here, any) == ReuseReason::not_cheaper);
+  REQUIRE(ask({.tokens = 3}, here, any) == ReuseReason::reuse);
+  const auto cold = pool.look_up({.similarity = 0, .temperature = 1e-3}, {&space, {.tokens = ids}, here, context(1), {.tokens = 3}});
+  REQUIRE(cold.anchors.size() == 1);  // the other's weight underflows
+  REQUIRE(cold.decision.weights == std::vector<float>{1});
+  REQUIRE(cold.anchors[0]->id == bare(2).id);
+  REQUIRE(pool.look_up(any, {nullptr, {.tokens = ids}, here, context(1), {.tokens = 3}}).decision.reason == ReuseReason::model_differs);
+  REQUIRE(pool.reasons()[ReuseReason::empty_segment] == 2);
+  REQUIRE(pool.reasons()[ReuseReason::distance_not_finite] == 3);
+  REQUIRE(pool.reasons()[ReuseReason::reuse] == 2);
+  for (const ReuseReason once : {ReuseReason::empty_pool, ReuseReason::too_short, ReuseReason::beyond_trained_context, ReuseReason::exact_required, ReuseReason::invalid_rule,
+                                 ReuseReason::below_threshold, ReuseReason::too_few_anchors, ReuseReason::uncertain, ReuseReason::not_cheaper, ReuseReason::model_differs}) {
+    REQUIRE(pool.reasons()[once] == 1);
+  }
+  REQUIRE(pool.reasons().total() == 17);
+}
+
+TEST_CASE("a segment whose window dropped tokens of every offset is a miss; values of 0 are as good as others") {
+  const AnchorSpace space = AnchorSpace::of(*shape);
+  AnchorPool<> pool(space, {10, 1 << 20});
+  const test::Segment s(shape, 4, 1);
+  const auto lacking = kvmeld::measure_offset(s.in_context(2).at(9, {0, 2}), s.at(0));  // layer 1 lacks tokens 0 and 1
+  Anchor anchor = *kvmeld::make_anchor(s.at(0), {0, 0});
+  anchor.offsets = {{context(1), *lacking, {}}};
+  REQUIRE(pool.commit(anchor).ok());
+  const auto ask = [&](kvmeld::ReuseRule rule = {}) { return pool.look_up(rule, {&space, {.tokens = anchor.base.tokens()}, anchor.vector, context(1), {.tokens = 4}}); };
+  REQUIRE(ask().decision.reason == ReuseReason::partly_evicted);
+
+  // V = 0 everywhere: vectors of mean values are 0, all distances too, so all weights are equal; and V is what the offsets say.
+  std::vector<kvmeld::ReuseOffset> offsets;
+  test::Segment silent = s;
+  silent.values[1].assign(silent.values[1].size(), 0.0);
+  silent.values[3].assign(silent.values[3].size(), 0.0);
+  const auto zero = kvmeld::mean_value_row(silent.at(0));
+  REQUIRE(zero.ok());
+  REQUIRE(*zero == std::vector<float>(zero->size(), 0.0F));
+  std::vector<kvmeld::ReuseCandidate> candidates;
+  for (std::uint8_t n = 0; n < 2; ++n) {
+    const auto d = kvmeld::measure_offset(silent.in_context(n + 5U).at(3), silent.at(0));
+    REQUIRE(d.ok());
+    offsets.push_back({.anchor = test::anchor_id(n), .delta = *d});
+    candidates.push_back({test::anchor_id(n), kvmeld::l2_distance(*zero, *zero), 4, true, true});
+  }
+  REQUIRE(kvmeld::decide({}, {.tokens = 4}, candidates).reason == ReuseReason::uncertain);
+  const auto equal = kvmeld::decide({.gamma = 1}, {.tokens = 4}, candidates);
+  REQUIRE(equal.weights == std::vector<float>{0.5F, 0.5F});
+  for (std::size_t i = 0; i < 2; ++i) offsets[i].weight = equal.weights[i];
+  const kvmeld::ReusePart part{.base = silent.at(0), .position = 7, .offsets = offsets};
+  test::Segment expected = silent;
+  for (std::size_t i = 0; i < expected.values[3].size(); ++i) {
+    for (const std::uint64_t seed : {5U, 6U}) {
+      expected.values[2][i] += 0.5 * (silent.in_context(seed).values[2][i] - silent.values[2][i]);
+      expected.values[3][i] += 0.5 * silent.in_context(seed).values[3][i];
+    }
+  }
+  test::TestCache real(shape, 4);
+  expected.write(real, 7);
+  REQUIRE(test::difference(test::rendered({&part, 1}, shape), real.buffers()) < 1e-5);
+}
+
 TEST_CASE("what a reader holds outlives its eviction, and an agent's copy of a table is its own") {
   const AnchorSpace space = AnchorSpace::of(*shape);
   AnchorPool<> pool(space, {1, 1 << 20});

@@ -33,7 +33,7 @@ enum class CommitResult : std::uint8_t {
 
 /// A segment that may be like anchors seen before.
 struct AnchorQuery {
-  const AnchorSpace* space = nullptr;  ///< of the engine that asks
+  const AnchorSpace* space = nullptr;  ///< of the engine that asks; null is a space without names, and matches no other
   SignatureInput signature{};
   std::span<const float> vector{};     ///< compared with `Anchor::vector`, L2
   Digest128 context{};                 ///< where the segment will stand
@@ -72,6 +72,16 @@ class AnchorPool {
   AnchorPool(AnchorSpace space, AnchorCapacity capacity, Signature signature = {}, Eviction eviction = {})
       : space_(std::move(space)), capacity_(capacity), signature_(std::move(signature)), eviction_(std::move(eviction)),
         published_(std::make_shared<const Snapshot>()) {}
+  /// An agent's own pool: shares with the other's current version all pages that neither changes. O(n log n), no anchor copied.
+  ///
+  /// Commits and evictions of one are not the other's; a use counts for both where both have the anchor. Reasons count from 0.
+  AnchorPool(const AnchorPool& other)
+      : space_(other.space_), capacity_(other.capacity_), signature_(other.signature_), eviction_(other.eviction_), published_(other.snapshot()),
+        clock_(other.clock_.load(std::memory_order_relaxed)) {
+    const auto first = published_.get();
+    for (std::size_t i = 0; i < first->table.size(); ++i) numbers_[first->table.anchor(i)->id] = i;
+  }
+  AnchorPool& operator=(const AnchorPool&) = delete;
 
   [[nodiscard]] const AnchorSpace& space() const noexcept { return space_; }
   [[nodiscard]] const AnchorCapacity& capacity() const noexcept { return capacity_; }
@@ -227,7 +237,7 @@ class AnchorPool {
   }
   [[nodiscard]] ReuseDecision decide_on(const Snapshot& now, const ReuseRule& rule, const AnchorQuery& query, std::vector<std::uint32_t>& rows) const {
     ReuseDecision refused;
-    refused.reason = query.space == nullptr ? ReuseReason::reuse : compare(space_, *query.space);
+    refused.reason = query.space == nullptr ? compare(space_, {}) : compare(space_, *query.space);
     if (refused.reuses()) refused.reason = detail::refuse_early(rule, query.request);
     if (!refused.reuses()) return refused;
     refused.reason = ReuseReason::empty_pool;
