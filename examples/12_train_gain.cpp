@@ -49,6 +49,12 @@ struct Flags {
   int threads = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
 };
 
+/// What a document is alone, and by prefix: in context, and the offset.
+struct Known {
+  kvmeld::Fragment base;
+  std::vector<kvmeld::Fragment> real, offsets;
+};
+
 /// Prefixes of one text each, cut at ends of sentences: behind how many tokens the documents of a part stand.
 struct Part {
   const char* name;
@@ -56,6 +62,8 @@ struct Part {
   std::vector<std::size_t> lengths;   // at least
   std::size_t documents = 0;
   std::vector<GainSample> samples{};  // one for each pair of lengths: sums over documents
+  std::vector<Known> read{};
+  std::vector<std::int64_t> behind{};  // (prefix) its tokens
 };
 
 /// Reads a part's documents behind its prefixes; document numbers go on from `first`.
@@ -76,14 +84,16 @@ kvmeld::Status measure(Anchored& place, Part& part, std::size_t first, const Fla
       const Tokens document = structured_document(engine, flags.seed, first + d).tokens;
       const auto base = place.base_of(document);
       if (!base) return base.error();
-      std::vector<kvmeld::Fragment> offsets;
+      Known known{base->base, {}, {}};
+      const std::vector<kvmeld::Fragment>& offsets = known.offsets;
       for (const std::size_t prefix : prefixes) {
         place.start(prefix);
-        const auto real = place.encode(document);
+        auto real = place.encode(document);
         if (!real) return real.error();
         auto offset = kvmeld::measure_offset(*real, base->base);
         if (!offset) return offset.error();
-        offsets.push_back(*std::move(offset));
+        known.offsets.push_back(*std::move(offset));
+        known.real.push_back(*std::move(real));
       }
       for (std::size_t p = 0; p < prefixes.size(); ++p) {
         for (std::size_t q = 0; q < prefixes.size(); ++q) {
@@ -98,9 +108,11 @@ kvmeld::Status measure(Anchored& place, Part& part, std::size_t first, const Fla
           }
         }
       }
+      part.read.push_back(std::move(known));
       std::printf("\r%-9s prefix text %zu, document %2zu of %2zu ", part.name, text, d + 1, part.documents);
       std::fflush(stdout);
     }
+    for (const std::size_t prefix : prefixes) part.behind.push_back(std::ssize(place.prefix(prefix)));
     for (GainSample& sum : sums) {
       if (sum.layers != 0) part.samples.push_back(std::move(sum));
     }
@@ -208,6 +220,26 @@ Result<double> error_as_used(const GainPredictor& predictor, const std::vector<G
   return sum / layers;
 }
 
+/// A document of the part behind prefix q, from its base and the mean offset of the other documents behind prefix p; p above all: no offset.
+Result<RelativeError> blend_error(const Part& part, std::size_t document, std::size_t p, std::size_t q, const GainPredictor& predictor) {
+  const Known& own = part.read[document];
+  kvmeld::ReusePart reuse{.base = own.base, .position = part.behind[q], .rotated_only = p >= part.behind.size()};
+  for (std::size_t d = 0; d < part.read.size() && !reuse.rotated_only; ++d) {
+    if (d == document) continue;
+    auto gains = predictor.gains({part.behind[p], part.behind[q], own.base.token_count()});
+    if (!gains) return gains.error();
+    reuse.offsets.push_back({.anchor = part.read[d].base.id(), .delta = part.read[d].offsets[p], .weight = 1 / static_cast<float>(part.read.size() - 1), .gains = *std::move(gains)});
+  }
+  const auto plan = kvmeld::plan_reuse({&reuse, 1}, own.base.geometry(), {.compute_last = false});
+  if (!plan) return plan.error();
+  kvmeld::HostCache out(plan->shared_geometry(), plan->tokens());
+  std::vector<std::byte> workspace(plan->workspace_bytes());
+  if (const auto report = kvmeld::run(kvmeld::exec::seq, *plan, workspace, out.mutable_ref()); !report) return report.error();
+  const auto sealed = kvmeld::seal(out.kv_cache_ref(), {.positions = plan->positions()});
+  if (!sealed) return sealed.error();
+  return relative_error(own.real[q], *sealed);
+}
+
 kvmeld::Status run(const Flags& flags) {
   auto reader = Reader::open(flags.model, flags.threads);
   if (!reader) return reader.error();
@@ -268,6 +300,31 @@ kvmeld::Status run(const Flags& flags) {
     for (std::size_t l = 0; l < layers; ++l) trusted += predictor->reason(l) == kvmeld::GainReason::predicted ? 1U : 0U;
     std::printf("%-9s error %.4f, %zu layers predicted\n", name, *error, trusted);
     json["test"].push_back({{"predictor", name}, {"error", *error}, {"layers_predicted", trusted}});
+  }
+  std::printf("\nthe same documents blended from the others' mean offset, relative error of keys and of values\n");
+  struct Way {
+    const char* name;
+    const GainPredictor* predictor;
+    bool turned, here;
+  };
+  for (const Way& way : {Way{"turned, no offset", identity->get(), true, false}, Way{"offset of another length", identity->get(), false, false},
+                         Way{"... with the ridge's gains", ridge_read->get(), false, false}, Way{"... with the LSTM's gains", lstm_read->get(), false, false},
+                         Way{"offset of this length", identity->get(), false, true}}) {
+    double key = 0, value = 0, count = 0;
+    for (std::size_t d = 0; d < test.read.size() && test.read.size() > 1; ++d) {
+      for (std::size_t q = 0; q < test.behind.size(); ++q) {
+        for (std::size_t p = 0; p < test.behind.size(); ++p) {
+          if ((p == q) != (way.here || way.turned)) continue;
+          const auto error = blend_error(test, d, way.turned ? test.behind.size() : p, q, *way.predictor);
+          if (!error) return error.error();
+          key += error->key;
+          value += error->value;
+          ++count;
+        }
+      }
+    }
+    std::printf("%-28s K %.4f  V %.4f\n", way.name, key / count, value / count);
+    json["blended"].push_back({{"way", way.name}, {"key_error", key / count}, {"value_error", value / count}});
   }
   std::ofstream("build/train_gain.json") << json.dump(2) << '\n';
   std::printf("build/train_gain.json, build/gain_ridge.safetensors, build/gain_lstm.safetensors\n");
