@@ -150,7 +150,8 @@ struct BalanceState {
 }
 
 /// k-means whose parts have bounded loads: the cheapest round.
-[[nodiscard]] inline std::vector<std::uint32_t> cluster(BalanceState& state, std::uint32_t shards, double slack, double affinity, std::uint32_t rounds, std::uint64_t seed) {
+[[nodiscard]] inline std::vector<std::uint32_t> cluster(BalanceState& state, std::uint32_t shards, double slack, double affinity, std::uint32_t rounds,
+                                                        std::uint64_t seed) {
   std::vector<std::uint32_t> best(state.load.size(), 0);
   if (state.load.empty()) return best;
   std::vector<double> centres = seed_centres(state, shards, seed);

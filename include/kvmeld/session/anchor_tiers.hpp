@@ -1,0 +1,254 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/anchor/anchor_pool.hpp>
+#include <kvmeld/session/anchor_tier_intake.hpp>
+#include <kvmeld/session/anchor_tier_moves.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// Budgets of the tiers, exact after every call, and when payloads rise.
+struct TierOptions {
+  std::size_t device_bytes = 0;
+  std::size_t host_bytes = std::size_t{1} << 30;
+  std::size_t file_bytes = 0;     ///< 0: what falls out of host memory is lost
+  std::uint32_t host_hits = 1;    ///< asks for a payload that is not in host memory before `step` fetches it
+  std::uint32_t device_hits = 4;  ///< uses in host memory before `step` uploads it
+  std::size_t ahead_bytes = 0;    ///< `step` writes what falls next to the file until so much host memory is free or can be had at once
+};
+
+/// What became of payloads so far.
+struct TierCounts {
+  std::uint64_t hits = 0;      ///< taken from where they were asked for
+  std::uint64_t fetching = 0;  ///< misses: in a slower tier
+  std::uint64_t gone = 0;      ///< misses: in no tier
+  std::uint64_t promoted = 0;  ///< copies to a faster tier
+  std::uint64_t written = 0;   ///< copies to a slower tier
+  std::uint64_t demoted = 0;   ///< copies dropped for room, another left in some tier
+  std::uint64_t lost = 0;      ///< payloads that fell out of the last tier
+  std::uint64_t damaged = 0;   ///< copies that came back as other bytes, or not at all
+  std::uint64_t moved_bytes = 0;
+};
+
+/// Whether a payload could be had at once.
+enum class TierAnswer : std::uint8_t {
+  here,
+  being_fetched,  ///< in a slower tier: asked for, and here after some `step`; a miss until then
+  gone,           ///< in no tier: it fell out of the last one, came back damaged, or was never committed
+};
+
+[[nodiscard]] constexpr std::string_view to_string(TierAnswer answer) noexcept {
+  return answer == TierAnswer::here ? "here" : answer == TierAnswer::being_fetched ? "being_fetched" : answer == TierAnswer::gone ? "gone" : "unknown";
+}
+
+/// Offsets of a look-up's anchors, or why they cannot be had now.
+struct TierOffsets {
+  TierAnswer answer = TierAnswer::here;    ///< `gone` where one is, else `being_fetched` where one is
+  std::vector<ContextOffset> offsets{};    ///< (anchors) with their bytes; empty unless all are `here`
+  std::vector<FragmentId> gone_anchors{};  ///< to be erased from the pool and committed anew
+};
+
+/// What one step did.
+struct TierStep {
+  bool moved = false;  ///< false: there was nothing to do, or others are doing it
+  FragmentId payload{};
+  Tier to = Tier::host;
+  std::size_t bytes = 0;
+};
+
+/// Payloads of a pool's anchors in device memory, host memory and files, by how they are used; the pool keeps signatures, vectors and
+/// shapes, and answers look-ups without them.
+///
+/// Every base and every Δ moves by itself. Copies rise by hits or when asked for, and leave a full tier by bytes · age / frequency, those
+/// that a faster tier has as well before all others; age counts uses of any payload. What has a copy elsewhere leaves at once, what has none is
+/// copied first. `take` never waits: what is not in memory is a miss, and asked for; `step` copies, on any thread, on several if they like.
+/// What somebody holds stays whole and no longer counts. Tokens and positions stay in memory and do not count.
+/// The store is theirs alone: payloads lie in it under the digest of their bytes, verified when they come back, and a later process does
+/// not find them. One `AnchorTiers` serves one pool.
+/// @tparam Store  models `BlobStore`; payloads lie in one piece, also where it is a `PayloadStore`.
+/// @tparam Device models `DeviceMemory`.
+/// @tparam Hash   names the bytes in the store.
+template <BlobStore Store, DeviceMemory Device = NoDevice, ContentHash Hash = Xxh3_128>
+class AnchorTiers {
+  using Moves = detail::TierMoves<Store, Device, Hash>;
+  using Cell = typename Moves::Cell;
+  using CellPtr = typename Moves::CellPtr;
+  using Kind = typename Moves::Kind;
+
+ public:
+  explicit AnchorTiers(Store store, const TierOptions& options = {}, Device device = {})
+      : options_(options), moves_(std::move(store), std::move(device), {options.device_bytes, options.host_bytes, options.file_bytes}) {}
+
+  [[nodiscard]] const TierOptions& options() const noexcept { return options_; }
+  /// Bytes of payloads that a tier holds, with those on their way to it.
+  [[nodiscard]] std::size_t bytes(Tier tier) const noexcept { return moves_.used(tier); }
+  [[nodiscard]] TierCounts counts() const noexcept {
+    const detail::TierTally& t = moves_.tally;
+    return {hits_.load(), fetching_.load(), gone_.load(), t.promoted.load(), t.written.load(), t.demoted.load(),
+            t.lost.load(), t.damaged.load(), t.moved_bytes.load()};
+  }
+
+  /// Puts an anchor's payloads into host memory and the anchor without them into a pool; forgets those of anchors that the pool evicted.
+  ///
+  /// Waits for other commits, and for the store where host memory is full of what was written nowhere; `TierOptions::ahead_bytes` and `step`
+  /// avoid that. O(bytes): they are hashed.
+  /// Errors, the pool unchanged and no payload taken: those of `AnchorPool::commit`; `store_full` for an anchor that neither host memory nor
+  /// the file may hold; `payload_missing` for one without bytes; the store's.
+  template <class Pool>
+  [[nodiscard]] Result<CommitResult> commit(Pool& pool, const Anchor& anchor) {
+    const std::lock_guard lock(commits_);
+    std::vector<FragmentId> fresh;
+    const auto shell = detail::hold<Hash>(moves_, anchor, fresh);
+    return finish(pool, shell ? pool.commit(*shell) : Result<CommitResult>(shell.error()), fresh);
+  }
+  /// The same for another Δ of an anchor in the pool.
+  template <class Pool>
+  [[nodiscard]] Result<CommitResult> commit(Pool& pool, const FragmentId& id, const ContextOffset& offset) {
+    const std::lock_guard lock(commits_);
+    std::vector<FragmentId> fresh;
+    const auto shell = detail::hold<Hash>(moves_, offset, fresh);
+    return finish(pool, shell ? pool.commit(id, *shell) : Result<CommitResult>(shell.error()), fresh);
+  }
+
+  /// A payload with its bytes in `out`, which else stays as it is. Never waits.
+  [[nodiscard]] TierAnswer take(const Fragment& payload, Fragment& out) const {
+    const CellPtr cell = find(payload);
+    if (cell == nullptr) return count(TierAnswer::gone);
+    const auto place = cell->place.get();
+    const std::uint32_t hits = use(*cell);
+    if (!place->host.valid()) {
+      if (hits >= options_.host_hits) want(*cell, detail::TierWant::host);
+      return count(TierAnswer::being_fetched);
+    }
+    if (hits >= options_.device_hits && !place->device.has_value()) want(*cell, detail::TierWant::device);
+    out = place->host;
+    return count(TierAnswer::here);
+  }
+  /// The Δ of a context of all anchors of a look-up. Never waits; all that are not here are asked for.
+  [[nodiscard]] TierOffsets take(std::span<const std::shared_ptr<const Anchor>> anchors, const Digest128& context) const {
+    TierOffsets out;
+    for (const auto& anchor : anchors) {
+      ContextOffset whole;
+      TierAnswer answer = TierAnswer::gone;
+      if (const ContextOffset* const offset = anchor->find(context)) {
+        whole.context = context;
+        answer = take(offset->segment, whole.segment);
+        if (offset->following.valid()) answer = (std::max)(answer, take(offset->following, whole.following));
+      }
+      if (answer == TierAnswer::gone) out.gone_anchors.push_back(anchor->id);
+      out.answer = (std::max)(out.answer, answer);
+      out.offsets.push_back(std::move(whole));
+    }
+    if (out.answer != TierAnswer::here) out.offsets.clear();
+    return out;
+  }
+  /// A payload's memory on the device in `out`, which else stays as it is. Never waits; what is not there is asked for.
+  [[nodiscard]] TierAnswer take_device(const Fragment& payload, typename Device::handle& out) const {
+    const CellPtr cell = find(payload);
+    if (cell == nullptr || cell->bytes() > options_.device_bytes) return count(TierAnswer::gone);
+    const auto place = cell->place.get();
+    (void)use(*cell);
+    if (!place->device.has_value()) {
+      want(*cell, detail::TierWant::device);
+      return count(TierAnswer::being_fetched);
+    }
+    out = *place->device;
+    return count(TierAnswer::here);
+  }
+  /// Asks for a context's Δ of matched anchors before somebody takes them. Never waits.
+  void prefetch(std::span<const std::shared_ptr<const Anchor>> anchors, const Digest128& context, Tier to = Tier::host) const {
+    for (const auto& anchor : anchors) {
+      const ContextOffset* const offset = anchor->find(context);
+      for (const Fragment* part : {offset == nullptr ? nullptr : &offset->segment, offset == nullptr ? nullptr : &offset->following}) {
+        const CellPtr cell = part == nullptr ? nullptr : find(*part);
+        if (cell != nullptr) want(*cell, to == Tier::device ? detail::TierWant::device : detail::TierWant::host);
+      }
+    }
+  }
+
+  /// Makes one move: for what is asked for most, else of what falls next out of host memory, to the store. O(payloads + bytes moved).
+  ///
+  /// Errors: the store's and the device's, nothing moved; who wants the payload asks again. `id_mismatch` or `not_found` for a copy that is
+  /// damaged or was taken away: it is dropped, and where it was the only one the payload is gone.
+  Result<TierStep> step() {
+    std::unique_lock lock(moves_.mutex);
+    const bool asked = moves_.asked.exchange(false);
+    const CellPtr wanted = asked ? detail::most_wanted(moves_) : nullptr;
+    const CellPtr falling = wanted != nullptr ? nullptr : detail::next_to_fall(moves_, options_.ahead_bytes);
+    if (wanted == nullptr && falling == nullptr) return TierStep{};
+    if (wanted != nullptr) moves_.asked.store(true);  // there may be more
+    const auto move = wanted != nullptr ? moves_.prepare(detail::next_move(moves_, *wanted), wanted) : moves_.prepare(Kind::write, falling, false);
+    const Status status = !move ? move.status() : move->kind == Kind::none ? Status{} : moves_.run(lock, *move);
+    if (!status.ok() && wanted != nullptr) wanted->want.store(detail::TierWant::nothing);
+    if (!status.ok()) return status;
+    if (move->kind == Kind::none) return TierStep{};
+    return TierStep{true, move->cell->shell.id(), Moves::destination(move->kind), move->cell->bytes()};
+  }
+
+  /// A payload with its bytes, for who would rather wait. Errors: `payload_missing` for one in no tier, those of `step`.
+  [[nodiscard]] Result<Fragment> fetch(const Fragment& payload) {
+    std::unique_lock lock(moves_.mutex);
+    for (;;) {
+      const CellPtr cell = find(payload);
+      if (cell == nullptr) {
+        return detail::error(ErrorCode::payload_missing, "payload ", payload.valid() ? payload.id().hex() : "of an empty Fragment",
+                             " is in no tier; measure it again");
+      }
+      const auto place = cell->place.get();
+      if (place->host.valid()) {
+        (void)use(*cell);
+        return place->host;
+      }
+      const auto move = moves_.prepare(place->device.has_value() ? Kind::download : Kind::read, cell);
+      if (!move) return move.error();
+      KVMELD_TRY(detail::run_or_wait(moves_, lock, *move));
+    }
+  }
+
+  /// Forgets payloads of anchors that a table does not have. O(payloads). `commit` does it where the pool evicted.
+  void retain(const AnchorTable& table) {
+    const std::lock_guard lock(commits_);
+    detail::sweep(moves_, table);
+  }
+
+ private:
+  [[nodiscard]] CellPtr find(const Fragment& payload) const noexcept { return payload.valid() ? moves_.directory.find(payload.id()) : nullptr; }
+  TierAnswer count(TierAnswer answer) const noexcept {
+    (answer == TierAnswer::here ? hits_ : answer == TierAnswer::gone ? gone_ : fetching_).fetch_add(1, std::memory_order_relaxed);
+    return answer;
+  }
+  std::uint32_t use(Cell& cell) const noexcept { return cell.use(moves_.clock.fetch_add(1, std::memory_order_relaxed) + 1); }
+  void want(Cell& cell, detail::TierWant what) const noexcept {
+    if (what == detail::TierWant::device && cell.bytes() > options_.device_bytes) return;
+    if (cell.want.load(std::memory_order_relaxed) < what) cell.want.store(what);
+    moves_.asked.store(true);
+  }
+  template <class Pool>
+  [[nodiscard]] Result<CommitResult> finish(Pool& pool, Result<CommitResult> done, std::span<const FragmentId> fresh) {
+    if (!done) {
+      detail::forget(moves_, fresh);
+    } else if (pool.evictions() != evictions_ || *done != CommitResult::inserted) {
+      evictions_ = pool.evictions();
+      detail::sweep(moves_, pool.snapshot()->table);
+    }
+    return done;
+  }
+
+  TierOptions options_;
+  mutable Moves moves_;
+  std::mutex commits_;
+  std::uint64_t evictions_ = 0;  // of the pool, when payloads were last compared with it
+  mutable std::atomic<std::uint64_t> hits_{0}, fetching_{0}, gone_{0};
+};
+
+KVMELD_NAMESPACE_END

@@ -1,0 +1,471 @@
+// Payloads of anchors over device, host and file: which move, what is refused, budgets after every call, and readers that never wait.
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <thread>
+#include <vector>
+
+#include <kvmeld/session/anchor_tiers.hpp>
+#include <kvmeld/transport/file_store.hpp>
+#include <kvmeld/transport/memory_store.hpp>
+
+#include "support/anchor_segments.hpp"
+#include "support/catch.hpp"
+#include "support/temp_folder.hpp"
+
+namespace {
+
+using kvmeld::Anchor;
+using kvmeld::AnchorTiers;
+using kvmeld::ErrorCode;
+using kvmeld::Fragment;
+using kvmeld::Tier;
+using kvmeld::TierAnswer;
+
+const std::shared_ptr<const kvmeld::Geometry> shape = test::geometry({.layers = 2, .heads = 1, .channels = 4});
+const kvmeld::Digest128 context{1, 7};
+using Pool = kvmeld::AnchorPool<kvmeld::XxHash, kvmeld::LRU>;
+constexpr std::size_t base_bytes = 2 * 2 * 2 * 4 * 4, delta_bytes = base_bytes / 2;  // 2 tokens; a Δ has one layer of two
+
+Anchor anchor(std::uint8_t n) {
+  const test::Segment alone(shape, 2, n), real = alone.in_context(100U + n);
+  test::TestCache cache(shape, 2);
+  alone.write(cache, 0);
+  const std::vector<kvmeld::TokenId> ids{10 * n, 10 * n + 1};
+  auto out = *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
+  test::TestCache there(shape, 2);
+  real.write(there, 5);
+  const std::vector<std::int64_t> positions{5, 6};
+  const auto met = *kvmeld::seal(there.ref(), {.tokens = ids, .positions = positions});
+  out.offsets.push_back({context, *kvmeld::measure_offset(met, out.base), {}});
+  return out;
+}
+std::vector<Anchor> anchors(std::uint8_t count) {
+  std::vector<Anchor> out;
+  for (std::uint8_t n = 0; n < count; ++n) out.push_back(anchor(n));
+  return out;
+}
+Pool pool_for(std::size_t count) { return Pool(kvmeld::AnchorSpace::of(*shape), {count, std::size_t{1} << 30}); }
+const Fragment& delta(const Anchor& a) { return a.offsets[0].segment; }
+bool same_bytes(const Fragment& a, const Fragment& b) {
+  const kvmeld::Payload &x = a.payloads()[0], &y = b.payloads()[0];
+  return x.bytes != nullptr && x.byte_count == y.byte_count && std::equal(x.bytes.get(), x.bytes.get() + x.byte_count, y.bytes.get());
+}
+
+/// Host memory in place of an accelerator's, which counts what it holds.
+struct Device {
+  using handle = std::shared_ptr<std::vector<std::byte>>;
+  std::shared_ptr<std::atomic<std::size_t>> live = std::make_shared<std::atomic<std::size_t>>(0);
+  kvmeld::Result<handle> upload(std::span<const std::byte> host) const {
+    live->fetch_add(host.size());
+    return handle(new std::vector<std::byte>(host.begin(), host.end()), [live = live](const std::vector<std::byte>* gone) {
+      live->fetch_sub(gone->size());
+      delete gone;
+    });
+  }
+  kvmeld::Status download(const handle& from, std::span<std::byte> out) const {
+    std::copy(from->begin(), from->end(), out.begin());
+    return {};
+  }
+};
+
+/// A store that fails, or stands still, when it is told to.
+struct Moody {
+  kvmeld::MemoryStore inner{};
+  std::shared_ptr<std::atomic<bool>> fails = std::make_shared<std::atomic<bool>>(false), waits = std::make_shared<std::atomic<bool>>(false),
+                                     entered = std::make_shared<std::atomic<bool>>(false);
+  kvmeld::Status mood() {
+    entered->store(true);
+    while (waits->load()) std::this_thread::yield();
+    return fails->load() ? kvmeld::Status(ErrorCode::unavailable, "moody") : kvmeld::Status{};
+  }
+  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+    if (auto bad = mood(); !bad.ok()) return bad;
+    return inner.put(key, bytes);
+  }
+  kvmeld::Result<kvmeld::Blob> get(const kvmeld::BlobKey& key) {
+    if (auto bad = mood(); !bad.ok()) return bad;
+    return inner.get(key);
+  }
+  kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) { return inner.contains(key); }
+  kvmeld::Status erase(const kvmeld::BlobKey& key) {
+    if (fails->load()) return {ErrorCode::unavailable, "moody"};
+    return inner.erase(key);
+  }
+  kvmeld::Status add_record(std::span<const std::byte> bytes) { return inner.add_record(bytes); }
+  kvmeld::Result<kvmeld::RecordBatch> records(std::uint64_t cursor) { return inner.records(cursor); }
+  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) { return inner.replace_records(cursor, bytes); }
+};
+
+std::vector<std::filesystem::path> files(const test::TempFolder& folder) {
+  std::vector<std::filesystem::path> out;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder.path() / "store/payloads")) {
+    if (entry.is_regular_file()) out.push_back(entry.path());
+  }
+  return out;
+}
+std::size_t file_bytes(const test::TempFolder& folder) {
+  std::size_t sum = 0;
+  for (const auto& file : files(folder)) sum += std::filesystem::file_size(file);
+  return sum;
+}
+template <class Tiers>
+void settle(Tiers& tiers) {
+  for (int i = 0; i < 1000; ++i) {
+    const auto step = tiers.step();
+    REQUIRE(step.ok());
+    if (!step->moved) return;
+  }
+  FAIL("the tiers do not come to rest");
+}
+
+}  // namespace
+
+TEST_CASE("payloads leave the pool, fall to the file and come back as they were") {
+  const test::TempFolder folder;
+  auto store = kvmeld::FileStore::open(folder / "store", {.durability = kvmeld::Durability::none});
+  REQUIRE(store.ok());
+  const auto all = anchors(6);
+  Pool pool = pool_for(10);
+  AnchorTiers tiers(*store, {.host_bytes = 2 * (base_bytes + delta_bytes), .file_bytes = 1 << 20});
+  for (const Anchor& a : all) {
+    REQUIRE(*tiers.commit(pool, a) == kvmeld::CommitResult::inserted);
+    REQUIRE(tiers.bytes(Tier::host) <= 2 * (base_bytes + delta_bytes));
+    REQUIRE(tiers.bytes(Tier::file) == file_bytes(folder));
+  }
+  REQUIRE(tiers.bytes(Tier::file) >= 4 * (base_bytes + delta_bytes));
+  REQUIRE(pool.size() == 6);
+  for (std::size_t i = 0; i < 6; ++i) REQUIRE(pool.snapshot()->table.anchor(i)->base.payloads()[0].bytes == nullptr);
+
+  // A look-up's anchor is a miss with a reason, then here; a plan over it gives the bytes of one over the offset that was never away.
+  const auto space = kvmeld::AnchorSpace::of(*shape);
+  const auto found = pool.look_up({}, {&space, {.tokens = all[0].base.tokens()}, all[0].vector, context, {.tokens = 2}});
+  REQUIRE(found.decision.reuses());
+  auto got = tiers.take(found.anchors, context);
+  REQUIRE(got.answer == TierAnswer::being_fetched);
+  REQUIRE(to_string(got.answer) == "being_fetched");
+  REQUIRE(got.offsets.empty());
+  settle(tiers);
+  got = tiers.take(found.anchors, context);
+  REQUIRE(got.answer == TierAnswer::here);
+  const auto blended = [&](const Fragment& d) {
+    kvmeld::ReuseOffset offset;
+    offset.anchor = all[0].id;
+    offset.delta = d;
+    const kvmeld::ReusePart part{.base = all[0].base, .position = 9, .offsets = {offset}};
+    return test::rendered({&part, 1}, shape);
+  };
+  REQUIRE(!blended(delta(all[0])).empty());
+  REQUIRE(blended(got.offsets[0].segment) == blended(delta(all[0])));
+
+  // All of them, by waiting.
+  for (const Anchor& a : all) {
+    const auto whole = tiers.fetch(a.base);
+    REQUIRE(whole.ok());
+    REQUIRE(same_bytes(*whole, a.base));
+    REQUIRE(tiers.bytes(Tier::host) <= 2 * (base_bytes + delta_bytes));
+    REQUIRE(tiers.bytes(Tier::file) == file_bytes(folder));
+  }
+  // Files go with the anchors.
+  for (const Anchor& a : all) pool.erase(a.id);
+  tiers.retain(pool.snapshot()->table);
+  REQUIRE(tiers.bytes(Tier::host) == 0);
+  REQUIRE(tiers.bytes(Tier::file) == 0);
+  REQUIRE(files(folder).empty());
+}
+
+TEST_CASE("hits promote, bytes by age over frequency demote") {
+  const auto all = anchors(4);
+  Pool pool = pool_for(10);
+  const Device device;
+  AnchorTiers tiers(kvmeld::MemoryStore(), {.device_bytes = delta_bytes, .host_bytes = 2 * (base_bytes + delta_bytes), .file_bytes = 1 << 20, .device_hits = 3}, device);
+  Fragment out;
+  Device::handle handle;
+  REQUIRE(tiers.commit(pool, all[0]).ok());
+  REQUIRE(tiers.commit(pool, all[1]).ok());
+  for (int i = 0; i < 2; ++i) REQUIRE(tiers.take(delta(all[0]), out) == TierAnswer::here);
+  REQUIRE(tiers.take(all[1].base, out) == TierAnswer::here);
+  settle(tiers);
+  REQUIRE(tiers.bytes(Tier::device) == 0);
+  REQUIRE(tiers.take(delta(all[0]), out) == TierAnswer::here);  // the third
+  settle(tiers);
+  REQUIRE(tiers.bytes(Tier::device) == delta_bytes);
+  REQUIRE(*device.live == delta_bytes);
+  REQUIRE(tiers.take_device(delta(all[0]), handle) == TierAnswer::here);
+  REQUIRE(std::equal(handle->begin(), handle->end(), delta(all[0]).payloads()[0].bytes.get()));
+
+  // The next anchor needs room: first the copy that the device has as well goes, then what was used longest ago for its size.
+  REQUIRE(tiers.commit(pool, all[2]).ok());
+  REQUIRE(tiers.take(delta(all[0]), out) == TierAnswer::being_fetched);
+  REQUIRE(tiers.take(all[0].base, out) == TierAnswer::being_fetched);
+  REQUIRE(tiers.take(all[1].base, out) == TierAnswer::here);
+  REQUIRE(tiers.take(all[2].base, out) == TierAnswer::here);
+  settle(tiers);  // both come back, one of them from the device
+  REQUIRE(tiers.take(delta(all[0]), out) == TierAnswer::here);
+  REQUIRE(same_bytes(out, delta(all[0])));
+  REQUIRE(tiers.take(all[0].base, out) == TierAnswer::here);
+  REQUIRE(same_bytes(out, all[0].base));
+
+  // A device of one Δ takes another one for it; what somebody holds there stays.
+  REQUIRE(tiers.take_device(delta(all[2]), handle) == TierAnswer::being_fetched);
+  REQUIRE(handle != nullptr);
+  settle(tiers);
+  REQUIRE(*device.live == 2 * delta_bytes);
+  REQUIRE(tiers.take_device(delta(all[2]), handle) == TierAnswer::here);
+  REQUIRE(*device.live == delta_bytes);
+  REQUIRE(tiers.bytes(Tier::device) == delta_bytes);
+  REQUIRE(tiers.take_device(all[2].base, handle) == TierAnswer::gone);  // larger than the device
+  REQUIRE(*device.live == delta_bytes);
+  // Asked for before anybody takes it.
+  const auto held = pool.snapshot()->table.anchor(1);
+  tiers.prefetch({&held, 1}, context, Tier::device);
+  settle(tiers);
+  REQUIRE(tiers.take_device(held->offsets[0].segment, handle) == TierAnswer::here);
+}
+
+TEST_CASE("steps write what falls next, so that commits do not wait for the store") {
+  const auto all = anchors(8);
+  Pool pool = pool_for(10);
+  Moody store;
+  AnchorTiers tiers(store, {.host_bytes = 4 * (base_bytes + delta_bytes), .file_bytes = 1 << 20, .ahead_bytes = 2 * (base_bytes + delta_bytes)});
+  for (std::size_t i = 0; i < 4; ++i) REQUIRE(tiers.commit(pool, all[i]).ok());
+  REQUIRE(tiers.counts().written == 0);
+  settle(tiers);
+  REQUIRE(tiers.counts().written == 4);
+  REQUIRE(tiers.bytes(Tier::host) == 4 * (base_bytes + delta_bytes));  // nothing left for it
+  store.fails->store(true);
+  REQUIRE(tiers.commit(pool, all[4]).ok());
+  REQUIRE(tiers.commit(pool, all[5]).ok());
+  const auto before = pool.size();
+  REQUIRE(tiers.commit(pool, all[6]).status().code() == ErrorCode::unavailable);  // now the store is needed
+  REQUIRE(pool.size() == before);
+  REQUIRE(tiers.step().status().code() == ErrorCode::unavailable);
+  REQUIRE(tiers.bytes(Tier::host) <= 4 * (base_bytes + delta_bytes));
+  store.fails->store(false);
+  settle(tiers);
+  REQUIRE(tiers.commit(pool, all[6]).ok());
+  REQUIRE(tiers.counts().lost == 0);
+  for (std::size_t i = 0; i < 7; ++i) {
+    const auto whole = tiers.fetch(all[i].base);
+    REQUIRE(whole.ok());
+    REQUIRE(same_bytes(*whole, all[i].base));
+  }
+}
+
+TEST_CASE("what is missing, damaged or too large is refused, and outputs stay") {
+  const test::TempFolder folder;
+  auto store = kvmeld::FileStore::open(folder / "store", {.durability = kvmeld::Durability::none});
+  REQUIRE(store.ok());
+  const auto all = anchors(4);
+  Pool pool = pool_for(10);
+  AnchorTiers tiers(*store, {.host_bytes = base_bytes + delta_bytes, .file_bytes = 1 << 20});
+  Fragment out = all[3].base;
+  REQUIRE(tiers.take(all[0].base, out) == TierAnswer::gone);
+  REQUIRE(tiers.fetch(all[0].base).status().code() == ErrorCode::payload_missing);
+  REQUIRE(tiers.fetch(Fragment{}).status().code() == ErrorCode::payload_missing);
+  REQUIRE(tiers.commit(pool, all[0]).ok());
+  REQUIRE(tiers.commit(pool, all[1]).ok());  // anchor 0 is in the file now
+  REQUIRE(tiers.fetch(all[1].base).ok());  // as many bytes of equal age may go in either order
+  REQUIRE(tiers.fetch(delta(all[1])).ok());
+  REQUIRE(tiers.take(all[0].base, out) == TierAnswer::being_fetched);
+  REQUIRE(tiers.take(delta(all[0]), out) == TierAnswer::being_fetched);
+  const auto shell = pool.snapshot()->table.anchor(0);
+
+  for (const auto& file : files(folder)) {  // one byte
+    std::filesystem::permissions(file, std::filesystem::perms::owner_write, std::filesystem::perm_options::add);
+    std::fstream damaged(file, std::ios::in | std::ios::out | std::ios::binary);
+    damaged.seekp(3);
+    damaged.put('x');
+  }
+  auto refused = tiers.step();
+  while (refused.ok() && refused->moved) refused = tiers.step();  // what is in its way goes to the file first
+  REQUIRE(refused.status().code() == ErrorCode::id_mismatch);
+  REQUIRE(refused.status().message().find(delta(all[0]).id().hex()) != std::string::npos);
+  REQUIRE(tiers.take(delta(all[0]), out) == TierAnswer::gone);
+  REQUIRE(tiers.fetch(all[0].base).status().code() == ErrorCode::id_mismatch);
+  REQUIRE(tiers.take(all[0].base, out) == TierAnswer::gone);
+  REQUIRE(tiers.counts().damaged == 2);
+  REQUIRE(same_bytes(out, all[3].base));
+  const auto gone = tiers.take({&shell, 1}, context);
+  REQUIRE(gone.answer == TierAnswer::gone);
+  REQUIRE(gone.gone_anchors == std::vector<kvmeld::FragmentId>{all[0].id});
+  // Committed anew it is there again.
+  REQUIRE(*tiers.commit(pool, all[0]) == kvmeld::CommitResult::unchanged);
+  REQUIRE(tiers.take({&shell, 1}, context).answer == TierAnswer::here);
+
+  // A file that somebody took away.
+  REQUIRE(tiers.take(all[1].base, out) == TierAnswer::being_fetched);
+  for (const auto& file : files(folder)) std::filesystem::remove(file);
+  REQUIRE(tiers.fetch(all[1].base).status().code() == ErrorCode::not_found);
+  REQUIRE(tiers.fetch(all[1].base).status().code() == ErrorCode::payload_missing);
+
+  // Anchors without bytes, and beyond the budgets.
+  const auto held = tiers.bytes(Tier::host) + tiers.bytes(Tier::file);
+  Anchor bare = all[2];
+  bare.base = kvmeld::detail::with_bytes(bare.base, nullptr);
+  REQUIRE(tiers.commit(pool, bare).status().code() == ErrorCode::payload_missing);
+  AnchorTiers small(kvmeld::MemoryStore(), {.host_bytes = base_bytes + delta_bytes - 1});
+  Pool other = pool_for(4);
+  REQUIRE(small.commit(other, all[2]).status().code() == ErrorCode::store_full);
+  REQUIRE(small.bytes(Tier::host) == 0);
+  REQUIRE(other.size() == 0);
+  // A refusal of the pool takes the payloads out again.
+  Pool none(kvmeld::AnchorSpace::of(*shape), {0, 1 << 20});
+  AnchorTiers large(kvmeld::MemoryStore(), {});
+  REQUIRE(large.commit(none, all[2]).status().code() == ErrorCode::store_full);
+  REQUIRE(large.commit(none, all[2].id, all[2].offsets[0]).status().code() == ErrorCode::not_found);
+  REQUIRE(large.bytes(Tier::host) == 0);
+  REQUIRE(tiers.bytes(Tier::host) + tiers.bytes(Tier::file) == held);
+  // Without a file, what falls is lost and said to be.
+  AnchorTiers host_only(kvmeld::MemoryStore(), {.host_bytes = base_bytes + delta_bytes});
+  Pool lossy = pool_for(4);
+  REQUIRE(host_only.commit(lossy, all[0]).ok());
+  REQUIRE(host_only.commit(lossy, all[1]).ok());
+  REQUIRE(host_only.take(all[0].base, out) == TierAnswer::gone);
+  REQUIRE(host_only.counts().lost == 2);
+}
+
+TEST_CASE("budgets hold after every one of many calls, and everything that is here is right") {
+  const test::TempFolder folder;
+  auto store = kvmeld::FileStore::open(folder / "store", {.durability = kvmeld::Durability::none});
+  REQUIRE(store.ok());
+  constexpr std::uint8_t names = 14;
+  const auto all = anchors(names);
+  const Device device;
+  Pool pool = pool_for(10);
+  const kvmeld::TierOptions options{.device_bytes = 3 * delta_bytes, .host_bytes = 4 * base_bytes, .file_bytes = 7 * base_bytes, .host_hits = 2, .device_hits = 2, .ahead_bytes = base_bytes};
+  AnchorTiers tiers(*store, options, device);
+  test::Random random(5);
+  std::size_t here = 0;
+  for (int op = 0; op < 3000; ++op) {
+    const Anchor& a = all[random.below(names)];
+    Fragment out;
+    Device::handle handle;
+    bool good = true;
+    const Fragment& part = random.below(2) == 0 ? a.base : delta(a);
+    switch (random.below(10)) {
+      case 0: good = tiers.commit(pool, a).ok(); break;
+      case 1: pool.erase(a.id); tiers.retain(pool.snapshot()->table); break;
+      case 2: good = tiers.take_device(delta(a), handle) != TierAnswer::here || std::equal(handle->begin(), handle->end(), delta(a).payloads()[0].bytes.get()); break;
+      case 3: {
+        const auto whole = tiers.fetch(part);
+        good = whole.ok() ? same_bytes(*whole, part) : whole.status().code() == ErrorCode::payload_missing;
+        break;
+      }
+      case 4:
+      case 5:
+      case 6: good = tiers.step().ok(); break;
+      default:
+        if (tiers.take(part, out) == TierAnswer::here) {
+          good = same_bytes(out, part);
+          ++here;
+        }
+    }
+    handle.reset();
+    good = good && tiers.bytes(Tier::device) <= options.device_bytes && tiers.bytes(Tier::host) <= options.host_bytes && tiers.bytes(Tier::file) <= options.file_bytes;
+    good = good && tiers.bytes(Tier::device) == *device.live && tiers.bytes(Tier::file) == file_bytes(folder);
+    if (op % 50 == 0) {
+      std::size_t sum = 0;
+      for (const Anchor& b : all) {
+        for (const Fragment* f : {&b.base, &delta(b)}) sum += tiers.take(*f, out) == TierAnswer::here ? f->payloads()[0].byte_count : 0;
+      }
+      good = good && sum == tiers.bytes(Tier::host);
+    }
+    if (!good) FAIL("operation " << op);
+  }
+  const auto counts = tiers.counts();
+  REQUIRE(here > 100);
+  REQUIRE(counts.promoted > 50);
+  REQUIRE(counts.written > 50);
+  REQUIRE(counts.demoted > 50);
+  REQUIRE(counts.damaged == 0);
+}
+
+TEST_CASE("readers do not wait for a store that stands still") {
+  const auto all = anchors(5);
+  Pool pool = pool_for(10);
+  Moody store;
+  AnchorTiers tiers(store, {.host_bytes = 3 * (base_bytes + delta_bytes), .file_bytes = 1 << 20, .ahead_bytes = base_bytes});
+  for (std::size_t i = 0; i < 4; ++i) REQUIRE(tiers.commit(pool, all[i]).ok());
+  settle(tiers);
+  Fragment out;
+  REQUIRE(tiers.take(all[0].base, out) == TierAnswer::being_fetched);
+  store.entered->store(false);
+  store.waits->store(true);
+  std::thread stuck([&] { (void)tiers.step(); });
+  while (!store.entered->load()) std::this_thread::yield();
+  REQUIRE(tiers.take(all[0].base, out) == TierAnswer::being_fetched);
+  REQUIRE(tiers.take(all[3].base, out) == TierAnswer::here);
+  REQUIRE(tiers.bytes(Tier::host) <= 3 * (base_bytes + delta_bytes));
+  pool.erase(all[0].id);
+  tiers.retain(pool.snapshot()->table);  // forgotten on its way
+  REQUIRE(tiers.take(all[0].base, out) == TierAnswer::gone);
+  store.waits->store(false);
+  stuck.join();
+  REQUIRE(tiers.take(all[0].base, out) == TierAnswer::gone);
+  for (const Anchor& a : all) pool.erase(a.id);
+  tiers.retain(pool.snapshot()->table);
+  REQUIRE(tiers.bytes(Tier::host) == 0);
+  REQUIRE(tiers.bytes(Tier::file) == 0);
+  REQUIRE(store.inner.used_bytes() == 0);
+}
+
+TEST_CASE("readers, two steppers and a writer at once") {
+  constexpr std::uint8_t names = 10;
+  const auto all = anchors(names);
+  const Device device;
+  Pool pool = pool_for(8);
+  kvmeld::MemoryStore store;
+  const kvmeld::TierOptions options{.device_bytes = 2 * delta_bytes, .host_bytes = 3 * base_bytes, .file_bytes = 8 * base_bytes, .device_hits = 2, .ahead_bytes = base_bytes};
+  AnchorTiers tiers(store, options, device);
+  std::atomic<bool> stop{false};
+  std::atomic<int> broken{0}, here{0};
+  std::vector<std::thread> threads;
+  for (std::uint64_t r = 0; r < 2; ++r) {
+    threads.emplace_back([&, r] {
+      test::Random random(r);
+      while (!stop.load()) {
+        const Anchor& a = all[random.below(names)];
+        const Fragment& part = random.below(2) == 0 ? a.base : delta(a);
+        Fragment out;
+        Device::handle handle;
+        if (tiers.take(part, out) == TierAnswer::here) {
+          here.fetch_add(1);
+          if (!same_bytes(out, part)) broken.fetch_add(1);
+        }
+        if (tiers.take_device(delta(a), handle) == TierAnswer::here && !std::equal(handle->begin(), handle->end(), delta(a).payloads()[0].bytes.get())) broken.fetch_add(1);
+        if (tiers.bytes(Tier::device) > options.device_bytes || tiers.bytes(Tier::host) > options.host_bytes || tiers.bytes(Tier::file) > options.file_bytes) broken.fetch_add(1);
+      }
+    });
+  }
+  for (int s = 0; s < 2; ++s) {
+    threads.emplace_back([&] {
+      while (!stop.load()) {
+        const auto step = tiers.step();
+        if (!step.ok()) broken.fetch_add(1);
+        if (!step.ok() || !step->moved) std::this_thread::yield();
+      }
+    });
+  }
+  test::Random random(99);
+  for (int i = 0; i < 400; ++i) {
+    const Anchor& a = all[random.below(names)];
+    if (!tiers.commit(pool, a).ok()) broken.fetch_add(1);
+    if (i % 7 == 0) {
+      const auto whole = tiers.fetch(delta(a));
+      if (!whole.ok() && whole.status().code() != ErrorCode::payload_missing) broken.fetch_add(1);
+    }
+  }
+  stop = true;
+  for (std::thread& t : threads) t.join();
+  REQUIRE(broken == 0);
+  REQUIRE(here > 0);
+  REQUIRE(tiers.bytes(Tier::device) == *device.live);
+  REQUIRE(tiers.bytes(Tier::file) == store.used_bytes());
+  for (const Anchor& a : all) pool.erase(a.id);
+  tiers.retain(pool.snapshot()->table);
+  REQUIRE(tiers.bytes(Tier::host) == 0);
+  REQUIRE(*device.live == 0);
+  REQUIRE(store.used_bytes() == 0);
+}
