@@ -61,6 +61,17 @@ ErrorCode parse_error(std::string_view text) { return PromptTemplate::parse(text
 
 SlotHistory value(const char* name, const char* text) { return {name, {{text, {}}}}; }
 
+// example-begin: template
+/// What the solver reads, and where each piece of it stands: a note, and what the planner said now and a turn before.
+template <kvmeld::Tokenizer T>
+kvmeld::Result<kvmeld::FilledPrompt> solver_prompt(T& tokenizer, const kvmeld::SlotValue& note, const std::vector<kvmeld::SlotValue>& planner) {
+  const auto made = kvmeld::PromptTemplate::parse("Notes:{note} The planner said:{planner} Before:{planner@-1} Solve it.", tokenizer);
+  if (!made) return made.error();
+  const std::vector<kvmeld::SlotHistory> values{{"note", {note}}, {"planner", planner}};
+  return kvmeld::fill_slots(*made, values, tokenizer, {.trained_context = 4096, .agent = "solver"});
+}
+// example-end
+
 struct Brief {
   Source source;
   int index;
@@ -142,6 +153,15 @@ TEST_CASE("earlier turns, and every refusal by its code") {
   REQUIRE(code("{p}", {value("p", "x")}, {.first_position = -1}) == ErrorCode::invalid_argument);
   REQUIRE(code("1234{p}", {value("p", "567")}, {.first_position = 3, .trained_context = 10}) == ErrorCode::ok);
   REQUIRE(code("1234{p}", {value("p", "567")}, {.first_position = 4, .trained_context = 10}) == ErrorCode::context_exceeded);
+}
+
+TEST_CASE("the page's template: values begin with their space, and every piece is found again") {
+  const auto prompt = solver_prompt(tokenizer, {" one."}, {{" old."}, {" new."}});
+  REQUIRE(prompt.ok());
+  REQUIRE(prompt->text == "Notes: one. The planner said: new. Before: old. Solve it.");
+  REQUIRE(prompt->mismatches.empty());
+  REQUIRE(prompt->runs.size() == 7);
+  REQUIRE(solver_prompt(tokenizer, {" one."}, {{" new."}}).status().code() == ErrorCode::history_missing);
 }
 
 TEST_CASE("tokens across a boundary: reported, left out of both sides, and to be prefilled") {
