@@ -1,6 +1,7 @@
 // The launch itself, the device check, and gather by position map.
 #include <kvmeld/cuda/gather.cuh>
 
+#include <kvmeld/anchor/anchor_ref.hpp>
 #include <kvmeld/exec/exec.hpp>
 
 #include "cuda/device_cache.cuh"
@@ -48,6 +49,36 @@ TEST_CASE("a warp joins in the tree 16, 8, 4, 2, 1, and every lane gets the tota
   const test::DeviceBytes out(got.size() * sizeof(got[0]));
   const test::TestStream stream;
   REQUIRE(stream.get().bulk(rows, test::Bracket{reinterpret_cast<std::uint64_t*>(out.data())}).ok());
+  stream.wait();
+  out.download(got.data());
+  CHECK(got == expected);
+}
+
+TEST_CASE("a device finds the nearest anchors of a pool's version that the host finds") {
+  constexpr std::size_t count = 1000, asked = 7;
+  test::Random random(3);
+  std::vector<std::uint32_t> low(count), high(count, 0);
+  std::vector<std::int32_t> tokens(count), lengths(asked);
+  std::vector<std::uint64_t> queries(asked);
+  for (std::uint32_t& s : low) s = static_cast<std::uint32_t>(random.below(1 << 16));
+  for (std::int32_t& t : tokens) t = static_cast<std::int32_t>(random.below(9));
+  for (std::int32_t& t : lengths) t = static_cast<std::int32_t>(random.below(10));
+  for (std::uint64_t& q : queries) q = random.below(1 << 16);
+  std::vector<kvmeld::NearestAnchor> expected(asked), got(asked);
+  const kvmeld::AnchorPoolRef host{{low.data(), high.data(), count}, tokens.data(), 1};
+  REQUIRE(kvmeld::exec::lanes.bulk(asked, kvmeld::FindNearestAnchor{host, queries.data(), lengths.data(), 3, expected.data()}).ok());
+  const test::DeviceBytes l(4 * count), h(4 * count), t(4 * count), q(8 * asked), n(4 * asked), out(sizeof(got[0]) * asked);
+  l.upload(low.data());
+  h.upload(high.data());
+  t.upload(tokens.data());
+  q.upload(queries.data());
+  n.upload(lengths.data());
+  const auto words = [](const test::DeviceBytes& bytes) { return reinterpret_cast<const std::uint32_t*>(bytes.data()); };
+  const kvmeld::FindNearestAnchor work{{{words(l), words(h), count}, reinterpret_cast<const std::int32_t*>(t.data()), 1},
+                                       reinterpret_cast<const std::uint64_t*>(q.data()), reinterpret_cast<const std::int32_t*>(n.data()), 3,
+                                       reinterpret_cast<kvmeld::NearestAnchor*>(out.data())};
+  const test::TestStream stream;
+  REQUIRE(stream.get().bulk(asked, work).ok());
   stream.wait();
   out.download(got.data());
   CHECK(got == expected);
