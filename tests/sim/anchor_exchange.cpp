@@ -82,8 +82,12 @@ Outcome run(std::size_t n, std::uint64_t seed) {
   INFO("seed " << seed);
   CHECK_FALSE(net.broken);
   CHECK(restarts > 0);
-  CHECK(net.network.cut_off() > 0);
+  if (n > 4) CHECK(net.network.cut_off() > 0);  // a few peers may end up on one side
   CHECK(net.refused > 0);
+  std::uint64_t sessions = 0, adopted = 0;
+  for (const Peers::Peer& peer : net.peers) sessions += peer.exchange->counters().sessions, adopted += peer.exchange->counters().adopted;
+  CHECK(sessions > 0);
+  if (n > 8) CHECK(adopted > 0);
   REQUIRE(net.agree());
   const kvmeld::AnchorDirectory& directory = net.peers[0].exchange->directory();
   for (const auto& [key, entry] : directory.entries()) CHECK(made.count(key) == 1);
@@ -179,4 +183,249 @@ TEST_CASE("what a peer sends until all know all grows with log n") {
   // 8 times the peers: log n doubles.
   CHECK(rows.back().calm <= 2 * rows.front().calm + 4);
   CHECK(rows.back().lossy <= 4 * rows.front().lossy);
+}
+
+namespace {
+
+/// Steps until a peer has one more answer to a pull, which is given.
+kvmeld::PulledAnchor pulled(Peers& net, std::size_t by, const FragmentId& key) {
+  const std::size_t before = net.peers[by].pulled.size();
+  REQUIRE(net.peers[by].exchange->pull(key).ok());
+  for (int step = 0; step < 2000 && net.peers[by].pulled.size() == before; ++step) net.step();
+  REQUIRE(net.peers[by].pulled.size() == before + 1);
+  return net.peers[by].pulled.back();
+}
+void settle(Peers& net, int steps = 300) {
+  for (int step = 0; step < steps; ++step) net.step();
+  REQUIRE(net.agree());
+}
+std::uint64_t pieces(const Peers& net, std::size_t i) { return net.peers[i].exchange->counters().sent[static_cast<std::size_t>(kvmeld::AnchorMessage::piece)]; }
+
+/// An anchor that peer 0 publishes and that belongs to another; `rank` are peers as the key is drawn to them, peer 0 left out.
+struct Published {
+  kvmeld::Anchor anchor;
+  FragmentId key;
+  std::vector<std::size_t> rank;
+};
+Published published(Peers& net) {
+  for (std::uint64_t number = 1;; ++number) {
+    Published out{test::anchor(number, {2}), {}, {}};
+    out.key = kvmeld::record_key(out.anchor.id, test::place(2));
+    const auto rank = kvmeld::rendezvous_rank(out.key, net.members);
+    if (std::find(rank.begin(), rank.begin() + 4, net.members[0]) != rank.begin() + 4) continue;
+    for (const kvmeld::MemberId member : rank) out.rank.push_back(member - 1);
+    std::erase(out.rank, std::size_t{0});
+    REQUIRE(net.peers[0].pool->commit(out.anchor).ok());
+    REQUIRE(*kvmeld::publish_pool(*net.peers[0].exchange, *net.peers[0].pool) == 1);
+    REQUIRE(*kvmeld::publish_pool(*net.peers[0].exchange, *net.peers[0].pool) == 0);
+    settle(net);
+    return out;
+  }
+}
+
+}  // namespace
+
+TEST_CASE("the owner by rank is asked first, takes over what it is asked for, and serves the next one") {
+  Peers net(8, 1);
+  const Published p = published(net);
+  const std::size_t owner = p.rank[0], a = p.rank[5], b = p.rank[6];
+  kvmeld::DirectoryQuery query;
+  query.signature = *kvmeld::SimHash{}.sign({p.anchor.base.tokens(), {}});
+  query.tokens = 3;
+  query.context = test::place(2);
+  const kvmeld::RemoteAnchors hit = net.peers[a].exchange->look_up(query);
+  REQUIRE(hit.remote());
+  REQUIRE(hit.records.size() == 1);
+  CHECK(hit.records[0].owner == net.members[0]);
+  CHECK(hit.records[0].bytes == p.anchor.bytes() - p.anchor.vector.size() * sizeof(float));
+  CHECK(net.peers[a].store.blob_count() == 0);  // metadata only
+  const auto first = pulled(net, a, p.key);
+  REQUIRE(first.anchor.ok());
+  CHECK(test::same_anchor(*first.anchor, p.anchor, test::place(2)));
+  CHECK(*kvmeld::commit_pulled(*net.peers[a].pool, first) == kvmeld::CommitResult::inserted);
+  CHECK(net.peers[a].pool->snapshot()->table.anchor(0)->find(test::place(2)) != nullptr);
+  settle(net);
+  CHECK(net.peers[owner].exchange->holds(p.key));
+  for (const Peers::Peer& peer : net.peers) {
+    REQUIRE(peer.exchange->directory().find(p.key) != nullptr);
+    CHECK(peer.exchange->directory().find(p.key)->owner == net.members[owner]);
+  }
+  const std::uint64_t of_writer = pieces(net, 0), of_owner = pieces(net, owner);
+  CHECK(of_writer > 0);
+  REQUIRE(pulled(net, b, p.key).anchor.ok());
+  CHECK(pieces(net, 0) == of_writer);
+  CHECK(pieces(net, owner) > of_owner);
+  // The writer's eviction ends nothing now, the owner's does.
+  REQUIRE(net.peers[0].pool->erase(p.anchor.id));
+  REQUIRE(kvmeld::publish_pool(*net.peers[0].exchange, *net.peers[0].pool).ok());
+  CHECK(net.peers[0].store.blob_count() == 0);
+  settle(net);
+  REQUIRE(net.peers[a].exchange->directory().find(p.key) != nullptr);
+  REQUIRE(net.peers[owner].exchange->withdraw(p.key).ok());
+  CHECK(net.peers[owner].store.blob_count() == 0);
+  settle(net);
+  for (const Peers::Peer& peer : net.peers) {
+    CHECK(peer.exchange->directory().find(p.key) == nullptr);
+    CHECK(peer.exchange->directory().tombstones() == 1);
+  }
+  CHECK(net.peers[b].exchange->pull(p.key).code() == ErrorCode::not_found);
+  // Whose pool still has it tells of it again, over the tombstone.
+  CHECK(*kvmeld::publish_pool(*net.peers[a].exchange, *net.peers[a].pool) == 1);
+  settle(net);
+  CHECK(net.peers[b].exchange->directory().find(p.key)->owner == net.members[a]);
+}
+
+TEST_CASE("where the owner is missing the next by rank is asked; where nobody answers, or nobody has it, the pull says so") {
+  Peers net(8, 2);
+  const Published p = published(net);
+  const std::size_t owner = p.rank[0], second = p.rank[1], a = p.rank[6];
+  net.network.set_side(net.members[owner], true);  // does not hear, does not answer
+  REQUIRE(pulled(net, second, p.key).anchor.ok()); // from the writer
+  net.network.set_side(net.members[0], true);
+  const auto got = pulled(net, a, p.key);
+  REQUIRE(got.anchor.ok());
+  CHECK(test::same_anchor(*got.anchor, p.anchor, test::place(2)));
+  CHECK(pieces(net, second) > 0);
+  const std::size_t b = p.rank[5];
+  for (const kvmeld::MemberId member : net.members) net.network.set_side(member, member != net.members[b]);
+  CHECK(pulled(net, b, p.key).anchor.error().code() == ErrorCode::unavailable);
+  // Those that had it are gone, and everybody knows who lives.
+  net.network.heal();
+  std::vector<kvmeld::MemberId> left;
+  for (const kvmeld::MemberId member : net.members) {
+    if (member != net.members[0] && member != net.members[second] && member != net.members[a]) left.push_back(member);
+  }
+  for (const std::size_t gone : {std::size_t{0}, second, a}) net.network.set_side(net.members[gone], true);
+  for (Peers::Peer& peer : net.peers) peer.exchange->set_members(left);
+  CHECK(pulled(net, b, p.key).anchor.error().code() == ErrorCode::not_found);
+  for (int step = 0; step < 300; ++step) net.step();
+  for (const kvmeld::MemberId member : left) CHECK(net.peers[member - 1].exchange->directory().find(p.key) == nullptr);  // buried for all
+}
+
+TEST_CASE("a damaged blob is refused, its sender is struck, and the next one is asked") {
+  Peers net(8, 3);
+  const Published p = published(net);
+  const std::size_t a = p.rank[2];
+  kvmeld::MemoryStore& store = net.peers[a].store;
+  REQUIRE(net.peers[a].exchange->pull(p.key).ok());
+  // By hand from here: the first that is asked sends every blob with one bit wrong.
+  const auto deliver = [&](std::size_t from, std::size_t to, const kvmeld::Outgoing& out, bool damage) {
+    std::vector<std::byte> bytes = out.bytes;
+    const auto& frame = net.peers[to].exchange->options().frame;
+    if (damage) {
+      const auto view = kvmeld::decode_frame(bytes, frame);
+      std::vector<std::byte> body(view->body.begin(), view->body.end());
+      body.back() ^= std::byte{4};
+      bytes = *kvmeld::encode_frame(view->type, body, frame);
+    }
+    return net.peers[to].exchange->receive(net.members[from], bytes);
+  };
+  const auto asked = [&] {
+    const auto out = net.peers[a].exchange->take_outbox();
+    REQUIRE(out.size() == 1);
+    CHECK(out[0].type == static_cast<std::uint8_t>(kvmeld::AnchorMessage::fetch));
+    return out[0];
+  };
+  kvmeld::Outgoing fetch = asked();
+  CHECK(fetch.to == net.members[p.rank[0]]);
+  REQUIRE(net.peers[p.rank[0]].exchange->pull(p.key).ok());  // the owner gets it, and then lies
+  for (int step = 0; step < 100; ++step) {
+    for (std::size_t i : {p.rank[0], std::size_t{0}}) {
+      for (const auto& out : net.peers[i].exchange->take_outbox()) {
+        if (out.to == net.members[i == 0 ? p.rank[0] : 0]) REQUIRE(deliver(i, i == 0 ? p.rank[0] : 0, out, false).ok());
+      }
+    }
+  }
+  REQUIRE(net.peers[p.rank[0]].exchange->holds(p.key));
+  REQUIRE(deliver(a, p.rank[0], fetch, false).ok());
+  int lies = 0;
+  for (const auto& out : net.peers[p.rank[0]].exchange->take_outbox()) {
+    if (out.to != net.members[a] || out.type != static_cast<std::uint8_t>(kvmeld::AnchorMessage::piece)) continue;
+    CHECK(deliver(p.rank[0], a, out, true).code() == ErrorCode::id_mismatch);
+    ++lies;
+  }
+  CHECK(lies == 1);
+  CHECK(store.blob_count() == 0);
+  CHECK(net.peers[a].exchange->counters().strikes == 1);
+  for (int rounds = 0; rounds < 20 && net.peers[a].exchange->pulling() > 0; ++rounds) {
+    fetch = asked();
+    CHECK(fetch.to == net.members[0]);  // the writer
+    REQUIRE(deliver(a, 0, fetch, false).ok());
+    for (const auto& out : net.peers[0].exchange->take_outbox()) {
+      if (out.to == net.members[a]) REQUIRE(deliver(0, a, out, false).ok());
+    }
+  }
+  const auto done = net.peers[a].exchange->take_pulled();
+  REQUIRE(done.size() == 1);
+  REQUIRE(done[0].anchor.ok());
+  CHECK(test::same_anchor(*done[0].anchor, p.anchor, test::place(2)));
+}
+
+TEST_CASE("tombstones are bounded by number and age, and errors leave an exchange as it was") {
+  kvmeld::MemoryStore store;
+  test::Exchange::Options options;
+  options.self = 1;
+  options.members = {1, 2};
+  options.max_tombstones = 4;
+  options.tombstone_ms = 10'000;
+  options.format.chunk_bytes = 64;
+  test::Exchange exchange(store, options);
+  std::vector<FragmentId> keys;
+  for (std::uint64_t n = 1; n <= 10; ++n) {
+    const auto record = exchange.publish(test::anchor(n), test::place(1), n);
+    REQUIRE(record.ok());
+    CHECK(record->version == 1);
+    keys.push_back(kvmeld::record_key(*record));
+  }
+  for (const FragmentId& key : keys) REQUIRE(exchange.withdraw(key).ok());
+  CHECK(store.used_bytes() == 0);
+  REQUIRE(exchange.tick(1).ok());
+  CHECK(exchange.directory().size() == 0);
+  CHECK(exchange.directory().tombstones() == 4);
+  for (std::int64_t now = 1000; now <= 12'000; now += 1000) REQUIRE(exchange.tick(now).ok());
+  CHECK(exchange.directory().tombstones() == 0);
+  CHECK(exchange.directory().digest() == kvmeld::Digest256{});
+
+  const kvmeld::Anchor whole = test::anchor(11, {1, 2});
+  CHECK(exchange.publish(whole, test::place(3), 1).error().code() == ErrorCode::not_found);  // no such Δ
+  kvmeld::MemoryStore small(100);
+  test::Exchange other(small, options);
+  CHECK(other.publish(whole, test::place(1), 1).error().code() == ErrorCode::store_full);
+  CHECK(other.directory().size() == 0);
+  CHECK(other.held().empty());
+  options.max_records = 1;
+  test::Exchange full(store, options);
+  REQUIRE(full.publish(whole, test::place(1), 1).ok());
+  const std::size_t blobs = store.blob_count();
+  CHECK(full.publish(whole, test::place(2), 1).error().code() == ErrorCode::quota_exceeded);
+  CHECK(full.directory().size() == 1);
+  CHECK(store.blob_count() == blobs);  // the base, which both would need, stays
+  const kvmeld::AnchorRecord record = *full.directory().find(kvmeld::record_key(whole.id, test::place(1)));
+  const auto again = kvmeld::load_anchor(store, record, options.format);
+  REQUIRE(again.ok());
+  CHECK(test::same_anchor(*again, whole, test::place(1)));
+}
+
+TEST_CASE("approximate anchors say so in their record, give way to exact ones, and answer no exact look-up") {
+  Peers net(3, 4);
+  kvmeld::Anchor blended = test::anchor(1);
+  blended.approximate = true;
+  REQUIRE(net.peers[0].pool->commit(blended).ok());
+  REQUIRE(kvmeld::publish_pool(*net.peers[0].exchange, *net.peers[0].pool).ok());
+  settle(net);
+  const FragmentId key = kvmeld::record_key(blended.id, test::place(1));
+  const auto& there = net.peers[2].exchange->directory();
+  REQUIRE(there.find(key) != nullptr);
+  CHECK(there.find(key)->approximate);
+  CHECK(there.find_exact(blended.base.tokens(), test::place(1)) == nullptr);
+  const auto got = pulled(net, 2, key);
+  REQUIRE(got.anchor.ok());
+  CHECK(got.anchor->approximate);
+  REQUIRE(kvmeld::commit_pulled(*net.peers[2].pool, got).ok());
+  CHECK(net.peers[2].pool->find_exact({blended.base.tokens(), {}}, test::place(1)) == nullptr);
+  REQUIRE(net.peers[1].pool->commit(test::anchor(1)).ok());
+  CHECK(*kvmeld::publish_pool(*net.peers[1].exchange, *net.peers[1].pool) == 1);
+  settle(net);
+  REQUIRE(there.find_exact(blended.base.tokens(), test::place(1)) != nullptr);
+  CHECK(there.find_exact(blended.base.tokens(), test::place(1))->owner == net.members[1]);
 }

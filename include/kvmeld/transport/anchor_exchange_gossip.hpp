@@ -157,7 +157,8 @@ Status AnchorExchange<Store, Auth, Hash, C>::on_gossip(MemberId from, std::span<
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status AnchorExchange<Store, Auth, Hash, C>::begin_session(MemberId with) {
-  const auto running = std::any_of(sessions_.begin(), sessions_.end(), [](const auto& s) { return s.first.second && !s.second.done; });
+  // One of this peer's own at a time, and none with whom one is under way already.
+  const auto running = std::any_of(sessions_.begin(), sessions_.end(), [&](const auto& s) { return (s.first.second || s.first.first == with) && !s.second.done; });
   if (running) return {};
   Session session;
   session.salt = detail::mix_bits(options_.seed ^ detail::mix_bits(options_.self + (counters_.sessions << 32U)));
