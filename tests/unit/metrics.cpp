@@ -14,6 +14,7 @@
 #include <kvmeld/metrics/serving_metrics.hpp>
 
 #include "support/catch.hpp"
+#include "support/page_snippets.hpp"
 #include "support/random_cache.hpp"
 #include "support/temp_folder.hpp"
 
@@ -21,6 +22,16 @@ namespace {
 
 using kvmeld::ErrorCode;
 using kvmeld::MetricsPage;
+
+// example-begin: file
+/// What a process knows of itself, where node_exporter's collector of text files picks it up.
+kvmeld::Status publish(const kvmeld::ServingMetrics& serving, const kvmeld::AnchorPool<>& pool, const std::string& path) {
+  kvmeld::MetricsPage page;
+  KVMELD_TRY(kvmeld::collect(page, serving, {{"agent", "planner"}}));
+  KVMELD_TRY(kvmeld::collect(page, pool, {{"agent", "planner"}}));
+  return kvmeld::write_prometheus_file(path, page);
+}
+// example-end
 
 /// What a reader of the text format 0.0.4 makes of a page: series by "name{label=value,…}" with labels sorted, and types by family.
 struct Parsed {
@@ -245,7 +256,7 @@ TEST_CASE("a pool's page tells look-ups by reason, its rates and its memory") {
   CHECK(page_of().series.at("kvmeld_anchor_invalidation_ratio|agent=7") == 0);
   const std::vector<float> vector{1};
   const auto look = [&](const kvmeld::Anchor& like, kvmeld::Digest128 context) {
-    return pool.look_up({}, {.signature = {like.base.tokens(), {}}, .vector = vector, .context = context, .request = {.tokens = 4}}).decision.reason;
+    return pool.look_up({}, {.space = &pool.space(), .signature = {like.base.tokens(), {}}, .vector = vector, .context = context, .request = {.tokens = 4}}).decision.reason;
   };
   CHECK(look(anchors[0], {1, 1}) == kvmeld::ReuseReason::empty_pool);
   for (const auto& anchor : anchors) REQUIRE(pool.commit(anchor).ok());  // the third evicts the first
@@ -361,4 +372,19 @@ TEST_CASE("what the host measures is on its page in either form") {
   CHECK(b.series.at("kvmeld_prefill_seconds_bucket|le=1") == 1000);
   CHECK(b.series.at("kvmeld_load_bytes_per_second_bucket|le=2147483648") == 0);
   CHECK(b.series.at("kvmeld_load_bytes_per_second_bucket|le=4294967296") == 1);
+}
+
+TEST_CASE("what docs/metrics.md shows writes a file that can be read, and the page shows it word for word") {
+  const test::TempFolder folder;
+  const std::shared_ptr<const kvmeld::Geometry> shape = test::geometry({.layers = 1, .heads = 1, .channels = 2});
+  const kvmeld::AnchorPool<> pool(kvmeld::AnchorSpace::of(*shape), {2, 1 << 20});
+  kvmeld::ServingMetrics serving;
+  serving.prefill_seconds.record(0.125);
+  REQUIRE(publish(serving, pool, folder / "kvmeld.prom").ok());
+  const auto bytes = kvmeld::read_file_bytes(folder / "kvmeld.prom");
+  const Parsed read = parse(std::string(reinterpret_cast<const char*>(bytes->data()), bytes->size()));
+  CHECK(read.wrong == "");
+  CHECK(read.series.at("kvmeld_prefill_seconds_sum|agent=planner") == 0.125);
+  CHECK(read.series.at("kvmeld_anchors|agent=planner") == 0);
+  test::check_page("docs/metrics.md", {"tests/unit/metrics.cpp", "tests/unit/metrics_endpoint.cpp"});
 }

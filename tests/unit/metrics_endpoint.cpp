@@ -18,6 +18,14 @@
 
 namespace {
 
+// example-begin: endpoint
+/// Prometheus scrapes http://127.0.0.1:PORT/metrics for as long as the endpoint is kept; each scrape makes a page anew.
+kvmeld::Result<kvmeld::MetricsEndpoint> serve_metrics(const kvmeld::ServingMetrics& metrics, int port) {
+  return kvmeld::MetricsEndpoint::serve([&metrics](kvmeld::MetricsPage& page) { return kvmeld::collect(page, metrics, {}, kvmeld::DistributionForm::buckets); },
+                                        {.port = port});
+}
+// example-end
+
 /// A Python that has the parser, or an empty text.
 std::string python() {
   for (const char* name : {"python3", "/usr/bin/python3"}) {
@@ -127,7 +135,7 @@ TEST_CASE("buckets are what Prometheus takes for a histogram") {
   Scraper scraper;
   kvmeld::ServingMetrics metrics;
   for (int i = 1; i <= 1000; ++i) metrics.prefill_seconds.record(i / 1000.0);
-  auto endpoint = kvmeld::MetricsEndpoint::serve([&](kvmeld::MetricsPage& page) { return kvmeld::collect(page, metrics, {}, kvmeld::DistributionForm::buckets); });
+  auto endpoint = serve_metrics(metrics, 0);
   REQUIRE(endpoint.ok());
   const std::string text = scraper.fetch(endpoint->port());
   INFO(text);
