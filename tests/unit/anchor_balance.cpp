@@ -106,7 +106,8 @@ Tail simulate(const Load& load, const AnchorPartition& partition, std::uint32_t 
     }
     if (event.kind == Event::arrival) {
       const std::size_t agent = load.agent(random);
-      enter(partition.find(anchor_id(load.anchor(agent, random))), event.time, -std::log(uniform(random)));
+      const std::uint32_t shard = partition.find(anchor_id(load.anchor(agent, random)));
+      enter(shard, event.time, -std::log(uniform(random)));
       if (--requests > 0) events.push({event.time - std::log(uniform(random)) / (busy * shards), number++, 0, Event::arrival});
       continue;
     }

@@ -120,20 +120,21 @@ class TierDirectory {
     const auto root = root_.get();
     const auto& bucket = (*root)[place(id)];
     if (bucket == nullptr) return nullptr;
-    for (const auto& cell : *bucket) {
-      if (cell->shell.id() == id) return cell;
+    for (const auto& [name, cell] : *bucket) {
+      if (name == id) return cell;
     }
     return nullptr;
   }
   void add(std::shared_ptr<Cell> cell) {
-    change(cell->shell.id(), [&](Bucket& bucket) { bucket.push_back(std::move(cell)); });
+    const FragmentId id = cell->shell.id();
+    change(id, [&](Bucket& bucket) { bucket.emplace_back(id, std::move(cell)); });
   }
   void erase(const FragmentId& id) {
-    change(id, [&](Bucket& bucket) { std::erase_if(bucket, [&](const auto& cell) { return cell->shell.id() == id; }); });
+    change(id, [&](Bucket& bucket) { std::erase_if(bucket, [&](const auto& entry) { return entry.first == id; }); });
   }
 
  private:
-  using Bucket = std::vector<std::shared_ptr<Cell>>;
+  using Bucket = std::vector<std::pair<FragmentId, std::shared_ptr<Cell>>>;
   using Root = std::array<std::shared_ptr<const Bucket>, 256>;
   [[nodiscard]] static std::size_t place(const FragmentId& id) noexcept { return id.bytes[8]; }  // of a hash, any byte is as good
   template <class Change>
