@@ -26,7 +26,7 @@ inline constexpr std::uint8_t anchor_records_version = 1;
 inline constexpr std::uint8_t anchor_list_version = 1;
 inline constexpr std::uint32_t anchor_list_magic = 0x414D564BU;  // "KVMA"
 inline constexpr std::size_t min_record_bytes = 32 + 16 + 8 + 1 + 1;
-inline constexpr std::size_t max_record_bytes = 32 + 16 + 8 + 10 + 1 + 16 + 8 + 10 + 10 + 32;
+inline constexpr std::size_t max_record_bytes = 32 + 16 + 8 + 7 + 1 + 16 + 8 + 7 + 10 + 32;
 inline constexpr std::size_t no_records_bytes = 1 + 16 + 1;
 enum AnchorFlags : std::uint8_t { anchor_removed = 1, anchor_approximate = 2, anchor_known = 3 };
 
@@ -83,7 +83,7 @@ inline void write_record(ByteWriter& w, const AnchorRecord& record) {
 
 }  // namespace detail
 
-/// The bytes of some records of one namespace: at most 144 for each, and 19 to 28 before them.
+/// The bytes of some records of one namespace: at most 137 for each, and 18 to 27 before them.
 KVMELD_LAZY [[nodiscard]] std::vector<std::byte> encode_records(const Digest128& name_space, std::span<const AnchorRecord> records) {
   ByteWriter w;
   w.value(detail::anchor_records_version);
