@@ -18,7 +18,12 @@ KVMELD_ALWAYS_INLINE void mean_row(const HeadRows& rows, std::ptrdiff_t columns,
       const float* __restrict const row = rows.values + i * rows.stride + b;
       for (int c = 0; c < 32; ++c) sum[c] += row[c];
     }
-    for (int c = 0; c < 32; ++c) mean[b + c] = sum[c] / static_cast<float>(rows.contributions);
+    const auto count = static_cast<float>(rows.contributions);
+    if ((rows.contributions & (rows.contributions - 1)) == 0) {  // the same by an exact reciprocal
+      for (int c = 0; c < 32; ++c) mean[b + c] = sum[c] * (1.0F / count);
+    } else {
+      for (int c = 0; c < 32; ++c) mean[b + c] = sum[c] / count;
+    }
   }
 }
 
@@ -82,6 +87,29 @@ KVMELD_ALWAYS_INLINE void sum_opened(const HeadRows& rows, const float* logits, 
   for (int c = 0; c < 32; ++c) out[b + c] = static_cast<float>(sum[c] / total[c]);
 }
 
+/// `sum_opened` of two contributions: the larger logit's exponential is 1, so there is but one to compute. 1 is what `open_gate` gives
+/// for a difference of 0, and what it gives for −700 stands where the larger logit is not finite.
+KVMELD_ALWAYS_INLINE void sum_opened_pair(const HeadRows& rows, const float* __restrict logits, std::ptrdiff_t columns, std::ptrdiff_t b,
+                                          float* __restrict out) noexcept {
+  const double weight_0 = static_cast<double>(rows.weights[0]), weight_1 = static_cast<double>(rows.weights[1]);
+  const ShortExp least = short_exp(-700.0);
+  const double closed = fma(least.scale, least.q, least.scale);
+  const float* __restrict const x = rows.values + b;
+  const float* __restrict const y = x + rows.stride;
+  KVMELD_KEEP_LOOP
+  for (int c = 0; c < 32; ++c) {
+    const float l = logits[b + c], m = logits[columns + b + c];
+    const bool second = m > l;
+    const float most = second ? m : l, other = second ? l : m;
+    const double behind = static_cast<double>(other) - static_cast<double>(most);
+    const ShortExp e = short_exp(behind > -700.0 ? behind : -700.0);
+    const double less = fma(e.scale, e.q, e.scale);
+    const double more = static_cast<double>(most - most) == 0.0 ? 1.0 : closed;
+    const double g = fma(weight_0, second ? less : more, 0.0), h = fma(weight_1, second ? more : less, 0.0);
+    out[b + c] = static_cast<float>(fma(h, static_cast<double>(y[c]), fma(g, static_cast<double>(x[c]), 0.0)) / (g + h));
+  }
+}
+
 template <Isa isa, GateKind kind>
 KVMELD_ALWAYS_INLINE void mix_gated(const GateRows<kind>& gate, const HeadRows& rows, float* out) {
   const GateLayout at = GateLayout::of(kind, rows.width, gate.hidden);
@@ -107,7 +135,7 @@ KVMELD_ALWAYS_INLINE void mix_gated(const GateRows<kind>& gate, const HeadRows& 
     for (int i = 0; i < count;) i += next_units<isa>(net, at, rows, mean, i, shared, units + i * at.hidden);
     alignas(64) float logits[max_mixed_values];
     multiply_rows(isa, {units, at.hidden, gate.hidden, net + at.second, net + at.last, logits, columns, nullptr, nullptr, nullptr}, count);
-    for (std::ptrdiff_t b = 0; b < columns; b += 32) sum_opened(rows, logits, columns, b, out);
+    for (std::ptrdiff_t b = 0; b < columns; b += 32) count == 2 ? sum_opened_pair(rows, logits, columns, b, out) : sum_opened(rows, logits, columns, b, out);
   }
 }
 

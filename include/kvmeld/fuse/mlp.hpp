@@ -2,6 +2,10 @@
 
 /// Rows times a matrix for small networks: each output is summed from its bias on in ascending order of inputs, by fma, and
 /// lanes lie across outputs (docs/numerics.md), so that neither blocks nor vectors show in the bytes.
+///
+/// Not the kernels of align/packed_matrix.hpp, though of the same rule: a map meets tiles of 56 tokens, whose sums take two vectors for each
+/// of 14, from panels. A gate meets two rows or a few, which in that shape would have half of the sums that keep the multipliers busy:
+/// theirs take four vectors a row, from a matrix as it lies, and beside them run the sums of a row that all share.
 
 #include <cstddef>
 #include <cstdint>
