@@ -1,6 +1,6 @@
 #pragma once
 
-// Eigen's matrix product as a baseline, from a file of its own that is compiled for this processor: the rest of the program is
+// Eigen's matrix product as a baseline, compiled for this very processor in a library with hidden templates: the rest of the program is
 // compiled as a user gets it by default, and must not share instantiations with it.
 
 #include <cstddef>

@@ -1,5 +1,6 @@
 // Fusers against the speed of memory: order statistics, and rules that weigh whole tokens. The rules read the keys when a
 // plan is made, so that their time is the plan's and the run's; the triad a[i] = b[i] + s * c[i] is the baseline.
+// `fuse/threads`: the same run in one thread is the baseline.
 
 #include <string>
 #include <string_view>
@@ -46,6 +47,18 @@ void fuse(benchmark::State& state, const F& fuser, ElementType type, int agents,
   bench::paired(state, (agents + 1) * render.plan.bytes(), work, 3 * render.plan.bytes(), [&] { triad(); });
 }
 
+// Two threads against one: the run, whose rows are apart; a plan is made in one thread.
+template <class F>
+void threads(benchmark::State& state, const F& fuser, ElementType type, int agents, std::int64_t mebibytes) {
+  const auto geometry = bench::small_model(type);
+  const std::int64_t tokens = mebibytes * bench::mebibyte / bench::token_bytes(*geometry);
+  const auto set = bench::agents(geometry, agents, tokens);
+  auto render = bench::rendering(set, geometry, kvmeld::merger(kvmeld::ById{}, kvmeld::Aligner{kvmeld::TokenMatch{}}, kvmeld::Fuser{fuser}));
+  const auto two = kvmeld::exec::threads(2);
+  const std::int64_t bytes = (agents + 1) * render.plan.bytes();
+  bench::paired(state, bytes, [&] { render.run(two); }, bytes, [&] { render.run(kvmeld::exec::seq); });
+}
+
 const bool registered = [] {
   using bench::add;
   using bench::mib;
@@ -68,6 +81,8 @@ const bool registered = [] {
     add(name({"fuse/median_rotary/bf16", mib(size), "/agents:5"}), fuse<kvmeld::Median>, kvmeld::Median{}, bf16, 5, size, true);
     add(name({"fuse/krum_rotary/bf16", mib(size), "/agents:5"}), fuse<kvmeld::Krum>, kvmeld::Krum{}, bf16, 5, size, true);
   }
+  add("fuse/threads/median_rotary/bf16/MiB:4/agents:5/threads:2", threads<kvmeld::Median>, kvmeld::Median{}, bf16, 5, std::int64_t{4});
+  add("fuse/threads/mean/bf16/MiB:4/agents:5/threads:2", threads<kvmeld::WeightedMean>, kvmeld::WeightedMean{}, bf16, 5, std::int64_t{4});
   add("fuse/bulyan/bf16/MiB:16/agents:7", fuse<kvmeld::Bulyan>, kvmeld::Bulyan{}, bf16, 7, std::int64_t{16}, false);
   return true;
 }();

@@ -1,54 +1,31 @@
-// Ridge fits against the same sums in plain Eigen: XᵀX, XᵀY, Cholesky, solve. This whole file is compiled for this very processor,
-// since Eigen's speed is a matter of flags; benchmarks/peers/sklearn_ridge.py times scikit-learn on the same shape.
+// Ridge fits against the same sums in plain Eigen: XᵀX, XᵀY, Cholesky, solve; benchmarks/peers/sklearn_ridge.py times scikit-learn on
+// the same shape.
 
-#include "paired.hpp"
-
+#include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
-#include <Eigen/Cholesky>
-
-#include <kvmeld/align/projection_fit_normal.hpp>
+#include "paired.hpp"
+#include "projection_fit_native.hpp"
 
 namespace {
 
-using Rows = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-
-Rows random_rows(Eigen::Index rows, Eigen::Index columns, std::uint64_t state) {
-  Rows out(rows, columns);
-  for (double* x = out.data(); x != out.data() + out.size(); ++x) {
+std::vector<double> random_rows(std::int32_t rows, std::int32_t columns, std::uint64_t state) {
+  std::vector<double> out(static_cast<std::size_t>(rows) * static_cast<std::size_t>(columns));
+  for (double& x : out) {
     state = state * 6364136223846793005U + 1442695040888963407U;
-    *x = static_cast<double>(static_cast<std::int64_t>(state) >> 11) * 0x1p-50;
+    x = static_cast<double>(static_cast<std::int64_t>(state) >> 11) * 0x1p-50;
   }
   return out;
 }
 
 void fit(benchmark::State& state, std::int32_t rows, std::int32_t inputs, std::int32_t outputs, std::int32_t batch) {
-  const Rows x = random_rows(rows, inputs, 1), y = random_rows(rows, outputs, 2);
-  const auto ours = [&] {
-    kvmeld::NormalEquations equations(inputs, outputs);
-    for (std::int32_t at = 0; at < rows; at += batch) {
-      const auto status = equations.add({x.data() + std::ptrdiff_t{at} * inputs, static_cast<std::size_t>(batch) * static_cast<std::size_t>(inputs)},
-                                        {y.data() + std::ptrdiff_t{at} * outputs, static_cast<std::size_t>(batch) * static_cast<std::size_t>(outputs)});
-      if (!status) std::abort();
-    }
-    auto map = equations.ridge(1e-3);
-    if (!map) std::abort();
-    benchmark::DoNotOptimize(map->weight.data());
-  };
-  const auto plain = [&] {
-    Eigen::MatrixXd xx = Eigen::MatrixXd::Zero(inputs, inputs);
-    xx.selfadjointView<Eigen::Lower>().rankUpdate(x.transpose());
-    xx.diagonal().array() += 1.0;
-    const Eigen::MatrixXd xy = x.transpose() * y;
-    const Eigen::LLT<Eigen::Ref<Eigen::MatrixXd>> factor(xx);
-    Eigen::MatrixXd w = factor.solve(xy);
-    benchmark::DoNotOptimize(w.data());
-  };
-  const std::int64_t bytes = (x.size() + y.size()) * std::int64_t{8};
-  bench::paired(state, bytes, ours, bytes, plain);
+  const std::vector<double> x = random_rows(rows, inputs, 1), y = random_rows(rows, outputs, 2);
+  const bench::FitRows both{x.data(), y.data(), rows, inputs, outputs};
+  const auto bytes = static_cast<std::int64_t>((x.size() + y.size()) * sizeof(double));
+  bench::paired(state, bytes, [&] { benchmark::DoNotOptimize(bench::kvmeld_ridge(both, batch)); }, bytes,
+                [&] { benchmark::DoNotOptimize(bench::eigen_ridge(both)); });
 }
 
 const bool registered = [] {
