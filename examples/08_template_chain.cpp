@@ -38,7 +38,7 @@ struct Flags {
   std::string output = "build/template_chain.json";
   std::vector<std::string> texts{"structured", "free"};
   std::vector<std::string> loads{"light", "heavy"};
-  std::size_t documents = 10;
+  std::size_t documents = 8;
   std::size_t questions = 2;
   std::size_t facts = 8;
   std::int32_t min_anchors = 4;
@@ -262,6 +262,17 @@ class Chain {
                         {"bases", bases_.size()},
                         {"bases_ms_a_prompt", base_ms / static_cast<double>(rows[0].total)}});
     for (Row& row : rows) rows_.push_back(std::move(row));
+    return save();
+  }
+  /// After each stream, so that a run that is stopped leaves those that are done.
+  [[nodiscard]] kvmeld::Status save() const {
+    Json all{{"model", flags_.model.substr(flags_.model.find_last_of('/') + 1)}, {"seed", flags_.seed}, {"gamma", flags_.gamma}, {"min_anchors", flags_.min_anchors}};
+    all["rows"] = Json::array();
+    for (const Row& row : rows_) all["rows"].push_back(row.json());
+    all["streams"] = figures_;
+    std::ofstream file(flags_.output);
+    file << all.dump(1) << '\n';
+    if (!file.good()) return {kvmeld::ErrorCode::invalid_argument, "cannot write " + flags_.output};
     return {};
   }
 
@@ -546,13 +557,6 @@ kvmeld::Status run(const Flags& flags) {
   Chain chain(flags, *engine, anchored);
   if (kvmeld::Status status = chain.all(); !status) return status;
   print(chain.rows(), chain.figures());
-  Json all{{"model", flags.model.substr(flags.model.find_last_of('/') + 1)}, {"seed", flags.seed}, {"gamma", flags.gamma}, {"min_anchors", flags.min_anchors}};
-  all["rows"] = Json::array();
-  for (const Row& row : chain.rows()) all["rows"].push_back(row.json());
-  all["streams"] = chain.figures();
-  std::ofstream file(flags.output);
-  file << all.dump(1) << '\n';
-  if (!file.good()) return {kvmeld::ErrorCode::invalid_argument, "cannot write " + flags.output};
   std::printf("rows: %s\n", flags.output.c_str());
   return {};
 }
