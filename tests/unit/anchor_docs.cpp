@@ -1,9 +1,11 @@
 // The code of docs/anchors.md, compiled and run; the last case checks that the page shows it word for word.
+#include <algorithm>
 #include <string>
 #include <utility>
 
 #include <kvmeld/anchor/anchor_pool.hpp>
 #include <kvmeld/anchor/interpolate_offsets.hpp>
+#include <kvmeld/anchor/temperature.hpp>
 #include <kvmeld/state/anchor_plan.hpp>
 
 #include "support/anchor_segments.hpp"
@@ -43,6 +45,15 @@ kvmeld::Result<kvmeld::ReusePlan> reuse(const kvmeld::AnchorPool<>& pool, const 
 }
 // example-end
 
+// example-begin: temperature
+/// A rule in the unit of the distances that a pool has; take it once, when the pool is warm.
+kvmeld::ReuseRule rule_for(const kvmeld::AnchorPool<>& pool) {
+  kvmeld::ReuseRule rule;
+  rule.temperature = kvmeld::spread_temperature(kvmeld::anchor_distances(pool.snapshot()->table), rule.gamma);
+  return rule;
+}
+// example-end
+
 }  // namespace
 
 TEST_CASE("a remembered segment is reused at another position, and is the K/V measured there") {
@@ -65,6 +76,17 @@ TEST_CASE("a remembered segment is reused at another position, and is the K/V me
   REQUIRE(kvmeld::run(kvmeld::exec::seq, *plan, workspace, out.out()).ok());
   REQUIRE(test::difference(out.buffers(), real.buffers()) < 1e-5);
   REQUIRE(reuse(pool, segment.at(0), kvmeld::Digest128{3, 4}, 40).status().message().find("no_offset") != std::string::npos);
+}
+
+TEST_CASE("a rule's temperature follows the distances of the pool") {
+  const auto shape = test::geometry({.layers = 3, .heads = 2, .channels = 8});
+  kvmeld::AnchorPool<> pool(kvmeld::AnchorSpace::of(*shape), {.anchors = 10, .bytes = 1 << 20});
+  REQUIRE(rule_for(pool).temperature == 1);
+  for (std::uint64_t n = 1; n < 6; ++n) REQUIRE(remember(pool, test::Segment(shape, 6, n).at(0), test::Segment(shape, 6, n).in_context(7).at(20), {1, 2}).ok());
+  auto distances = kvmeld::anchor_distances(pool.snapshot()->table);
+  std::sort(distances.begin(), distances.end());
+  REQUIRE(distances.size() == 10);
+  REQUIRE(rule_for(pool).temperature == Approx(distances[5] / 7.2).epsilon(0.05));
 }
 
 TEST_CASE("docs/anchors.md shows this code") { test::check_page("docs/anchors.md", {"tests/unit/anchor_docs.cpp"}); }

@@ -1,0 +1,98 @@
+// The code of docs/anchor_peers.md, compiled and run; the last case checks that the page shows it word for word.
+#include <cstdint>
+
+#include <kvmeld/session/anchor_tiers.hpp>
+#include <kvmeld/transport/memory_transport.hpp>
+
+#include "support/anchor_peers.hpp"
+#include "support/page_snippets.hpp"
+
+namespace {
+
+// example-begin: tiers
+/// The chosen offsets, where all of them are in host memory; otherwise prefill this time. Never waits.
+template <class Tiers>
+std::vector<kvmeld::ContextOffset> offsets_at_hand(Tiers& tiers, const kvmeld::AnchorLookup& found, const kvmeld::Digest128& place) {
+  return tiers.take(found.anchors, place).offsets;  // empty unless all are here; asks for what is in a slower tier
+}
+/// What moves: a thread of its own, or a call between requests.
+template <class Tiers>
+void move_all(Tiers& tiers) {
+  for (auto step = tiers.step(); step && step->moved;) step = tiers.step();
+}
+// example-end
+
+// example-begin: exchange
+/// One turn of a peer's loop: what came in, what is due, what goes out; anchors that were pulled enter the pool.
+template <class Exchange, class Pool, class Transport>
+kvmeld::Status take_turn(Exchange& exchange, Pool& pool, Transport& transport, std::int64_t now_ms) {
+  auto message = transport.receive(0);
+  if (!message) return message.error();
+  if (*message) (void)exchange.receive((*message)->from, (*message)->bytes);  // a damaged message is counted, and changes nothing
+  KVMELD_TRY(exchange.tick(now_ms));
+  KVMELD_TRY(kvmeld::publish_pool(exchange, pool).status());
+  for (const kvmeld::Outgoing& out : exchange.take_outbox()) KVMELD_TRY(transport.send(out.to, out.bytes));
+  for (const kvmeld::PulledAnchor& pulled : exchange.take_pulled()) (void)kvmeld::commit_pulled(pool, pulled);
+  return {};
+}
+/// Asks for the K/V of what others have like a segment; `take_turn` brings it.
+template <class Exchange>
+bool ask_others(Exchange& exchange, std::uint64_t signature, std::int64_t tokens, const kvmeld::Digest128& place) {
+  const kvmeld::RemoteAnchors like = exchange.look_up({.signature = signature, .tokens = tokens, .context = place});
+  return like.remote() && exchange.pull(kvmeld::record_key(like.records[0])).ok();
+}
+// example-end
+
+}  // namespace
+
+TEST_CASE("offsets are at hand from memory, come back from a store by steps, and are used again") {
+  test::Pool pool(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {});
+  const kvmeld::Anchor first = test::anchor(1, {1}, 40), second = test::anchor(2, {1}, 40);
+  kvmeld::AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = first.bytes() - 8, .file_bytes = 1 << 20});
+  REQUIRE(tiers.commit(pool, first).ok());
+  REQUIRE(tiers.commit(pool, second).ok());
+  move_all(tiers);
+  const auto look_up = [&](const kvmeld::Anchor& a) {
+    return pool.look_up({.gamma = 1}, {.space = &pool.space(), .signature = {a.base.tokens(), a.vector}, .vector = a.vector, .context = test::place(1), .request = {.tokens = 40}});
+  };
+  for (const kvmeld::Anchor* a : {&first, &second, &first}) {
+    const kvmeld::AnchorLookup found = look_up(*a);
+    REQUIRE(found.decision.reuses());
+    std::vector<kvmeld::ContextOffset> offsets = offsets_at_hand(tiers, found, test::place(1));
+    if (offsets.empty()) {
+      move_all(tiers);
+      offsets = offsets_at_hand(tiers, found, test::place(1));
+    }
+    REQUIRE(offsets.size() == 1);
+    REQUIRE(test::same_bytes(offsets[0].segment, a->offsets[0].segment));
+  }
+}
+
+TEST_CASE("two peers: what one commits the other finds, pulls and commits") {
+  kvmeld::MemoryHub hub;
+  auto left = *hub.join(1), right = *hub.join(2);
+  kvmeld::MemoryStore left_store, right_store;
+  const auto options = [](kvmeld::MemberId self) {
+    test::Exchange::Options out;
+    out.self = self;
+    out.members = {1, 2};
+    out.frame.name_space = kvmeld::anchor_namespace(kvmeld::AnchorSpace::of(*test::anchor_geometry()), kvmeld::SimHash{});
+    return out;
+  };
+  test::Exchange one(left_store, options(1)), two(right_store, options(2));
+  test::Pool mine(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {}), theirs(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {});
+  const kvmeld::Anchor anchor = test::anchor(3, {1}, 40);
+  REQUIRE(mine.commit(anchor).ok());
+  const std::uint64_t signature = *kvmeld::SimHash{}.sign({anchor.base.tokens(), anchor.vector});
+  bool asked = false;
+  for (std::int64_t now = 0; now < 60'000 && theirs.size() == 0; now += 50) {
+    REQUIRE(take_turn(one, mine, left, now).ok());
+    REQUIRE(take_turn(two, theirs, right, now).ok());
+    asked = asked || ask_others(two, signature, 40, test::place(1));
+  }
+  REQUIRE(asked);
+  REQUIRE(theirs.size() == 1);
+  REQUIRE(test::same_bytes(theirs.snapshot()->table.anchor(0)->offsets[0].segment, anchor.offsets[0].segment));
+}
+
+TEST_CASE("docs/anchor_peers.md shows this code") { test::check_page("docs/anchor_peers.md", {"tests/unit/anchor_peers_docs.cpp"}); }
