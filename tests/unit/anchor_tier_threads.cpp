@@ -224,6 +224,32 @@ TEST_CASE("hits promote, bytes by age over frequency demote") {
   REQUIRE(tiers.take_device(held->offsets[0].segment, handle) == TierAnswer::here);
 }
 
+TEST_CASE("bytes, age and frequency each decide who leaves") {
+  const auto bare = [](std::uint8_t n, std::int64_t tokens) {
+    test::TestCache cache(shape, tokens);
+    cache.fill(n);
+    const auto ids = test::token_ids(tokens, 10 * n);
+    return *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
+  };
+  // One of two goes for a third; who, when the first was taken so often, then the second so often.
+  const auto leaver = [&](std::int64_t first_tokens, int first_takes, int second_takes, std::int64_t third_tokens) {
+    const Anchor first = bare(1, first_tokens), second = bare(2, 2), third = bare(3, third_tokens);
+    Pool pool = pool_for(4);
+    AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = first.base.payloads()[0].byte_count + base_bytes, .file_bytes = 1 << 20});
+    Fragment out;
+    bool good = tiers.commit(pool, first).ok() && tiers.commit(pool, second).ok();
+    for (int i = 0; i < first_takes; ++i) good = good && tiers.take(first.base, out) == TierAnswer::here;
+    for (int i = 0; i < second_takes; ++i) good = good && tiers.take(second.base, out) == TierAnswer::here;
+    good = good && tiers.commit(pool, third).ok();
+    const bool first_left = tiers.take(first.base, out) == TierAnswer::being_fetched, second_left = tiers.take(second.base, out) == TierAnswer::being_fetched;
+    return !good || first_left == second_left ? 0 : first_left ? 1 : 2;
+  };
+  REQUIRE(leaver(2, 1, 1, 2) == 1);  // the one that was used longer ago
+  REQUIRE(leaver(2, 0, 3, 2) == 1);
+  REQUIRE(leaver(2, 9, 1, 2) == 2);  // though used later, since it was used less: 1 / 3 against 2 / 11
+  REQUIRE(leaver(6, 9, 1, 2) == 1);  // three times as large: 3 · 2 / 11
+}
+
 TEST_CASE("steps write what falls next, so that commits do not wait for the store") {
   const auto all = anchors(8);
   Pool pool = pool_for(10);
