@@ -55,8 +55,8 @@ TEST_CASE("quantiles are within 2 % of the exact ones, and the ends are exact") 
       const double exact = exact_quantile(values, q);
       RC_ASSERT(std::abs(counts.quantile(q) - exact) <= 0.0155 * exact);
     }
-    RC_ASSERT(counts.quantile(0) >= counts.min());
-    RC_ASSERT(counts.min() == exact_quantile(values, 0));
+    RC_ASSERT(counts.quantile(0) >= counts.least());
+    RC_ASSERT(counts.least() == exact_quantile(values, 0));
     RC_ASSERT(counts.quantile(1) == exact_quantile(values, 1));
   });
 }
@@ -132,7 +132,7 @@ TEST_CASE("what has no bucket is counted as refused, and what is beyond the rang
   CHECK(counts.refused() == 5);
   CHECK(counts.count() == 0);
   CHECK(std::isnan(counts.quantile(0.5)));
-  CHECK(std::isnan(counts.min()));
+  CHECK(std::isnan(counts.least()));
   CHECK(counts.sum() == 0);
   for (const double extreme : {0.0, -0.0, 5e-324, 1e-12, 1e300, 1.7e308}) live.record(extreme);
   counts = live.read();

@@ -300,10 +300,10 @@ struct Random {
       std::shuffle(parts.begin(), parts.end(), engine);
       return parts;
     };
-    const auto closed = [&](const Term& part) { return (below(2) ? "(" : "\\left(") + write(part, names) + (out.empty() ? ")" : ")"); };
+    const auto closed = [&](const Term& part) { return below(2) ? "(" + write(part, names) + ")" : "\\left(" + write(part, names) + "\\right)"; };
     switch (t.kind) {
       case Term::number: return std::to_string(t.value) + (below(4) == 0 ? ".0" : "");
-      case Term::variable: return std::vector<const char*>{"x", "β", "z"}[static_cast<std::size_t>(t.value)] == std::string("β") && below(2) ? "{\\beta}" : std::vector<const char*>{"x", "β", "z"}[static_cast<std::size_t>(t.value)];
+      case Term::variable: return t.value == 0 ? "x" : t.value == 1 ? below(2) ? "{\\beta}" : "β" : "z";
       case Term::index: return names[names.size() - 1 - static_cast<std::size_t>(t.value)];
       case Term::plus:
         for (const auto& p : shuffled()) out += (out.empty() ? "" : below(3) == 0 ? " - -" : "+") + closed(*p);
@@ -324,7 +324,8 @@ struct Random {
         const std::string body = closed(*t.parts[0]);
         names.pop_back();
         const char* const signs[] = {"\\sum", "∑", "Σ", "\\Sigma"};
-        return std::string("{") + signs[below(4)] + (below(2) ? "_{" + index + "=1}^{" + std::to_string(t.value) + "}" : "^" + std::to_string(t.value) + "_{" + index + " = 1}") + body + "}";
+        const std::string most = std::to_string(t.value);
+        return std::string("{") + signs[below(4)] + (below(2) ? "_{" + index + "=1}^{" + most + "}" : "^" + most + "_{" + index + " = 1}") + body + "}";
       }
     }
     return out;

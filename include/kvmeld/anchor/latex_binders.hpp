@@ -57,6 +57,8 @@ void LatexParser<Lazy>::bind(LatexNode& node, std::vector<std::uint32_t>& within
   const LatexNode at = tree_[item];
   const auto symbol = [&](std::size_t i) { return tree_[at.children[i]].kind == Kind::symbol; };
   const auto name = [&](std::size_t i) { return tree_[at.children[i]].name; };
+  bool all_symbols = true;
+  for (std::size_t i = 0; i < at.children.size(); ++i) all_symbols = all_symbols && symbol(i);
   if (at.kind == Kind::symbol) {
     node.words.push_back(at.name);
   } else if (at.kind == Kind::operation && at.name == "list") {
@@ -64,7 +66,7 @@ void LatexParser<Lazy>::bind(LatexNode& node, std::vector<std::uint32_t>& within
       if (tree_[c].name == "list") within.push_back(c);  // no list of lists, and so no recursion to bound
       else bind(node, within, c);
     }
-  } else if (at.kind == Kind::operation && at.name == "*" && std::all_of(at.children.begin(), at.children.end(), [&](auto c) { return tree_[c].kind == Kind::symbol; })) {
+  } else if (at.kind == Kind::operation && at.name == "*" && all_symbols) {
     for (std::size_t i = 0; i < at.children.size(); ++i) node.words.push_back(name(i));
   } else if (at.kind == Kind::chain && at.words.size() == 1 && symbol(0)) {
     node.words.push_back(name(0));
@@ -185,8 +187,7 @@ std::uint32_t LatexParser<Lazy>::quantified() {
     node.children.push_back(operation(name, {expression(relation_power + 1)}));
   }
   node.scope = node.children.size();
-  while (take(LatexKind::comma) || take(LatexKind::full_stop) || ((next_is(LatexKind::relation, "colon") || next_is(LatexKind::relation, "mid")) && take(LatexKind::relation))) {
-  }
+  while (next_is(LatexKind::comma) || next_is(LatexKind::full_stop) || next_is(LatexKind::relation, "colon") || next_is(LatexKind::relation, "mid")) ++at_;
   const bool sign = next_is(LatexKind::infix, "-") || next_is(LatexKind::infix, "+");
   if (begins_operand() || next_is(LatexKind::quantifier) || sign) node.children.push_back(expression(0));
   return add(std::move(node));

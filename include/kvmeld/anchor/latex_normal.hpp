@@ -96,14 +96,19 @@ class LatexNormal {
   [[nodiscard]] std::vector<std::size_t> refined(std::uint32_t root, std::vector<std::size_t> rank) {
     for (std::size_t classes = 0;;) {
       std::vector<std::pair<std::size_t, std::string>> around(rank.size());
+      std::vector<std::size_t> members(rank.size(), 0);
+      for (const std::size_t r : rank) ++members[r];
       std::size_t v = 0;
       for (auto& [name, called] : free_) called = "?" + std::to_string(rank[v++]);
       v = 0;
       for (auto& [name, called] : free_) {
-        const std::string before = std::exchange(called, "!");
-        around[v] = {rank[v], text(root)};
+        around[v].first = rank[v];
+        if (members[rank[v]] > 1) {
+          const std::string before = std::exchange(called, "!");
+          around[v].second = text(root);
+          called = before;
+        }
         ++v;
-        called = before;
       }
       auto sorted = around;
       std::sort(sorted.begin(), sorted.end());
@@ -124,7 +129,8 @@ class LatexNormal {
   }
   /// A relation read from right to left.
   [[nodiscard]] static std::string reversed(const std::string& relation) {
-    constexpr std::string_view pairs[][2] = {{"<", ">"},  {"<=", ">="}, {"<<", ">>"}, {"in", "ni"}, {"subset", "supset"}, {"subseteq", "supseteq"}, {"implies", "impliedby"}};
+    constexpr std::string_view pairs[][2] = {{"<", ">"},   {"<=", ">="}, {"<<", ">>"}, {"in", "ni"}, {"subset", "supset"}, {"subseteq", "supseteq"},
+                                             {"implies", "impliedby"}};
     for (const auto& [a, b] : pairs) {
       if (relation == a) return std::string(b);
       if (relation == b) return std::string(a);

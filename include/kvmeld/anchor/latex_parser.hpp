@@ -58,7 +58,8 @@ class LatexParser {
   void fail(std::string_view why, ErrorCode code = ErrorCode::corrupt) {
     if (!status_.ok()) return;
     const bool ended = at_ >= tokens_.size() - 1;
-    status_ = error(ended && code == ErrorCode::corrupt ? ErrorCode::truncated : code, "formula: ", why, " at byte ", tokens_[(std::min)(at_, tokens_.size() - 1)].at);
+    if (ended && code == ErrorCode::corrupt) code = ErrorCode::truncated;
+    status_ = error(code, "formula: ", why, " at byte ", tokens_[(std::min)(at_, tokens_.size() - 1)].at);
     at_ = limit_ = tokens_.size() - 1;
   }
   [[nodiscard]] const LatexToken& peek(std::size_t ahead = 0) const noexcept { return tokens_[at_ + ahead < limit_ ? at_ + ahead : tokens_.size() - 1]; }

@@ -75,9 +75,9 @@ class HistogramCounts {
   [[nodiscard]] std::uint64_t refused() const noexcept { return refused_; }
   [[nodiscard]] double sum() const noexcept { return sum_; }
   /// The least value, exact; NaN where there is none.
-  [[nodiscard]] double min() const noexcept { return count_ == 0 ? std::numeric_limits<double>::quiet_NaN() : min_; }
+  [[nodiscard]] double least() const noexcept { return count_ == 0 ? std::numeric_limits<double>::quiet_NaN() : min_; }
   /// The greatest value, exact; NaN where there is none.
-  [[nodiscard]] double max() const noexcept { return count_ == 0 ? std::numeric_limits<double>::quiet_NaN() : max_; }
+  [[nodiscard]] double greatest() const noexcept { return count_ == 0 ? std::numeric_limits<double>::quiet_NaN() : max_; }
 
   /// The least value that at least the share q of all values does not exceed (rank ⌈q·count⌉, at least 1). NaN for an empty histogram
   /// and for q outside [0, 1]. O(buckets).

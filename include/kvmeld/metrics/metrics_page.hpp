@@ -119,7 +119,8 @@ class MetricsPage {
     }
     std::vector<MetricSample> samples;
     for (int e = bounds.lowest_exponent; e <= bounds.highest_exponent; ++e) {
-      samples.push_back({"_bucket", detail::with_label(labels, "le", detail::metric_number(std::ldexp(1.0, e))), static_cast<double>(counts.up_to_power_of_two(e))});
+      const auto count = static_cast<double>(counts.up_to_power_of_two(e));
+      samples.push_back({"_bucket", detail::with_label(labels, "le", detail::metric_number(std::ldexp(1.0, e))), count});
     }
     samples.push_back({"_bucket", detail::with_label(labels, "le", "+Inf"), static_cast<double>(counts.count())});
     return add_distribution(name, help, MetricType::histogram, labels, std::move(samples), counts);
