@@ -7,6 +7,7 @@
 
 #include <kvmeld/align/attention_kernels.hpp>
 #include <kvmeld/config.hpp>
+#include <kvmeld/fuse/wide_lanes.hpp>
 #include <kvmeld/tensor/row_lanes.hpp>
 
 #if KVMELD_X86_DISPATCH
@@ -15,7 +16,7 @@ KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
 // The expressions of `weight_exp`, which compilers spread over registers they do not have.
-#define KVMELD_WEIGH(NAME, TARGET, BYTES, FMA)                                                                                       \
+#define KVMELD_WEIGH(NAME, TARGET, BYTES, FMA, WIDEN, NARROW)                                                                        \
   TARGET KVMELD_NOINLINE inline double NAME(const float* dots, double factor, double top, float* weights) noexcept {                 \
     using Doubles = vector_t<double, BYTES>;                                                                                         \
     using Words = vector_t<unsigned long long, BYTES>;                                                                               \
@@ -27,7 +28,7 @@ namespace detail {
       Doubles sum{};                                                                                                                 \
       for (std::size_t i = l; i < attended_block; i += 8) {                                                                          \
         const Floats dot = *reinterpret_cast<const unaligned_vector_t<float, BYTES / 2>*>(dots + i);                                 \
-        const Doubles x = FMA(__builtin_convertvector(dot, Doubles), by, from);                                                      \
+        const Doubles x = FMA(WIDEN(dot), by, from);                                                                                 \
         const Doubles bounded = x < least ? least : x;                                                                               \
         const Doubles k = FMA(bounded, Doubles{} + 0x1.71547652b82fep+0, magic);                                                     \
         const Doubles r = FMA(magic - k, Doubles{} + 0x1.62e42fefa39efp-1, bounded);                                                 \
@@ -41,9 +42,9 @@ namespace detail {
         p = reinterpret_cast<Doubles>(reinterpret_cast<Words>(p) + (reinterpret_cast<Words>(k) << 52));                              \
         p = x < least ? Doubles{} : p;                                                                                               \
         p = x == x ? p : x;                                                                                                          \
-        const Floats w = __builtin_convertvector(p, Floats);                                                                         \
+        const Floats w = NARROW(p);                                                                                                  \
         *reinterpret_cast<unaligned_vector_t<float, BYTES / 2>*>(weights + i) = w;                                                   \
-        sum = sum + __builtin_convertvector(w, Doubles);                                                                             \
+        sum = sum + WIDEN(w);                                                                                                        \
       }                                                                                                                              \
       *reinterpret_cast<Doubles*>(sums + l) = sum;                                                                                   \
     }                                                                                                                                \
@@ -51,8 +52,12 @@ namespace detail {
   }
 #define KVMELD_FMA_256(a, b, c) __builtin_ia32_vfmaddpd256(a, b, c)
 #define KVMELD_FMA_512(a, b, c) __builtin_ia32_vfmaddpd512_mask(a, b, c, 0xff, 4)
-KVMELD_WEIGH(weigh_avx2, KVMELD_TARGET_AVX2, 32, KVMELD_FMA_256)
-KVMELD_WEIGH(weigh_avx512, KVMELD_TARGET_AVX512, 64, KVMELD_FMA_512)
+#define KVMELD_WIDEN_256(x) __builtin_convertvector(x, Doubles)
+#define KVMELD_NARROW_256(x) __builtin_convertvector(x, Floats)
+KVMELD_WEIGH(weigh_avx2, KVMELD_TARGET_AVX2, 32, KVMELD_FMA_256, KVMELD_WIDEN_256, KVMELD_NARROW_256)
+KVMELD_WEIGH(weigh_avx512, KVMELD_TARGET_AVX512, 64, KVMELD_FMA_512, widen_lanes, narrow_lanes)
+#undef KVMELD_WIDEN_256
+#undef KVMELD_NARROW_256
 #undef KVMELD_FMA_256
 #undef KVMELD_FMA_512
 #undef KVMELD_WEIGH
@@ -68,7 +73,7 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE inline void carry_avx512(float* block, doub
   const Doubles by = Doubles{} + scale;
   for (std::size_t c = 0; c < n; c += 8) {
     auto* const sum = reinterpret_cast<unaligned_vector_t<double, 64>*>(total + c);
-    *sum = __builtin_ia32_vfmaddpd512_mask(*sum, by, __builtin_convertvector(load_lanes(block + c), Doubles), 0xff, current_rounding);
+    *sum = __builtin_ia32_vfmaddpd512_mask(*sum, by, widen_lanes(load_lanes(block + c)), 0xff, current_rounding);
     store_lanes(FloatLanes{}, block + c);
   }
 }
@@ -152,26 +157,6 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE void add_avx2(const float* weights, std::size
 }
 KVMELD_ALWAYS_INLINE void ask_for(const std::byte* row, std::uintptr_t ahead) noexcept {
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(row) + ahead));
-}
-/// Sixteen elements in order.
-template <ElementType type>
-[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats load_sixteen(const std::byte* in) noexcept {
-  if constexpr (type == ElementType::f16) {
-    constexpr int current_rounding = 4;
-    const vector_t<short, 32> stored = *reinterpret_cast<const unaligned_vector_t<short, 32>*>(in);
-    return __builtin_ia32_vcvtph2ps512_mask(stored, WideFloats{}, Avx512Lanes32<ElementType::f16>::all_loaded, current_rounding);
-  } else if constexpr (type == ElementType::bf16) {
-#if defined(__clang__)
-    const vector_t<std::uint16_t, 32> stored = *reinterpret_cast<const unaligned_vector_t<std::uint16_t, 32>*>(in);
-    return reinterpret_cast<WideFloats>(__builtin_convertvector(stored, WideWords) << 16);
-#else  // g++ converts in two halves and puts them together
-    const vector_t<short, 32> stored = *reinterpret_cast<const unaligned_vector_t<short, 32>*>(in);
-    const vector_t<int, 64> words = __builtin_ia32_pmovzxwd512_mask(stored, vector_t<int, 64>{}, static_cast<unsigned short>(Avx512Lanes32<ElementType::f16>::all_loaded));
-    return reinterpret_cast<WideFloats>(words << 16);
-#endif
-  } else {
-    return load_wide(in);
-  }
 }
 /// The tree over 32 lanes of four sums at once, which then lie at 0, 4, 8 and 12.
 [[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats join_four(WideFloats a, WideFloats b, WideFloats c, WideFloats d) noexcept {

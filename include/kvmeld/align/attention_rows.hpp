@@ -12,6 +12,7 @@
 
 #include <kvmeld/align/attention_kernels.hpp>
 #include <kvmeld/align/attention_queries.hpp>
+#include <kvmeld/align/load_turned.hpp>
 #include <kvmeld/cache/fragment.hpp>
 #include <kvmeld/cache/kv_cache_ref.hpp>
 #include <kvmeld/cache/rope_table.hpp>
@@ -96,11 +97,15 @@ class AttentionReader {
   [[nodiscard]] AttendedRow keys(std::size_t l, AttendedToken at, bool raw, float* scratch) const noexcept {
     const Layer& layer = layers_[l];
     const PlaneRef& plane = sources_[at.source].cache.plane(l, 0);
-    const AttendedRow row = read(plane, at.token, layer.key_width, raw && layer.table < 0, scratch);
-    if (layer.table < 0) return row;
+    if (layer.table < 0) return read(plane, at.token, layer.key_width, raw, scratch);
     const RopeSpec& rope = sources_[at.source].cache.geometry().layers[l].rope;
     const Turn turn{tables_[static_cast<std::size_t>(layer.table)].row(shift_of_[at.source][at.token]), plane.shape.channels, rope.first_channel,
                     rope.rotary_channels, rope.pairing};
+    if (layer.key_width == static_cast<std::size_t>(plane.shape.channels) && contiguous_heads(plane)) {
+      load_turned(plane.shape.type, isa_, turn, plane.data + plane.byte_offset(plane.row_offset(plane.slots.slot(at.token), 0)), plane.shape.heads, scratch);
+      return {reinterpret_cast<const std::byte*>(scratch), false};
+    }
+    const AttendedRow row = read(plane, at.token, layer.key_width, false, scratch);
     for (std::size_t h = 0; h < layer.heads; ++h) turn_row(turn, isa_, scratch + h * layer.key_width);
     return row;
   }

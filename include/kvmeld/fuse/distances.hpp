@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include <kvmeld/config.hpp>
+#include <kvmeld/fuse/wide_lanes.hpp>
 #include <kvmeld/tensor/element.hpp>
 #include <kvmeld/tensor/isa.hpp>
 #include <kvmeld/tensor/row_lanes.hpp>
@@ -19,8 +20,9 @@ struct DistanceSteps {
 
   Widen widen = nullptr;      ///< of f32
   Widen raw_widen = nullptr;  ///< of stored rows; null: this type has none
-  /// Two pairs at once, (a0, b0) and (a1, b1), since one leaves the processor waiting for its own sums. lanes: (2, 32)
-  void (*add)(const double* a0, const double* b0, const double* a1, const double* b1, std::size_t n, double* lanes) noexcept = nullptr;
+  /// Two pairs at once, (a0, b0) and (a1, b1), since one leaves the processor waiting for its own sums. lanes: (2, 32), which count
+  /// as zeros if `first`
+  void (*add)(const double* a0, const double* b0, const double* a1, const double* b1, std::size_t n, bool first, double* lanes) noexcept = nullptr;
   /// The sum of 32 lanes, by the tree; the lanes are spent.
   double (*join)(double* lanes) noexcept = nullptr;
 };
@@ -37,7 +39,8 @@ KVMELD_NOINLINE inline void widen_baseline(const std::byte* __restrict in, std::
   for (std::size_t c = 0; c < n; ++c) out[c] = static_cast<double>(x[c]);
 }
 KVMELD_NOINLINE inline void add_squares_baseline(const double* a0, const double* b0, const double* a1, const double* b1, std::size_t n,
-                                                 double* lanes) noexcept {
+                                                 bool first, double* lanes) noexcept {
+  for (std::size_t l = 0; first && l < 64; ++l) lanes[l] = 0;
   for (std::size_t at = 0; at < n; at += 32) {
     for (std::size_t l = 0; l < 32; ++l) {
       const double d = a0[at + l] - b0[at + l], e = a1[at + l] - b1[at + l];
@@ -56,31 +59,42 @@ KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void store_doubles_avx2(FloatLanes x, do
   to[1] = __builtin_convertvector(__builtin_shufflevector(x, x, 4, 5, 6, 7), vector_t<double, 32>);
 }
 KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void store_doubles_avx512(FloatLanes x, double* out) noexcept {
-#if defined(__clang__)
-  *reinterpret_cast<unaligned_vector_t<double, 64>*>(out) = __builtin_convertvector(x, vector_t<double, 64>);
-#else  // g++ converts in two halves and puts them together
-  constexpr char all = -1;
-  constexpr int current_rounding = 4;
-  *reinterpret_cast<unaligned_vector_t<double, 64>*>(out) = __builtin_ia32_cvtps2pd512_mask(x, vector_t<double, 64>{}, all, current_rounding);
-#endif
+  *reinterpret_cast<unaligned_vector_t<double, 64>*>(out) = widen_lanes(x);
 }
 KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline double join_lanes_avx2(double* lanes) noexcept { return join_lanes_body(lanes); }
+KVMELD_TARGET_AVX512 KVMELD_NOINLINE inline double join_lanes_avx512(double* lanes) noexcept {
+  const auto* const v = reinterpret_cast<const unaligned_vector_t<double, 64>*>(lanes);
+  WideDoubles s = (v[0] + v[2]) + (v[1] + v[3]);
+  s = s + __builtin_shufflevector(s, s, 4, 5, 6, 7, 0, 1, 2, 3);
+  s = s + __builtin_shufflevector(s, s, 2, 3, 0, 1, 6, 7, 4, 5);
+  return s[0] + s[1];
+}
 
 // Accumulators are named: compilers keep an array of them in memory.
 #define KVMELD_DISTANCE_STEPS(NAME, TARGET, BYTES, FMA)                                                                        \
   template <ElementType type>                                                                                                  \
   TARGET KVMELD_NOINLINE void widen_##NAME(const std::byte* in, std::size_t n, double* out) noexcept {                         \
-    for (std::size_t c = 0; c < n; c += 8, in += 8 * block_bytes(type)) store_doubles_##NAME(Lanes8<type>::load(in), out + c); \
+    for (std::size_t c = 0; c < n; c += 8, in += 8 * block_bytes(type)) store_doubles_##NAME(load_eight<type>(in), out + c);   \
   }                                                                                                                            \
   TARGET KVMELD_NOINLINE inline void add_squares_##NAME(const double* a0, const double* b0, const double* a1, const double* b1, \
-                                                        std::size_t n, double* lanes) noexcept {                               \
+                                                        std::size_t n, bool first, double* lanes) noexcept {                   \
     using Doubles = vector_t<double, BYTES>;                                                                                   \
     using Stored = unaligned_vector_t<double, BYTES>;                                                                          \
     constexpr std::size_t step = BYTES / 8;                                                                                    \
     for (std::size_t l = 0; l < 32; l += 4 * step) {                                                                           \
       auto* const s = reinterpret_cast<Stored*>(lanes + l);                                                                    \
       auto* const t = reinterpret_cast<Stored*>(lanes + 32 + l);                                                               \
-      Doubles s0 = s[0], s1 = s[1], s2 = s[2], s3 = s[3], t0 = t[0], t1 = t[1], t2 = t[2], t3 = t[3];                          \
+      Doubles s0{}, s1{}, s2{}, s3{}, t0{}, t1{}, t2{}, t3{};                                                                  \
+      if (!first) {                                                                                                            \
+        s0 = s[0];                                                                                                             \
+        s1 = s[1];                                                                                                             \
+        s2 = s[2];                                                                                                             \
+        s3 = s[3];                                                                                                             \
+        t0 = t[0];                                                                                                             \
+        t1 = t[1];                                                                                                             \
+        t2 = t[2];                                                                                                             \
+        t3 = t[3];                                                                                                             \
+      }                                                                                                                        \
       for (std::size_t at = l; at < n; at += 32) {                                                                             \
         const auto* const x = reinterpret_cast<const Stored*>(a0 + at);                                                        \
         const auto* const y = reinterpret_cast<const Stored*>(b0 + at);                                                        \
@@ -113,7 +127,7 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline double join_lanes_avx2(double* lanes) 
             : type == ElementType::f16  ? widen_##NAME<ElementType::f16>                                                       \
             : type == ElementType::bf16 ? widen_##NAME<ElementType::bf16>                                                      \
                                         : nullptr,                                                                             \
-            add_squares_##NAME, join_lanes_avx2};                                                                              \
+            add_squares_##NAME, join_lanes_##NAME};                                                                            \
   }
 #define KVMELD_SQUARE_256(d, s) __builtin_ia32_vfmaddpd256(d, d, s)
 #define KVMELD_SQUARE_512(d, s) __builtin_ia32_vfmaddpd512_mask(d, d, s, 0xff, 4)

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include <kvmeld/align/load_turned.hpp>
 #include <kvmeld/cache/turn_rows.hpp>
 #include <kvmeld/fuse/distances.hpp>
 #include <kvmeld/state/plan_core.hpp>
@@ -120,6 +121,7 @@ class RowDistances {
     const std::size_t n = row.count;
     const auto padded = (static_cast<std::size_t>(shape.channels) + 31) / 32 * 32;
     const std::size_t width = padded * static_cast<std::size_t>(shape.heads);
+    if (width == 0) return;
     const DistanceSteps steps = distance_steps(isa_, shape.type);
     const bool turns = row.turned && shape.rotary && table >= 0;
     if (rows_.size() < n * width) rows_.resize(n * width);
@@ -138,28 +140,32 @@ class RowDistances {
       }
       float* to = rows_.data() + i * width;
       from_.push_back({reinterpret_cast<const std::byte*>(to), steps.widen, sizeof(float)});
-      if (whole) {
-        load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width), to);
-      } else {
-        for (std::int32_t h = 0; h < shape.heads; ++h) {
-          float* const head = to + static_cast<std::size_t>(h) * padded;
-          load_row(shape.type, isa_, from + h * row_bytes(shape), shape.channels, head);
-          std::fill(head + shape.channels, head + padded, 0.0F);
-        }
-      }
-      if (!turns || shift == 0) continue;
-      const auto index = static_cast<std::size_t>(std::lower_bound(shifts_.begin(), shifts_.end(), shift) - shifts_.begin());
+      const bool turned = turns && shift != 0;
       const RopeSpec& rope = core.geometry->layers[layer].rope;
-      const Turn turn{tables_[static_cast<std::size_t>(table)].row(index), shape.channels, rope.first_channel, rope.rotary_channels, rope.pairing};
-      for (std::int32_t h = 0; h < shape.heads; ++h) turn_row(turn, isa_, to + static_cast<std::size_t>(h) * padded);
+      const auto index = turned ? static_cast<std::size_t>(std::lower_bound(shifts_.begin(), shifts_.end(), shift) - shifts_.begin()) : std::size_t{0};
+      const Turn turn{turned ? tables_[static_cast<std::size_t>(table)].row(index) : nullptr, shape.channels, rope.first_channel, rope.rotary_channels,
+                      rope.pairing};
+      if (whole) {
+        turned ? load_turned(shape.type, isa_, turn, from, shape.heads, to) : load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width), to);
+        continue;
+      }
+      for (std::int32_t h = 0; h < shape.heads; ++h) {
+        float* const head = to + static_cast<std::size_t>(h) * padded;
+        load_row(shape.type, isa_, from + h * row_bytes(shape), shape.channels, head);
+        std::fill(head + shape.channels, head + padded, 0.0F);
+        if (turned) turn_row(turn, isa_, head);
+      }
     }
     // Every pair in turn over a few channels, which stay in the first cache as doubles, and then the next ones. The pair of a row and
     // itself is its norm: its distance from zeros.
     const std::size_t pairs = norms ? n * (n + 1) / 2 : n * (n - 1) / 2;
-    lanes_.assign(pairs * 32 + 32, 0.0);
-    const std::size_t most = (std::max)(compared_bytes / sizeof(double) / (n + 1) / 32 * 32, std::size_t{128});
-    const std::size_t block = (std::min)(most, width);
-    wide_.resize((n + 1) * block + 8);
+    if (n != most_of_) {
+      most_of_ = n;
+      most_ = (std::max)(compared_bytes / sizeof(double) / (n + 1) / 32 * 32, std::size_t{128});
+    }
+    const std::size_t block = (std::min)(most_, width);
+    if (lanes_.size() < pairs * 32 + 32) lanes_.resize(pairs * 32 + 32);
+    if (wide_.size() < (n + 1) * block + 8) wide_.resize((n + 1) * block + 8);
     double* const wide = wide_.data() + (64 - reinterpret_cast<std::uintptr_t>(wide_.data()) % 64) % 64 / sizeof(double);  // no vector lies across lines
     if (norms) std::fill_n(wide + n * block, block, 0.0);
     for (std::size_t at = 0; at < width; at += block) {
@@ -175,7 +181,7 @@ class RowDistances {
         const double *a = nullptr, *b = nullptr, *c = wide, *d = wide;
         next(a, b);
         if (pair + 1 < pairs) next(c, d);
-        steps.add(a, b, c, d, part, lanes_.data() + pair * 32);
+        steps.add(a, b, c, d, part, at == 0, lanes_.data() + pair * 32);
       }
     }
     double* lanes = lanes_.data();
@@ -202,6 +208,8 @@ class RowDistances {
   std::vector<const RopeSpec*> specs_;
   std::vector<RopeTable> tables_;
   std::vector<std::int32_t> layer_table_;       // −1: keys are not turned
+  std::size_t most_of_ = 0;          // contributions
+  std::size_t most_ = 0;             // channels of a block of so many
   std::vector<float> rows_;          // (contributions, width) of those that do not come as they are stored
   std::vector<ComparedRow> from_;    // (contributions)
   std::vector<double> wide_;         // (contributions + 1, block) the last row: zeros

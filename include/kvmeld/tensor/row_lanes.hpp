@@ -56,13 +56,8 @@ struct Lanes8<ElementType::f16> {
 template <>
 struct Lanes8<ElementType::bf16> {
   KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static FloatLanes load(const std::byte* in) noexcept {
-#if defined(__clang__)
     const vector_t<std::uint16_t, 16> stored = *reinterpret_cast<const unaligned_vector_t<std::uint16_t, 16>*>(in);
     return reinterpret_cast<FloatLanes>(__builtin_convertvector(stored, WordLanes) << 16);
-#else  // g++ converts in two halves and puts them together
-    const vector_t<short, 16> stored = *reinterpret_cast<const unaligned_vector_t<short, 16>*>(in);
-    return reinterpret_cast<FloatLanes>(__builtin_ia32_pmovzxwd256(stored) << 16);
-#endif
   }
   KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(FloatLanes v, std::byte* out) noexcept {
     const auto bits = reinterpret_cast<WordLanes>(v);
