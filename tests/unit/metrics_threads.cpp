@@ -34,6 +34,7 @@ TEST_CASE("four threads record what one would, while a fifth reads") {
         metrics.count(i % 10 == 0 ? kvmeld::Result<kvmeld::RenderReport>(kvmeld::ErrorCode::aliasing, "x") : kvmeld::RenderReport{3, 1, 100, {}, {}});
         metrics.alignments.count(i % 4 == 0 ? kvmeld::Status(kvmeld::ErrorCode::tokens_required, "x") : kvmeld::Status{});
         balance.add(i % 2 == 0 ? 1 : -1);
+        for (int k = 0; k < 8; ++k) metrics.similarity.record(0.5);  // all in one bucket at once
       }
     });
   }
@@ -54,6 +55,9 @@ TEST_CASE("four threads record what one would, while a fifth reads") {
   CHECK(read.sum() == Approx(plain.sum()).epsilon(1e-9));
   for (int q = 0; q <= 100; ++q) CHECK(read.quantile(q / 100.0) == plain.quantile(q / 100.0));
   for (int e = -30; e <= 40; ++e) CHECK(read.up_to_power_of_two(e) == plain.up_to_power_of_two(e));
+  const auto crowded = metrics.similarity.read();
+  CHECK(crowded.count() == 8 * threads * each);
+  CHECK(crowded.sum() == 4.0 * threads * each);
   CHECK(metrics.render_failures.value() == threads * each / 10);
   CHECK(metrics.rendered_tokens.value() == 3U * threads * each * 9 / 10);
   CHECK(metrics.rendered_holes.value() == 1U * threads * each * 9 / 10);
