@@ -50,14 +50,14 @@ KVMELD_LAZY [[nodiscard]] double spread_temperature(std::span<const double> unli
   const auto n = static_cast<double>((std::max)(anchors, std::size_t{2}));
   const double wanted = (std::min)(gamma, 0.99) * math::log(n);
   // H falls as the others fall behind: `behind` is how far, in temperatures.
-  double near = 0, far = 700;
+  double least = 0, most = 700;
   for (int step = 0; step < 60; ++step) {
-    const double behind = (near + far) / 2;
+    const double behind = (least + most) / 2;
     const double others = (n - 1) * math::exp(-behind);
     const double h = math::log(1 + others) + others / (1 + others) * behind;
-    (h > wanted ? near : far) = behind;
+    (h > wanted ? least : most) = behind;
   }
-  return (1 - like) * *middle / far;
+  return (1 - like) * *middle / most;
 }
 
 KVMELD_NAMESPACE_END
