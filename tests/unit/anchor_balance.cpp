@@ -173,7 +173,7 @@ TEST_CASE("hysteresis: noise moves nothing, a new load moves what pays") {
   const Tail stay = simulate(drifted, first->partition, shards, 0.6, 100000, 20), moved = simulate(drifted, after->partition, shards, 0.6, 100000, 20, moves, 5);
   std::printf("balance: after a drift %zu of %zu anchors move (without hysteresis %zu); p99 %.0f -> %.0f, moves of 5 service times each counted; without hysteresis noise alone moves %zu anchors a round\n",
               after->moved.size(), after->partition.anchors.size(), greedy->moved.size(), stay.p99, moved.p99, eager / 4);
-  REQUIRE(after->moved.size() <= greedy->moved.size());
+  REQUIRE(after->moved.size() < greedy->moved.size());
   REQUIRE(eager > 0);
   REQUIRE(moved.p99 < stay.p99);
 }
