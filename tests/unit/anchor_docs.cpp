@@ -89,4 +89,4 @@ TEST_CASE("a rule's temperature follows the distances of the pool") {
   REQUIRE(rule_for(pool).temperature == Approx(distances[5] / 7.2).epsilon(0.05));
 }
 
-TEST_CASE("docs/anchors.md shows this code") { test::check_page("docs/anchors.md", {"tests/unit/anchor_docs.cpp"}); }
+TEST_CASE("docs/anchors.md shows this code") { test::check_page("docs/anchors.md", {"tests/unit/anchor_docs.cpp", "tests/unit/prompt_template.cpp"}); }
