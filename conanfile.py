@@ -19,7 +19,7 @@ class KvmeldConan(ConanFile):
     exports_sources = "CMakeLists.txt", "cmake/*", "include/*", "LICENSE"
     no_copy_source = True
     # One option for each component that stands on another library; the headers are installed in any case.
-    options = {name: [True, False] for name in ("redis", "grpc", "mpi", "openssl", "zstd")}
+    options = {name: [True, False] for name in ("redis", "grpc", "mpi", "openssl", "zstd", "eigen", "http")}
     default_options = {name: False for name in options}
 
     def set_version(self):
@@ -34,6 +34,8 @@ class KvmeldConan(ConanFile):
             ("mpi", "openmpi/[>=4.1 <5]"),
             ("openssl", "openssl/[>=3 <4]"),
             ("zstd", "zstd/[>=1.5 <2]"),
+            ("eigen", "eigen/[>=3.4 <4]"),
+            ("http", "cpp-httplib/[>=0.11 <1]"),
         ):
             if self.options.get_safe(option):
                 self.requires(requirement, transitive_headers=True, transitive_libs=True)
