@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -138,14 +139,7 @@ KVMELD_LAZY [[nodiscard]] Result<std::vector<std::byte>> to_safetensors(const Pr
   out.metadata("bar", number(record.bar));
   ByteWriter head;
   head.value(parts.kind);
-  head.text(record.method);
-  head.value(record.fit_data.low);
-  head.value(record.fit_data.high);
-  head.value(record.fit_tokens);
-  head.value(record.held_out_tokens);
-  head.value(record.attention_cosine);
-  head.value(record.downstream);
-  head.value(record.bar);
+  detail::visit_record(record, [&](const std::string& text) { head.text(text); }, [&](const auto& value) { head.value(value); });
   detail::write_geometry(head, parts.source);
   detail::write_geometry(head, parts.target);
   head.varint(parts.matrices.size());
@@ -182,14 +176,8 @@ KVMELD_LAZY [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> projectio
   ByteReader in((*head)->bytes);
   ProjectionParts parts;
   parts.kind = detail::read_enum(in, MapKind::permutation);
-  parts.record.method = in.text();
-  parts.record.fit_data.low = in.value<std::uint64_t>();
-  parts.record.fit_data.high = in.value<std::uint64_t>();
-  parts.record.fit_tokens = in.value<std::int64_t>();
-  parts.record.held_out_tokens = in.value<std::int64_t>();
-  parts.record.attention_cosine = in.value<double>();
-  parts.record.downstream = in.value<double>();
-  parts.record.bar = in.value<double>();
+  detail::visit_record(parts.record, [&](std::string& text) { text = in.text(); },
+                       [&](auto& value) { value = in.value<std::remove_reference_t<decltype(value)>>(); });
   parts.source = detail::read_geometry(in);
   parts.target = detail::read_geometry(in);
   const std::uint64_t matrices = in.varint();

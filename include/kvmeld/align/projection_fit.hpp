@@ -12,28 +12,12 @@
 #include <vector>
 
 #include <kvmeld/align/projection_fit_normal.hpp>
+#include <kvmeld/align/projection_fit_options.hpp>
 #include <kvmeld/align/projection_fit_rows.hpp>
 #include <kvmeld/align/projection_map.hpp>
 #include <kvmeld/align/source_layers.hpp>
 
 KVMELD_NAMESPACE_BEGIN
-
-/// Which target heads are made by one matrix.
-enum class FitSharing : std::uint8_t {
-  per_layer,  ///< a matrix makes all heads of a layer from all heads of its source layers: most channels to draw on
-  per_head,   ///< a matrix for each target head, from the source head at the same place of its source layers: fewest numbers; where
-              ///< the source has n times as many heads, from every n-th, and where it has fewer, from one for n target heads
-  per_model,  ///< one matrix for keys and one for values serve all layers: for a few hundred paired tokens
-};
-
-struct ProjectionFitOptions {
-  std::int32_t nearest = 6;  ///< source layers for each target layer, the nearest by relative depth (`k_nearest`); 0: the one that `last_aligned` names
-  bool with_first = false;   ///< source layer 0 besides, whose rows say little but which token it is: for values of deep layers
-  FitSharing sharing = FitSharing::per_layer;
-  bool bias = true;
-  /// Source layers of every target layer, in the order in which their channels are inputs. Empty: by the two above.
-  std::vector<std::vector<std::int32_t>> source_layers{};
-};
 
 /// Gathers paired tokens and solves for a map; what is kept does not grow with their number.
 ///
@@ -159,14 +143,7 @@ Result<ProjectionFit> ProjectionFit::make(Geometry source, Geometry target, Proj
   if (target_layers == 0 || source_layers == 0 || options.nearest < 0) {
     return detail::error(ErrorCode::invalid_argument, "fit: ", source_layers, " source and ", target_layers, " target layers, ", options.nearest, " nearest");
   }
-  if (options.source_layers.empty()) {
-    for (std::int32_t l = 0; l < target_layers; ++l) {
-      options.source_layers.push_back(options.nearest == 0 ? last_aligned(l, target_layers, source_layers)
-                                                           : k_nearest(l, target_layers, source_layers, options.nearest));
-      std::vector<std::int32_t>& from = options.source_layers.back();
-      if (options.with_first && from.front() != 0) from.insert(from.begin(), 0);
-    }
-  }
+  if (options.source_layers.empty()) options.source_layers = detail::fit_source_layers(options, source_layers, target_layers);
   if (options.source_layers.size() != target.layers.size()) {
     return detail::error(ErrorCode::invalid_argument, "fit: source layers for ", options.source_layers.size(), " of ", target_layers, " target layers");
   }

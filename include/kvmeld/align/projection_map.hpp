@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -96,15 +97,7 @@ KVMELD_LAZY [[nodiscard]] Digest128 projection_digest(const ProjectionParts& par
       }
     }
   }
-  const MapRecord& r = parts.record;
-  h.text(r.method);
-  h.value(r.fit_data.low);
-  h.value(r.fit_data.high);
-  h.value(r.fit_tokens);
-  h.value(r.held_out_tokens);
-  h.value(r.attention_cosine);
-  h.value(r.downstream);
-  h.value(r.bar);
+  visit_record(parts.record, [&](const std::string& text) { h.text(text); }, [&](const auto& number) { h.value(number); });
   return h.digest();
 }
 

@@ -73,6 +73,19 @@ struct ProjectionParts {
 
 namespace detail {
 
+/// Every field of a record, in the one order in which records are named, written and read.
+template <class Record, class Text, class Number>
+void visit_record(Record& record, const Text& text, const Number& number) {
+  text(record.method);
+  number(record.fit_data.low);
+  number(record.fit_data.high);
+  number(record.fit_tokens);
+  number(record.held_out_tokens);
+  number(record.attention_cosine);
+  number(record.downstream);
+  number(record.bar);
+}
+
 /// The plane of a layer, or null.
 [[nodiscard]] inline const PlaneShape* find_plane(const LayerShape& layer, Plane plane) noexcept {
   for (const PlaneShape& shape : layer.planes) {
