@@ -198,7 +198,6 @@ class Study {
       if (!known) return known.error();
       (i < most ? seen : held_out).push_back(*std::move(known));
     }
-    const double temperature = flags_.temperature > 0 ? flags_.temperature : spread(seen);
     const double token_temperature = flags_.temperature > 0 ? flags_.temperature : token_spread(seen);
 
     std::vector<std::vector<kvmeld::ContextOffset>> offsets(most);  // (document, agent)
@@ -216,6 +215,7 @@ class Study {
       std::size_t anchors = 0;
       kvmeld::ReuseRule rule;
       std::unique_ptr<Pool> pool;
+      Series distances;  // between its documents
       std::array<Row, blends.size()> rows;
     };
     std::array<Load, 2> loads;
@@ -227,7 +227,6 @@ class Study {
       load.anchors = flags_.anchors[l];
       load.rule = preset.rule;
       load.rule.gamma = flags_.gamma;
-      load.rule.temperature = temperature;
       load.rule.min_anchors = static_cast<std::int32_t>(load.anchors);
       load.pool = std::make_unique<Pool>(space_, preset.capacity, kvmeld::EmbeddingHash{}, preset.eviction);
       for (std::size_t m = 0; m < blends.size(); ++m) load.rows[m] = row(blends[m].name, load.name, text, load.anchors);
@@ -239,6 +238,8 @@ class Study {
         }
       // A pool is filled first; from then on a part of its anchors is enough, since some are shorter than the document.
       load.rule.min_anchors = static_cast<std::int32_t>(std::max<std::size_t>(1, load.anchors / 4));
+      load.distances.values = kvmeld::anchor_distances(load.pool->snapshot()->table);
+      load.rule.temperature = flags_.temperature > 0 ? flags_.temperature : load.distances.values.empty() ? 1 : load.distances.mean();
     }
 
     Row full = row("full_prefill", "", text, 0), rotated = row("rotated_reuse", "", text, 0);
@@ -294,10 +295,11 @@ class Study {
         }
       }
 
-    Json figures{{"temperature", temperature}, {"temperature_by_token", token_temperature}};
+    Json figures{{"temperature_by_token", token_temperature}};
     for (Load& load : loads) {
-      kvmeld::ReuseRule strict = load.rule;  // what the default of γ would have said of the same requests
+      kvmeld::ReuseRule strict = load.rule;  // what the default of γ says of the same requests, at the temperature that goes with it
       strict.gamma = kvmeld::ReuseRule{}.gamma;
+      strict.temperature = kvmeld::spread_temperature(load.distances.values, strict.gamma, load.anchors);
       std::map<std::string, std::size_t> at_default_gamma;
       for (const Known& known : held_out)
         for (std::size_t agent = 0; agent < agents; ++agent) ++at_default_gamma[std::string(to_string(look_up(*load.pool, strict, known, agent).decision.reason))];
@@ -316,11 +318,14 @@ class Study {
       double bases = 0, blended = 0;
       for (const Known& known : held_out) bases += known.base_ms;
       blended = load.rows[0].first_token.mean() * n * static_cast<double>(held_out.size());
-      figures[load.name] = {{"measuring_one_offset_ms", measure_ms.mean()},
+      figures[load.name] = {{"temperature", load.rule.temperature},
+                            {"distances", load.distances.json()},
+                            {"measuring_one_offset_ms", measure_ms.mean()},
                             {"five_agents_with_bases", full.first_token.mean() * n * static_cast<double>(held_out.size()) / (bases + blended)},
                             {"five_agents_with_bases_and_anchors", without / with},
                             {"pool_bytes", load.pool->bytes()},
-                            {"reasons_at_default_gamma", at_default_gamma}};
+                            {"reasons_at_default_gamma", at_default_gamma},
+                            {"temperature_at_default_gamma", strict.temperature}};
     }
     figures_["streams"][text] = figures;
     if (kvmeld::Status status = first_layer(text, held_out[0], first); !status) return status;
@@ -393,6 +398,7 @@ class Study {
     query.request.tokens = known.anchor.base.token_count();
     query.request.last_position = static_cast<std::int64_t>(anchored_.prefix(agent + 1).size()) + query.request.tokens - 1;
     query.request.trained_context = llama_model_n_ctx_train(engine_.model());
+    query.request.cost = meter_.cost(query.request.tokens);
     return pool.look_up(rule, query);
   }
   static void count(Row& row, const kvmeld::AnchorLookup& found) {
@@ -426,6 +432,7 @@ class Study {
     const Stopwatch watch;
     if (kvmeld::Status status = anchored_.read(known.document.tokens); !status) return status;
     out.times.prefill = watch.milliseconds();
+    meter_.prefilled(static_cast<std::int64_t>(known.document.tokens.size()), out.times.prefill / 1000);
     out.answers = ask(engine_, anchored_.length(), prompts(asks, false), first_branch, &out.times.question);
     if (out.answers.empty()) return refused();
     auto real = anchored_.taken(at);
@@ -451,6 +458,7 @@ class Study {
     row.add(times);
     score(row, asks, answers, reference);
     const std::int64_t tokens = reference.real.token_count();
+    if (times.look_up > 0) meter_.blended(tokens, (times.weigh + times.blend.total()) / 1000);
     const auto got = anchored_.taken(at);
     if (!got) return got.error();
     const RelativeError error = relative_error(reference.real, *got);
@@ -481,14 +489,7 @@ class Study {
     return r;
   }
 
-  // ---- temperatures: the mean distance between documents, so that weights tell near ones from far ones and none has all of it
-
-  static double spread(const std::vector<Known>& seen) {
-    Series distances;
-    for (std::size_t i = 0; i < seen.size(); ++i)
-      for (std::size_t j = 0; j < i; ++j) distances.add(kvmeld::l2_distance(seen[i].anchor.vector, seen[j].anchor.vector));
-    return distances.values.empty() ? 1 : distances.mean();
-  }
+  /// The mean distance between tokens of documents, for weights by token.
   static double token_spread(const std::vector<Known>& seen) {
     Series distances;
     for (std::size_t i = 1; i < seen.size(); ++i) {
@@ -698,6 +699,7 @@ class Study {
   Frame frame_;
   Tokens middle_;
   kvmeld::AnchorSpace space_;
+  kvmeld::ReuseMeter meter_;  // what blending and prefilling cost here, for decisions
   kvmeld::Fragment following_;
   std::array<kvmeld::Fragment, agents> following_long_;
   std::vector<Row> rows_;

@@ -7,6 +7,8 @@
 
 #include <kvmeld/anchor/anchor_pool.hpp>
 #include <kvmeld/anchor/presets.hpp>
+#include <kvmeld/anchor/reuse_meter.hpp>
+#include <kvmeld/anchor/temperature.hpp>
 #include <kvmeld/engine/llama_cpp.hpp>
 #include <kvmeld/engine/llama_session.hpp>
 #include <kvmeld/kvmeld.hpp>
