@@ -134,9 +134,8 @@ struct BalanceState {
     std::size_t chosen = 0;
     double before = 0;
     for (std::size_t a = 0; a < distance.size(); ++a) {
-      const double weight = state.load[a] * distance[a];
-      if (weight > 0) chosen = a;
-      before += weight;
+      if (state.load[a] > 0 && distance[a] > 0) chosen = a;
+      before = fma(state.load[a], distance[a], before);
       if (before > at) break;
     }
     for (std::size_t g = 0; g < state.agents; ++g) centres.push_back(state.load[chosen] > 0 ? state.uses[chosen * state.agents + g] / state.load[chosen] : 0.0);

@@ -38,7 +38,7 @@ struct GainSample {
     double sum = 0;
     for (std::size_t t = 0; t < gains.size(); ++t) {
       const std::size_t i = layer * gains.size() + t;
-      sum += wanted[i] - 2 * gains[t] * both[i] + gains[t] * gains[t] * measured[i];
+      sum += fma(gains[t], fma(gains[t], measured[i], -2 * both[i]), wanted[i]);
     }
     return sum;
   }

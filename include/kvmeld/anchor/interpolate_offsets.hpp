@@ -15,12 +15,12 @@ KVMELD_NAMESPACE_BEGIN
 /// How a segment is laid beside the anchors that a look-up chose.
 struct AnchorAlignment {
   TokenMatch match{.mode = MatchMode::edit_distance};
-  double similarity = 0.85;  ///< τ: an anchor whose map says less is left out
+  double similarity = 0.85;  ///< τ: an anchor whose map says less is left out; `MatchMode::index` makes no map
 };
 
 /// The offsets of chosen anchors, each with the position map of the segment's tokens: what a `ReusePart` takes.
 ///
-/// Anchors below the similarity are left out, and the weights of the others grow by one factor, so that they add up to what all did;
+/// Anchors below the similarity are left out (by index nothing is compared, so none), and the weights of the others grow by one factor, so that they add up to what all did;
 /// an empty answer says that none is near enough, and is no error. Where a segment is an anchor's beginning, rows stay empty: by index.
 /// O(anchors · edit script). Errors: `not_found` for an anchor without a Δ of the context; `tokens_required` for a latent one;
 /// `invalid_argument` (as many weights as anchors; a similarity outside [0, 1]); those of `map_positions`.

@@ -243,7 +243,7 @@ template <Tokenizer T>
   Result<std::vector<TokenId>> whole = out.text.empty() ? std::vector<TokenId>{} : tokenizer(std::string_view(out.text));
   if (!whole) return whole.error();
   out.tokens = *std::move(whole);
-  if (options.trained_context > 0 && options.first_position + std::ssize(out.tokens) > options.trained_context) {
+  if (options.trained_context > 0 && options.first_position > options.trained_context - std::ssize(out.tokens)) {
     return detail::error(ErrorCode::context_exceeded, "a prompt of ", out.tokens.size(), " tokens at position ", options.first_position,
                          " ends behind the ", options.trained_context, " that the model was trained on; shorten a value");
   }

@@ -53,8 +53,8 @@ KVMELD_LAZY [[nodiscard]] double spread_temperature(std::span<const double> unli
   double least = 0, most = 700;
   for (int step = 0; step < 60; ++step) {
     const double behind = (least + most) / 2;
-    const double others = (n - 1) * math::exp(-behind);
-    const double h = math::log(1 + others) + others / (1 + others) * behind;
+    const double all = fma(n - 1, math::exp(-behind), 1.0), others = all - 1;
+    const double h = fma(others / all, behind, math::log(all));
     (h > wanted ? least : most) = behind;
   }
   return (1 - like) * *middle / most;
