@@ -28,17 +28,24 @@ const kvmeld::Digest128 context{1, 7};
 using Pool = kvmeld::AnchorPool<kvmeld::XxHash, kvmeld::LRU>;
 constexpr std::size_t base_bytes = 2 * 2 * 2 * 4 * 4, delta_bytes = base_bytes / 2;  // 2 tokens; a Δ has one layer of two
 
-Anchor anchor(std::uint8_t n) {
-  const test::Segment alone(shape, 2, n), real = alone.in_context(100U + n);
-  test::TestCache cache(shape, 2);
+/// An anchor of so many tokens, with Δs of its own for so many contexts, the first `context`.
+Anchor anchor(std::uint8_t n, std::int64_t tokens = 2, std::uint64_t contexts = 1) {
+  const test::Segment alone(shape, tokens, n);
+  test::TestCache cache(shape, tokens);
   alone.write(cache, 0);
-  const std::vector<kvmeld::TokenId> ids{10 * n, 10 * n + 1};
+  std::vector<kvmeld::TokenId> ids;
+  std::vector<std::int64_t> positions;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    ids.push_back(static_cast<kvmeld::TokenId>(10 * n + t));
+    positions.push_back(5 + t);
+  }
   auto out = *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
-  test::TestCache there(shape, 2);
-  real.write(there, 5);
-  const std::vector<std::int64_t> positions{5, 6};
-  const auto met = *kvmeld::seal(there.ref(), {.tokens = ids, .positions = positions});
-  out.offsets.push_back({context, *kvmeld::measure_offset(met, out.base), {}});
+  for (std::uint64_t c = 0; c < contexts; ++c) {
+    test::TestCache there(shape, tokens);
+    alone.in_context(100U + n + 1000 * c).write(there, 5);
+    const auto met = *kvmeld::seal(there.ref(), {.tokens = ids, .positions = positions});
+    out.offsets.push_back({{context.low + c, context.high + c}, *kvmeld::measure_offset(met, out.base), {}});
+  }
   return out;
 }
 std::vector<Anchor> anchors(std::uint8_t count) {
@@ -350,6 +357,73 @@ TEST_CASE("what is missing, damaged or too large is refused, and outputs stay") 
   REQUIRE(host_only.commit(lossy, all[1]).ok());
   REQUIRE(host_only.take(all[0].base, out) == TierAnswer::gone);
   REQUIRE(host_only.counts().lost == 2);
+}
+
+TEST_CASE("a commit does not make room for itself by its own payloads") {
+  const auto used = anchors(10);
+  const Anchor large = anchor(20, 12);
+  const std::size_t large_bytes = large.base.payloads()[0].byte_count + delta(large).payloads()[0].byte_count;
+  REQUIRE(large_bytes == 6 * (base_bytes + delta_bytes));
+  Fragment out;
+  const auto use_all = [&](auto& tiers) {
+    for (int i = 0; i < 1000; ++i) {
+      for (const Anchor& a : used) {
+        (void)tiers.take(a.base, out);
+        (void)tiers.take(delta(a), out);
+      }
+    }
+  };
+  // Without a file: the base is fresh, and by bytes · age / frequency soon the first to go.
+  Pool pool = pool_for(20);
+  AnchorTiers host_only(kvmeld::MemoryStore(), {.host_bytes = 8 * (base_bytes + delta_bytes)});
+  for (std::size_t i = 0; i < 8; ++i) REQUIRE(host_only.commit(pool, used[i]).ok());
+  use_all(host_only);
+  REQUIRE(host_only.commit(pool, large).ok());
+  REQUIRE(host_only.take(delta(large), out) == TierAnswer::here);
+  REQUIRE(host_only.take(large.base, out) == TierAnswer::here);
+  REQUIRE(same_bytes(out, large.base));
+
+  // By way of a full file: host memory has room for the base or the Δ, and all in the file are worth more.
+  Pool filed = pool_for(20);
+  AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = large.base.payloads()[0].byte_count, .file_bytes = large_bytes, .host_hits = 1U << 30U});
+  for (const Anchor& a : used) REQUIRE(tiers.commit(filed, a).ok());
+  use_all(tiers);
+  REQUIRE(tiers.commit(filed, large).ok());
+  for (const Fragment* part : {&delta(large), &large.base}) REQUIRE(tiers.take(*part, out) != TierAnswer::gone);
+  for (const Fragment* part : {&delta(large), &large.base}) {
+    const auto whole = tiers.fetch(*part);
+    REQUIRE(whole.ok());
+    REQUIRE(same_bytes(*whole, *part));
+  }
+}
+
+TEST_CASE("whether an anchor fits is decided with what is there of it, before anything is dropped") {
+  Pool pool = pool_for(10);
+  AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = 2 * (base_bytes + delta_bytes)});
+  const Anchor first = anchor(1), second = anchor(2), four = anchor(1, 2, 4), five = anchor(1, 2, 5);
+  REQUIRE(base_bytes + 4 * delta_bytes == 2 * (base_bytes + delta_bytes));
+  REQUIRE(tiers.commit(pool, first).ok());
+  REQUIRE(tiers.commit(pool, second).ok());
+  Fragment out;
+  REQUIRE(tiers.commit(pool, five).status().code() == ErrorCode::store_full);
+  REQUIRE(tiers.counts().lost == 0);
+  for (const Anchor* a : {&first, &second}) {
+    REQUIRE(tiers.take(a->base, out) == TierAnswer::here);
+    REQUIRE(tiers.take(delta(*a), out) == TierAnswer::here);
+  }
+  REQUIRE(*tiers.commit(pool, four) == kvmeld::CommitResult::merged);
+  REQUIRE(tiers.take(second.base, out) == TierAnswer::gone);
+  REQUIRE(tiers.take(four.base, out) == TierAnswer::here);
+  for (const auto& offset : four.offsets) REQUIRE(tiers.take(offset.segment, out) == TierAnswer::here);
+
+  // One Δ in two contexts is one payload.
+  Anchor twice = anchor(3);
+  twice.offsets.push_back(twice.offsets[0]);
+  twice.offsets[1].context.low += 1;
+  Pool other = pool_for(4);
+  AnchorTiers exact(kvmeld::MemoryStore(), {.host_bytes = base_bytes + delta_bytes});
+  REQUIRE(exact.commit(other, twice).ok());
+  REQUIRE(exact.bytes(Tier::host) == base_bytes + delta_bytes);
 }
 
 TEST_CASE("budgets hold after every one of many calls, and everything that is here is right") {

@@ -81,6 +81,7 @@ struct TierCell {
   std::array<bool, tier_count> held{};
   bool moving = false;  // somebody copies it without the mutex
   bool dead = false;    // forgotten, perhaps while it moved
+  bool pinned = false;  // of the commit under way: may go to the file, but not be lost
 
   [[nodiscard]] std::size_t bytes() const noexcept { return shell.payloads()[0].byte_count; }
   [[nodiscard]] int copies() const noexcept { return static_cast<int>(held[0]) + static_cast<int>(held[1]) + static_cast<int>(held[2]); }

@@ -29,72 +29,116 @@ Status run_or_wait(Moves& moves, std::unique_lock<std::mutex>& lock, const typen
   return {};
 }
 
-/// Takes one payload into host memory, unless the tiers have it; the fragment without its bytes.
-template <ContentHash Hash, class Moves>
-[[nodiscard]] Result<Fragment> hold(Moves& moves, const Fragment& payload, std::vector<FragmentId>& fresh) {
-  if (!payload.valid()) return payload;
-  const Fragment shell = with_bytes(payload, nullptr);
-  std::unique_lock lock(moves.mutex);
-  if (moves.cells.contains(payload.id())) return shell;
-  lock.unlock();
-  const auto cell = std::make_shared<typename Moves::Cell>(shell, tier_key<Hash>(payload.payloads()[0]));
-  (void)cell->use(moves.clock.fetch_add(1, std::memory_order_relaxed) + 1);
-  lock.lock();
-  for (;;) {
-    const auto first = moves.make_room(Tier::host, cell->bytes(), cell, true);
-    if (!first) return first.error();
-    if (first->kind == Moves::Kind::none && moves.fits(Tier::host, cell->bytes())) break;
-    KVMELD_TRY(run_or_wait(moves, lock, *first));
-  }
-  moves.add(cell, payload);
-  fresh.push_back(payload.id());
-  return shell;
-}
-
-/// Refuses payloads that cannot be taken, before any is.
+/// Payloads that a commit takes, and those of it that were there: no room is made by losing one of them until it ends.
 template <class Moves>
-[[nodiscard]] Status check_held(Moves& moves, std::span<const Fragment* const> payloads) {
-  const std::lock_guard lock(moves.mutex);
-  const std::size_t host = moves.budget[static_cast<std::size_t>(Tier::host)], file = moves.budget[static_cast<std::size_t>(Tier::file)];
-  std::size_t total = 0;
-  for (const Fragment* payload : payloads) {
-    if (!payload->valid()) continue;
-    const std::span<const Payload> all = payload->payloads();
-    if (all.size() != 1) return error(ErrorCode::unsupported, "fragment ", payload->id().hex(), " has ", all.size(), " payloads, an anchor's has 1");
-    if (moves.cells.contains(payload->id())) continue;
-    if (all[0].bytes == nullptr) return error(ErrorCode::payload_missing, "payload ", payload->id().hex(), " has no bytes and is in no tier");
-    total += all[0].byte_count;
-    if (all[0].byte_count > host || total > (std::max)(host, file)) {
-      return error(ErrorCode::store_full, "an anchor with a payload of ", all[0].byte_count, " bytes, ", total, " so far, for tiers of ", host,
-                   " bytes in host memory and ", file, " in files");
-    }
+class TierIntake {
+ public:
+  explicit TierIntake(Moves& moves) noexcept : moves_(moves) {}
+  TierIntake(const TierIntake&) = delete;
+  TierIntake& operator=(const TierIntake&) = delete;
+  ~TierIntake() {
+    const std::lock_guard lock(moves_.mutex);
+    for (const auto& cell : pinned_) cell->pinned = false;
   }
-  return {};
-}
 
-/// Takes a Δ into host memory; its shell. Errors: see `AnchorTiers::commit`.
+  [[nodiscard]] std::span<const FragmentId> fresh() const noexcept { return fresh_; }
+
+  /// Refuses payloads that cannot be taken together, before room is made for any; pins those that are there.
+  ///
+  /// New ones go to host memory with those that are nowhere else, or all may go on to the file. What is in the file stays there meanwhile.
+  [[nodiscard]] Status check(std::span<const Fragment* const> payloads) {
+    const std::lock_guard lock(moves_.mutex);
+    const std::size_t host = moves_.budget[static_cast<std::size_t>(Tier::host)], file = moves_.budget[static_cast<std::size_t>(Tier::file)];
+    std::set<FragmentId> seen;
+    std::size_t in_host = 0, in_file = 0;
+    for (const Fragment* payload : payloads) {
+      if (!payload->valid()) continue;
+      const std::span<const Payload> all = payload->payloads();
+      if (all.size() != 1) return error(ErrorCode::unsupported, "fragment ", payload->id().hex(), " has ", all.size(), " payloads, an anchor's has 1");
+      if (!seen.insert(payload->id()).second) continue;
+      const auto at = moves_.cells.find(payload->id());
+      const bool known = at != moves_.cells.end();
+      if (!known && all[0].bytes == nullptr) return error(ErrorCode::payload_missing, "payload ", payload->id().hex(), " has no bytes and is in no tier");
+      const auto* const held = known ? &at->second->held : nullptr;
+      if (known) pin(at->second);
+      if (held == nullptr || !((*held)[static_cast<std::size_t>(Tier::file)] || (*held)[static_cast<std::size_t>(Tier::device)])) in_host += all[0].byte_count;
+      if (held == nullptr || !(*held)[static_cast<std::size_t>(Tier::device)]) in_file += all[0].byte_count;
+      if (all[0].byte_count > host || (in_host > host && in_file > file)) {
+        return error(ErrorCode::store_full, "an anchor with a payload of ", all[0].byte_count, " bytes, ", (std::max)(in_host, in_file), " so far, for tiers of ",
+                     host, " bytes in host memory and ", file, " in files");
+      }
+    }
+    return {};
+  }
+  /// Takes one payload into host memory, unless the tiers have it; the fragment without its bytes.
+  template <ContentHash Hash>
+  [[nodiscard]] Result<Fragment> take(const Fragment& payload) {
+    if (!payload.valid()) return payload;
+    const Fragment shell = with_bytes(payload, nullptr);
+    std::unique_lock lock(moves_.mutex);
+    if (moves_.cells.contains(payload.id())) return shell;
+    lock.unlock();
+    if (payload.payloads()[0].bytes == nullptr) {
+      return error(ErrorCode::payload_missing, "payload ", payload.id().hex(), " has no bytes, and came back damaged from its tier just now");
+    }
+    const auto cell = std::make_shared<typename Moves::Cell>(shell, tier_key<Hash>(payload.payloads()[0]));
+    (void)cell->use(moves_.clock.fetch_add(1, std::memory_order_relaxed) + 1);
+    lock.lock();
+    for (;;) {
+      const auto first = moves_.make_room(Tier::host, cell->bytes(), cell, true);
+      if (!first) return first.error();
+      const bool none = first->kind == Moves::Kind::none;
+      if (none && moves_.fits(Tier::host, cell->bytes())) break;
+      if (none && moves_.under_way == 0) {
+        return error(ErrorCode::store_full, "no room for ", cell->bytes(), " bytes in host memory: of ", moves_.budget[static_cast<std::size_t>(Tier::host)], ", ",
+                     moves_.used(Tier::host), " cannot leave; commit again");
+      }
+      KVMELD_TRY(run_or_wait(moves_, lock, *first));
+    }
+    pin(cell);
+    fresh_.push_back(payload.id());
+    moves_.add(cell, payload);
+    return shell;
+  }
+
+ private:
+  void pin(const typename Moves::CellPtr& cell) {
+    pinned_.push_back(cell);
+    cell->pinned = true;
+  }
+
+  Moves& moves_;
+  std::vector<FragmentId> fresh_;
+  std::vector<typename Moves::CellPtr> pinned_;
+};
+
 template <ContentHash Hash, class Moves>
-[[nodiscard]] Result<ContextOffset> hold(Moves& moves, const ContextOffset& offset, std::vector<FragmentId>& fresh) {
-  const Fragment* const both[] = {&offset.segment, &offset.following};
-  KVMELD_TRY(check_held(moves, both));
-  const auto segment = hold<Hash>(moves, offset.segment, fresh);
+[[nodiscard]] Result<ContextOffset> hold_checked(TierIntake<Moves>& intake, const ContextOffset& offset) {
+  const auto segment = intake.template take<Hash>(offset.segment);
   if (!segment) return segment.error();
-  const auto following = hold<Hash>(moves, offset.following, fresh);
+  const auto following = intake.template take<Hash>(offset.following);
   if (!following) return following.error();
   return ContextOffset{offset.context, *segment, *following};
 }
+/// Takes a Δ into host memory; its shell. Errors: see `AnchorTiers::commit`.
+template <ContentHash Hash, class Moves>
+[[nodiscard]] Result<ContextOffset> hold(TierIntake<Moves>& intake, const ContextOffset& offset) {
+  const Fragment* const both[] = {&offset.segment, &offset.following};
+  KVMELD_TRY(intake.check(both));
+  return hold_checked<Hash>(intake, offset);
+}
 /// Takes all of an anchor into host memory; its shell.
 template <ContentHash Hash, class Moves>
-[[nodiscard]] Result<Anchor> hold(Moves& moves, const Anchor& anchor, std::vector<FragmentId>& fresh) {
+[[nodiscard]] Result<Anchor> hold(TierIntake<Moves>& intake, const Anchor& anchor) {
   std::vector<const Fragment*> all{&anchor.base};
   for (const ContextOffset& offset : anchor.offsets) all.insert(all.end(), {&offset.segment, &offset.following});
-  KVMELD_TRY(check_held(moves, all));
+  KVMELD_TRY(intake.check(all));
   Anchor out = anchor;
-  const auto base = hold<Hash>(moves, anchor.base, fresh);
+  const auto base = intake.template take<Hash>(anchor.base);
   if (!base) return base.error();
   out.base = *base;
   for (ContextOffset& offset : out.offsets) {
-    const auto shell = hold<Hash>(moves, offset, fresh);
+    const auto shell = hold_checked<Hash>(intake, offset);
     if (!shell) return shell.error();
     offset = *shell;
   }

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <tuple>
 #include <utility>
 
 #include <kvmeld/session/anchor_tier_cells.hpp>
@@ -45,6 +46,7 @@ class TierMoves {
   TierTally tally;
   std::atomic<std::uint64_t> clock{0};
   std::atomic<bool> asked{false};  // somebody wants something
+  std::size_t under_way = 0;       // moves between `prepare` and the end of `run`
 
   [[nodiscard]] std::size_t used(Tier tier) const noexcept { return used_[index(tier)].load(std::memory_order_relaxed); }
   [[nodiscard]] bool fits(Tier tier, std::size_t more) const noexcept {
@@ -64,6 +66,7 @@ class TierMoves {
     if (kind == Kind::write) files_.hold(cell->key, cell->bytes());
     cell->moving = true;
     take(destination(kind), more);
+    ++under_way;
     return Move{kind, cell, more};
   }
 
@@ -74,6 +77,10 @@ class TierMoves {
       if (tier == Tier::file) KVMELD_TRY(files_.erase_unused(used_[index(tier)]));
       if (fits(tier, more)) break;
       const CellPtr victim = worst(tier);
+      if (victim == nullptr && tier == Tier::file && forced && !newcomer->pinned && under_way == 0) {
+        tally.lost.fetch_add(1, std::memory_order_relaxed);  // the commit under way fills the file
+        forget(newcomer);
+      }
       if (victim == nullptr) return Move{};
       if (victim->copies() > 1) {
         drop(*victim, tier);
@@ -82,7 +89,7 @@ class TierMoves {
       }
       if (tier == Tier::file && !forced) return Move{};
       const std::uint64_t now = clock.load(std::memory_order_relaxed);
-      const bool refused = tier == Tier::file && newcomer->burden(now) > victim->burden(now);
+      const bool refused = tier == Tier::file && !newcomer->pinned && newcomer->burden(now) > victim->burden(now);
       if (tier == Tier::file || (tier == Tier::host && victim->bytes() > budget[index(Tier::file)])) {
         tally.lost.fetch_add(1, std::memory_order_relaxed);
         forget(refused ? newcomer : victim);
@@ -106,6 +113,7 @@ class TierMoves {
     Status status = copy(move.kind, cell, *from, host, handle);
     lock.lock();
     cell.moving = false;
+    --under_way;
     if (move.kind == Kind::write) files_.settled(cell.key);
     if (status.ok() && !cell.dead) {
       cell.change([&](auto& place) {
@@ -158,14 +166,16 @@ class TierMoves {
   void take(Tier tier, std::size_t bytes) noexcept { used_[index(tier)].fetch_add(bytes, std::memory_order_relaxed); }
   void give(Tier tier, std::size_t bytes) noexcept { used_[index(tier)].fetch_sub(bytes, std::memory_order_relaxed); }
 
-  /// What leaves a tier first; null where all are moving.
+  /// What leaves a tier first, of a commit's own the last; null where all are moving, or have to stay for the commit.
   [[nodiscard]] CellPtr worst(Tier tier) const {
     const CellPtr* out = nullptr;
-    std::pair<bool, double> most;
+    std::tuple<int, std::pair<bool, double>> most;
     const std::uint64_t now = clock.load(std::memory_order_relaxed);
     for (const auto& [id, cell] : cells) {
       if (cell->moving || !cell->held[index(tier)]) continue;
-      const auto order = cell->order(tier, now);
+      const bool spare = cell->copies() > 1;
+      if (cell->pinned && (tier != Tier::host || (!spare && cell->bytes() > budget[index(Tier::file)]))) continue;
+      const std::tuple order(!cell->pinned ? 2 : spare ? 1 : 0, cell->order(tier, now));
       if (out != nullptr && !(order > most)) continue;
       out = &cell;
       most = order;

@@ -107,17 +107,17 @@ class AnchorTiers {
   template <class Pool>
   [[nodiscard]] Result<CommitResult> commit(Pool& pool, const Anchor& anchor) {
     const std::lock_guard lock(commits_);
-    std::vector<FragmentId> fresh;
-    const auto shell = detail::hold<Hash>(moves_, anchor, fresh);
-    return finish(pool, shell ? pool.commit(*shell) : Result<CommitResult>(shell.error()), fresh);
+    detail::TierIntake<Moves> intake(moves_);
+    const auto shell = detail::hold<Hash>(intake, anchor);
+    return finish(pool, shell ? pool.commit(*shell) : Result<CommitResult>(shell.error()), intake.fresh());
   }
   /// The same for another Δ of an anchor in the pool.
   template <class Pool>
   [[nodiscard]] Result<CommitResult> commit(Pool& pool, const FragmentId& id, const ContextOffset& offset) {
     const std::lock_guard lock(commits_);
-    std::vector<FragmentId> fresh;
-    const auto shell = detail::hold<Hash>(moves_, offset, fresh);
-    return finish(pool, shell ? pool.commit(id, *shell) : Result<CommitResult>(shell.error()), fresh);
+    detail::TierIntake<Moves> intake(moves_);
+    const auto shell = detail::hold<Hash>(intake, offset);
+    return finish(pool, shell ? pool.commit(id, *shell) : Result<CommitResult>(shell.error()), intake.fresh());
   }
 
   /// A payload with its bytes in `out`, which else stays as it is. Never waits.
