@@ -1,6 +1,7 @@
 // Anchors shared by agents: pages that are copied when they change, pools that fork, bytes that go with their last holder.
 
 #include <atomic>
+#include <memory>
 #include <set>
 #include <thread>
 #include <vector>
@@ -191,4 +192,49 @@ TEST_CASE("a fork is an agent's own pool: commits of either are not the other's"
     REQUIRE(knows(shared, 65));
   }
   REQUIRE(live == 0);
+}
+
+TEST_CASE("look-ups of a pool do not make what its fork commits look old") {
+  const AnchorSpace space = AnchorSpace::of(*shape);
+  Pool shared(space, {3, 1 << 20});
+  const auto look_up = [&](const Pool& pool, std::uint16_t n) {
+    const std::vector<kvmeld::TokenId> ids{10 * n, 10 * n + 1};
+    const std::vector<float> vector{static_cast<float>(n)};
+    return pool.look_up({}, {&space, {.tokens = ids}, vector, context, {.tokens = 2}}).decision.reuses();
+  };
+  REQUIRE(shared.commit(anchor(1)).ok());
+  REQUIRE(shared.commit(anchor(2)).ok());
+  Pool own(shared);
+  std::vector<std::thread> agents;
+  std::atomic<int> broken{0};
+  for (int g = 0; g < 2; ++g) {
+    agents.emplace_back([&, g] {
+      for (int i = 0; i < 500; ++i) {
+        if (!look_up(shared, 1) || !look_up(shared, 2) || !look_up(g == 0 ? own : shared, 2)) broken.fetch_add(1);
+      }
+    });
+  }
+  for (std::thread& agent : agents) agent.join();
+  REQUIRE(broken == 0);
+  REQUIRE(look_up(shared, 2));
+  // 3 comes after all of that: 1 is the one used longest ago, then 2.
+  REQUIRE(own.commit(anchor(3)).ok());
+  REQUIRE(own.commit(anchor(4)).ok());
+  REQUIRE(own.snapshot()->table.size() == 3);
+  REQUIRE(!look_up(own, 1));
+  REQUIRE(look_up(own, 3));
+  REQUIRE(look_up(own, 4));
+  REQUIRE(own.commit(anchor(5)).ok());
+  REQUIRE(!look_up(own, 2));
+  // A fork of the fork counts on the same clock, and the clock outlives the pool that made it.
+  auto first = std::make_unique<Pool>(space, kvmeld::AnchorCapacity{2, 1 << 20});
+  REQUIRE(first->commit(anchor(1)).ok());
+  const Pool second(*first);
+  Pool third(second);
+  for (int i = 0; i < 100; ++i) REQUIRE(look_up(*first, 1));
+  first.reset();
+  REQUIRE(third.commit(anchor(2)).ok());
+  REQUIRE(third.commit(anchor(3)).ok());
+  REQUIRE(!look_up(third, 1));
+  REQUIRE(look_up(third, 2));
 }

@@ -74,10 +74,10 @@ class AnchorPool {
         published_(std::make_shared<const Snapshot>()) {}
   /// An agent's own pool: shares with the other's current version all pages that neither changes. O(n log n), no anchor copied.
   ///
-  /// Commits and evictions of one are not the other's; a use counts for both where both have the anchor. Reasons count from 0.
+  /// Commits and evictions of one are not the other's; a use counts for both where both have the anchor, on one clock. Reasons count from 0.
   AnchorPool(const AnchorPool& other)
       : space_(other.space_), capacity_(other.capacity_), signature_(other.signature_), eviction_(other.eviction_), published_(other.snapshot()),
-        clock_(other.clock_.load(std::memory_order_relaxed)) {
+        clock_(other.clock_) {
     const auto first = published_.get();
     for (std::size_t i = 0; i < first->table.size(); ++i) numbers_[first->table.anchor(i)->id] = i;
   }
@@ -184,7 +184,7 @@ class AnchorPool {
  private:
   static constexpr std::size_t none = static_cast<std::size_t>(-1);
 
-  [[nodiscard]] std::uint64_t tick() const noexcept { return clock_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  [[nodiscard]] std::uint64_t tick() const noexcept { return clock_->fetch_add(1, std::memory_order_relaxed) + 1; }
   [[nodiscard]] Status fits(const Anchor& anchor) const {
     if (capacity_.anchors > 0 && anchor.bytes() <= capacity_.bytes) return {};
     return detail::error(ErrorCode::store_full, "anchor of ", anchor.bytes(), " bytes in a pool of ", capacity_.anchors, " anchors and ", capacity_.bytes, " bytes");
@@ -292,7 +292,7 @@ class AnchorPool {
   detail::Published<Snapshot> published_;
   std::mutex writer_;
   std::map<FragmentId, std::size_t> numbers_;  // the writer's
-  mutable std::atomic<std::uint64_t> clock_{0};
+  const std::shared_ptr<std::atomic<std::uint64_t>> clock_ = std::make_shared<std::atomic<std::uint64_t>>(0);  // with all forks
   mutable ReasonCounters reasons_;
   std::atomic<std::uint64_t> evictions_{0};
 };
