@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <ctime>
 #include <map>
 #include <memory>
 #include <random>
@@ -403,6 +404,107 @@ TEST_CASE("nesting is bounded, whatever nests") {
   std::string sum = "1";
   for (int i = 0; i < 800; ++i) sum += i % 2 ? "+x y" : "-z/2";
   CHECK(parse_formula(sum, {.max_bytes = 1 << 16}).ok());
+}
+
+TEST_CASE("a formula within formulas is read once, however deep") {
+  // Each shell tells how it is written around what the level below wrote. Twice the work a level would be seen at some twenty levels.
+  const auto bars = [](const std::string& in, std::size_t level) { return level % 2 ? "|a-" + in + "|" : "\\|a-" + in + "\\|"; };
+  struct Shell {
+    const char* name;
+    std::string (*around)(const std::string& in, std::size_t level);
+  };
+  const Shell shells[] = {
+      {"sets", [](const std::string& in, std::size_t) { return "\\{a," + in + "\\}"; }},
+      {"sets of one", [](const std::string& in, std::size_t) { return "\\{" + in + "\\}"; }},
+      {"bars", bars},
+      {"norms of sets", [](const std::string& in, std::size_t level) { return level % 2 ? "\\|\\{a," + in + "\\}\\|" : "|\\{b," + in + "\\}|"; }},
+      {"maxima", [](const std::string& in, std::size_t) { return "\\max^{" + in + "} a"; }},
+      {"least of a set", [](const std::string& in, std::size_t) { return "\\inf^2 \\{a," + in + "\\}"; }},
+      {"signs", [](const std::string& in, std::size_t) { return "-(a-" + in + ")"; }},
+      {"quotients", [](const std::string& in, std::size_t) { return "\\frac{a}{b-" + in + "}"; }},
+      {"products", [](const std::string& in, std::size_t) { return "-a(b-" + in + ")"; }},
+      {"chains", [](const std::string& in, std::size_t) { return "(a<b=" + in + ")"; }},
+      {"unions", [](const std::string& in, std::size_t) { return "a\\cup(b\\cap " + in + ")"; }},
+      {"sums", [](const std::string& in, std::size_t) { return "\\sum_{i=1}^n(a_i-" + in + ")"; }},
+      {"integrals", [](const std::string& in, std::size_t) { return "\\int_0^1(x-" + in + ")dx"; }},
+      {"powers", [](const std::string& in, std::size_t) { return "a^{b-" + in + "}"; }},
+      {"functions", [](const std::string& in, std::size_t) { return "\\sin(a-" + in + ")"; }},
+  };
+  for (const Shell& shell : shells) {
+    std::string text = "x";
+    std::size_t level = 0;
+    for (bool read = true; read && level < 64; ++level) {
+      text = shell.around(text, level);
+      for (const FormulaOptions& options : {FormulaOptions{}, renaming}) {
+        const std::clock_t begun = std::clock();
+        const auto formula = parse_formula(text, options);
+        const double seconds = static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC;
+        INFO(shell.name << ", " << level + 1 << " levels: " << formula.error().message());
+        REQUIRE(seconds < 2);
+        read = formula.ok();
+        if (!read) CHECK(formula.error().message().find("max_depth") != std::string::npos);
+      }
+    }
+    INFO(shell.name);
+    CHECK(level > 10);
+    CHECK(level < 64);
+  }
+  CHECK(normal("\\{\\list\\}") != normal("\\{\\}"));  // a name is no list
+  CHECK(normal("\\max^2 \\{a,b\\}") == normal("(\\max \\{b,a\\})^2"));
+}
+
+TEST_CASE("variables that are alike are told apart in a bounded number of passes") {
+  // 24 variables, none unlike the next before one is taken: in one sum, in a ring, in pairs.
+  std::string sum, ring, pairs;
+  for (int i = 0; i < 24; ++i) {
+    const auto name = [](int n) { return std::string(1, static_cast<char>((n < 12 ? 'j' : 'A') + n % 12)); };
+    sum += (i ? "+" : "") + name(i);
+    ring += (i ? "+" : "") + name(i) + name((i + 1) % 24);
+    pairs += name(i) + (i % 2 ? i < 23 ? "+" : "" : " ");
+  }
+  for (const std::string& text : {sum, ring, pairs}) {
+    const std::clock_t begun = std::clock();
+    INFO(text);
+    CHECK(normal(text, renaming).size() < 1000);
+    CHECK(static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC < 5);
+  }
+}
+
+TEST_CASE("a chain without braces goes no deeper than braces do") {
+  struct Chain {
+    const char* link;
+    ErrorCode code;  // `corrupt`: what no depth makes a formula, and so is refused at its second link
+  };
+  const Chain chains[] = {
+      {"\\ln_", ErrorCode::oversized},  {"\\ln^", ErrorCode::oversized},     {"\\ln_1^", ErrorCode::oversized}, {"\\ln_-", ErrorCode::oversized},   {"\\ln ", ErrorCode::oversized},
+      {"\\sqrt", ErrorCode::oversized}, {"\\sqrt[", ErrorCode::oversized},   {"\\hat", ErrorCode::oversized},   {"\\frac", ErrorCode::oversized},   {"\\frac1", ErrorCode::oversized},
+      {"\\binom", ErrorCode::oversized}, {"x^\\ln_", ErrorCode::oversized},  {"x_\\ln^", ErrorCode::oversized},  {"\\max^\\ln_", ErrorCode::corrupt}, {"\\sum_\\ln^", ErrorCode::corrupt},
+      {"\\int_\\ln_", ErrorCode::corrupt}, {"\\max^{", ErrorCode::oversized}, {"\\sum ", ErrorCode::oversized}, {"\\int ", ErrorCode::oversized},   {"\\forall x_\\ln", ErrorCode::oversized},
+      {"\\neg", ErrorCode::oversized},  {"-", ErrorCode::oversized},         {"f(", ErrorCode::oversized},      {"x_{", ErrorCode::oversized},      {"\\sqrt\\ln_", ErrorCode::oversized},
+      {"|\\|", ErrorCode::oversized},   {"\\{", ErrorCode::oversized},       {"a^{", ErrorCode::oversized},     {"d\\ln_", ErrorCode::oversized},   {"\\ln_{", ErrorCode::oversized},
+      {"x^", ErrorCode::corrupt},       {"x_", ErrorCode::corrupt},          {"_", ErrorCode::corrupt},         {"^", ErrorCode::corrupt},          {"\\max^", ErrorCode::corrupt},
+  };
+  for (const auto& [link, code] : chains) {
+    const std::string_view one(link);
+    // A megabyte takes seconds to cut into tokens where memory is watched: one chain is that long.
+    const bool many = one == "\\ln_";
+    for (const std::size_t links : {std::size_t{1000}, many ? (std::size_t{1} << 20) / one.size() - 1 : std::size_t{20'000} / one.size()}) {
+      std::string text;
+      for (std::size_t i = 0; i < links; ++i) text += one;
+      text += "x";
+      const auto formula = parse_formula(text, {.max_bytes = 1 << 20});
+      INFO(link << " x " << links << ": " << formula.error().message());
+      REQUIRE_FALSE(formula.ok());
+      CHECK(kvmeld::to_string(formula.error().code()) == kvmeld::to_string(code));
+      const std::string message(formula.error().message());
+      CHECK((message.find("max_depth 48") != std::string::npos) == (code == ErrorCode::oversized));
+      // Where it stopped says how deep it went: no level is without its link.
+      const std::size_t at = message.rfind("byte ");
+      REQUIRE(at != std::string::npos);
+      CHECK(std::stoul(message.substr(at + 5)) <= 50 * one.size());
+    }
+  }
+  CHECK(parse_formula("\\ln_\\ln_\\ln_2 x").ok());
 }
 
 TEST_CASE("any bytes are read without harm") {

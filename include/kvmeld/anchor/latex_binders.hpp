@@ -16,11 +16,19 @@ namespace detail {
 /// \sin x, \sin 2x y up to the next sign, parenthesis or function; \sin(x) y is sin(x) · y.
 template <class Lazy>
 std::uint32_t LatexParser<Lazy>::function() {
-  const std::string name = "fn:" + peek().name;
+  if (!deeper()) return none;  // before its bounds: \ln_\ln_\ln_ nests too
+  const std::string name = peek().name;
   ++at_;
   std::uint32_t below = none, above = none;
   bounds(below, above);
-  if (++depth_ > max_depth_) fail("functions of functions, too deep", ErrorCode::oversized);
+  const std::uint32_t out = applied("fn:" + name, below, above);
+  --depth_;
+  return out;
+}
+
+/// A function whose bounds are read, of what follows.
+template <class Lazy>
+std::uint32_t LatexParser<Lazy>::applied(const std::string& name, std::uint32_t below, std::uint32_t above) {
   std::vector<std::uint32_t> children;
   if (next_is(LatexKind::open)) {
     children.push_back(delimited());
@@ -33,7 +41,6 @@ std::uint32_t LatexParser<Lazy>::function() {
     }
     children.push_back(factors);
   }
-  --depth_;
   if (below != none) children.push_back(operation("base", {below}));
   const std::uint32_t out = children.empty() ? leaf(Kind::symbol, name) : operation(name, std::move(children));
   return above == none ? out : operation("^", {out, above});
@@ -63,7 +70,7 @@ void LatexParser<Lazy>::bind(LatexNode& node, std::vector<std::uint32_t>& within
     node.words.push_back(at.name);
   } else if (at.kind == Kind::operation && at.name == "list") {
     for (const std::uint32_t c : at.children) {
-      if (tree_[c].name == "list") within.push_back(c);  // no list of lists, and so no recursion to bound
+      if (tree_[c].kind == Kind::operation && tree_[c].name == "list") within.push_back(c);  // no list of lists, and so no recursion to bound
       else bind(node, within, c);
     }
   } else if (at.kind == Kind::operation && at.name == "*" && all_symbols) {
@@ -82,16 +89,12 @@ void LatexParser<Lazy>::bind(LatexNode& node, std::vector<std::uint32_t>& within
 /// \sum, \prod, \lim, \max, …: over the product that follows.
 template <class Lazy>
 std::uint32_t LatexParser<Lazy>::big() {
-  const std::size_t from = at_;
   const LatexToken token = peek();
   const std::string name = token.name == "Sigma" ? "sum" : token.name == "Pi" ? "prod" : token.name;
   ++at_;
   std::uint32_t below = none, above = none;
   bounds(below, above);
-  if (below == none && (name == "max" || name == "min" || name == "sup" || name == "inf")) {
-    at_ = status_.ok() ? from : at_;
-    return status_.ok() ? function() : none;
-  }
+  if (below == none && (name == "max" || name == "min" || name == "sup" || name == "inf")) return applied("fn:" + name, below, above);
   LatexNode node{Kind::binder, name};
   std::vector<std::uint32_t> within;
   if (below != none) bind(node, within, below);

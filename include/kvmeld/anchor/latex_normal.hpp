@@ -154,6 +154,7 @@ class LatexNormal {
     return (std::min)(forth, written());
   }
 
+  /// Comes to every node once: what a kind of node wants of its children is settled before they are read, as twice a level is 2^depth.
   [[nodiscard]] Part part(std::uint32_t at) {
     const LatexNode& node = tree_[at];
     if (node.kind == Kind::number) return {node.name};
@@ -166,15 +167,13 @@ class LatexNormal {
       std::sort(parts.begin(), parts.end());
       return {call(node.name, parts)};
     }
-    within(node, [&](std::uint32_t child) { parts.push_back(part(child).signed_text()); });
+    if (node.kind == Kind::operation && (node.name == "abs" || node.name == "norm")) return {call(node.name, {part(node.children[0]).text})};  // |a − b| is |b − a|
+    const auto list = [&](std::uint32_t n) { return tree_[n].kind == Kind::operation && tree_[n].name == "list"; };
+    const bool elements = node.kind == Kind::operation && node.name == "set" && list(node.children[0]);
+    within(elements ? tree_[node.children[0]] : node, [&](std::uint32_t child) { parts.push_back(part(child).signed_text()); });
+    if (elements) std::sort(parts.begin(), parts.end());
     if (node.kind == Kind::chain) return {chained(std::move(parts), node.words)};
     if (node.kind == Kind::binder) return {call(node.name + "#" + std::to_string(node.words.size()), parts)};
-    if (node.name == "abs" || node.name == "norm") return {call(node.name, {part(node.children[0]).text})};  // |a − b| is |b − a|
-    if (node.name == "set" && parts.size() == 1 && tree_[node.children[0]].name == "list") {
-      parts.clear();
-      within(tree_[node.children[0]], [&](std::uint32_t child) { parts.push_back(part(child).signed_text()); });
-      std::sort(parts.begin(), parts.end());
-    }
     return {call(node.name, parts)};
   }
   void flatten(std::uint32_t at, const std::string& name, std::vector<std::string>& parts) {

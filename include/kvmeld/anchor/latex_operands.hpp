@@ -52,6 +52,7 @@ std::uint32_t LatexParser<Lazy>::scripted() {
 /// What stands in a script: braces, or one token; a sign is taken with what follows it.
 template <class Lazy>
 std::uint32_t LatexParser<Lazy>::script(bool lower) {
+  if (!deeper()) return none;
   const bool before = std::exchange(in_subscript_, lower);
   std::uint32_t out = none;
   if (next_is(LatexKind::infix, "*") || next_is(LatexKind::infix, "+") || next_is(LatexKind::infix, "circ")) {
@@ -68,6 +69,7 @@ std::uint32_t LatexParser<Lazy>::script(bool lower) {
   } else {
     out = operand();
   }
+  --depth_;
   in_subscript_ = before;
   return out;
 }
@@ -119,7 +121,7 @@ std::uint32_t LatexParser<Lazy>::operand() {
 
 template <class Lazy>
 std::uint32_t LatexParser<Lazy>::argument() {
-  if (++depth_ > max_depth_) fail("parts within parts, too deep", ErrorCode::oversized);
+  if (!deeper()) return none;
   const bool before = std::exchange(in_subscript_, false);
   const std::uint32_t out = operand();
   in_subscript_ = before;

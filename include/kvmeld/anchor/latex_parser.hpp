@@ -62,6 +62,14 @@ class LatexParser {
     status_ = error(code, "formula: ", why, " at byte ", tokens_[(std::min)(at_, tokens_.size() - 1)].at);
     at_ = limit_ = tokens_.size() - 1;
   }
+  void too_deep() { fail("parts within parts, deeper than max_depth " + std::to_string(max_depth_) + " allows; raise it or simplify", ErrorCode::oversized); }
+  /// One level down, for whatever can hold itself: `expression`, `argument`, `script` and `function`, one of which is in every cycle of
+  /// productions. False once too deep, or failed before; there the caller ends before it reads on. Else it takes the level back.
+  [[nodiscard]] bool deeper() {
+    if (depth_ >= max_depth_) too_deep();
+    ++depth_;
+    return status_.ok();
+  }
   [[nodiscard]] const LatexToken& peek(std::size_t ahead = 0) const noexcept { return tokens_[at_ + ahead < limit_ ? at_ + ahead : tokens_.size() - 1]; }
   [[nodiscard]] bool next_is(LatexKind kind) const noexcept { return peek().kind == kind; }
   [[nodiscard]] bool next_is(LatexKind kind, std::string_view name) const noexcept { return peek().kind == kind && peek().name == name; }
@@ -77,7 +85,7 @@ class LatexParser {
   std::uint32_t add(LatexNode node) {
     if (!status_.ok()) return none;  // a child may be missing
     for (const std::uint32_t c : node.children) node.depth = (std::max)(node.depth, tree_[c].depth + 1);
-    if (node.depth > 4 * max_depth_) fail("parts within parts, too deep", ErrorCode::oversized);
+    if (node.depth > 4 * max_depth_) too_deep();
     tree_.push_back(std::move(node));
     return static_cast<std::uint32_t>(tree_.size() - 1);
   }
@@ -89,7 +97,7 @@ class LatexParser {
     if (a != grown || tree_[a].name != name) return grown = operation(std::string(name), {a, b});
     tree_[a].children.push_back(b);
     tree_[a].depth = (std::max)(tree_[a].depth, tree_[b].depth + 1);
-    if (tree_[a].depth > 4 * max_depth_) fail("parts within parts, too deep", ErrorCode::oversized);
+    if (tree_[a].depth > 4 * max_depth_) too_deep();
     return a;
   }
 
@@ -101,7 +109,7 @@ class LatexParser {
   }
 
   std::uint32_t expression(int least_power) {
-    if (++depth_ > max_depth_) fail("parentheses within parentheses, too deep", ErrorCode::oversized);
+    if (!deeper()) return none;
     std::uint32_t left = prefix(), grown = none;
     while (status_.ok()) {
       const LatexToken token = peek();
@@ -194,6 +202,7 @@ class LatexParser {
   [[nodiscard]] static std::size_t dimensions(std::string_view integral) noexcept { return integral == "iint" ? 2 : integral == "iiint" ? 3 : 1; }
 
   std::uint32_t function();
+  std::uint32_t applied(const std::string& name, std::uint32_t below, std::uint32_t above);
   std::uint32_t big();
   std::uint32_t integral();
   std::uint32_t quantified();
