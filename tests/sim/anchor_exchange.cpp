@@ -429,3 +429,231 @@ TEST_CASE("approximate anchors say so in their record, give way to exact ones, a
   REQUIRE(there.find_exact(blended.base.tokens(), test::place(1)) != nullptr);
   CHECK(there.find_exact(blended.base.tokens(), test::place(1))->owner == net.members[1]);
 }
+
+namespace {
+
+/// A store that can be out of reach for those who read, or full for those who write.
+struct Moody {
+  kvmeld::MemoryStore inner{};
+  bool away = false;
+  bool full = false;
+
+  static kvmeld::Status gone() { return kvmeld::Status(ErrorCode::unavailable, "out of reach"); }
+  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+    if (full) return kvmeld::Status(ErrorCode::store_full, "full");
+    return inner.put(key, bytes);
+  }
+  kvmeld::Result<kvmeld::Blob> get(const kvmeld::BlobKey& key) {
+    if (away) return gone();
+    return inner.get(key);
+  }
+  kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) {
+    if (away) return gone();
+    return inner.contains(key);
+  }
+  kvmeld::Status erase(const kvmeld::BlobKey& key) { return inner.erase(key); }
+  kvmeld::Status add_record(std::span<const std::byte> bytes) { return inner.add_record(bytes); }
+  kvmeld::Result<kvmeld::RecordBatch> records(std::uint64_t cursor) { return inner.records(cursor); }
+  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) { return inner.replace_records(cursor, bytes); }
+};
+
+/// Member 1, whose store has moods, and member 2, by hand.
+struct Two {
+  Moody store;
+  kvmeld::MemoryStore theirs;
+  kvmeld::AnchorExchange<Moody> one;
+  test::Exchange two;
+  std::int64_t now = 0;
+
+  template <class Exchange>
+  static typename Exchange::Options options(kvmeld::MemberId self) {
+    typename Exchange::Options out;
+    out.self = self;
+    out.members = {1, 2};
+    out.format.chunk_bytes = 64;
+    out.round_ms = 100;
+    out.retry_ms = 60;
+    return out;
+  }
+  Two() : one(store, options<kvmeld::AnchorExchange<Moody>>(1)), two(theirs, options<test::Exchange>(2)) {}
+
+  void to_two() {
+    for (const auto& out : one.take_outbox()) (void)two.receive(1, out.bytes);
+  }
+  void to_one() {
+    for (const auto& out : two.take_outbox()) (void)one.receive(2, out.bytes);
+  }
+  void run(std::int64_t ms) {
+    for (const std::int64_t end = now + ms; now < end; now += 10) {
+      (void)one.tick(now);
+      (void)two.tick(now);
+      to_two();
+      to_one();
+    }
+  }
+  kvmeld::Status tell_one(std::vector<kvmeld::AnchorRecord> records) {
+    const auto body = kvmeld::encode_records(one.options().frame.name_space, records);
+    return one.receive(2, *kvmeld::encode_frame(static_cast<std::uint8_t>(kvmeld::AnchorMessage::records), body, one.options().frame));
+  }
+  /// The list of what member 2 published, sent on request and not yet delivered.
+  std::vector<kvmeld::Outgoing> list_on_the_way(const FragmentId& key) {
+    run(300);
+    REQUIRE(one.directory().find(key) != nullptr);
+    REQUIRE(one.pull(key).ok());
+    to_two();
+    auto out = two.take_outbox();
+    REQUIRE(out.size() == 1);
+    REQUIRE(out[0].type == static_cast<std::uint8_t>(kvmeld::AnchorMessage::piece));
+    return out;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a pulled anchor that the pool cannot have yet is not withdrawn, whichever is done first") {
+  for (const bool publish_first : {true, false}) {
+    Two net;
+    test::Pool pool(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {});
+    std::uint64_t number = 1;
+    while (net.one.owner(kvmeld::record_key(test::anchor(number).id, test::place(1))) != 2) ++number;
+    const kvmeld::Anchor a = test::anchor(number);
+    const FragmentId key = kvmeld::record_key(a.id, test::place(1));
+    REQUIRE(net.two.publish(a, test::place(1), 1).ok());
+    net.run(300);
+    REQUIRE(net.one.pull(key).ok());
+    net.run(300);
+    if (publish_first) REQUIRE(*kvmeld::publish_pool(net.one, pool) == 0);
+    const auto done = net.one.take_pulled();
+    REQUIRE(done.size() == 1);
+    REQUIRE(kvmeld::commit_pulled(pool, done[0]).ok());
+    REQUIRE(*kvmeld::publish_pool(net.one, pool) == 0);
+    CHECK(net.one.holds(key));
+    CHECK(kvmeld::load_anchor(net.store, *net.one.directory().find(key), net.one.options().format).ok());
+    REQUIRE(pool.erase(a.id));
+    REQUIRE(*kvmeld::publish_pool(net.one, pool) == 0);
+    CHECK_FALSE(net.one.holds(key));
+    CHECK(net.store.inner.blob_count() == 0);
+  }
+}
+
+TEST_CASE("a pull whose record changes ends with a result, through a store that was out of reach as well") {
+  Two net;
+  kvmeld::Anchor blended = test::anchor(1, {1}, 9);
+  blended.approximate = true;
+  const kvmeld::Anchor exact = test::anchor(1, {1}, 9);
+  const FragmentId key = kvmeld::record_key(exact.id, test::place(1));
+  REQUIRE(net.two.publish(blended, test::place(1), 1).ok());
+  const auto list = net.list_on_the_way(key);
+  REQUIRE(net.two.publish(exact, test::place(1), 1).ok());
+  REQUIRE(net.tell_one({*net.two.directory().find(key)}).ok());
+  net.store.away = true;
+  CHECK(net.one.receive(2, list[0].bytes).code() == ErrorCode::unavailable);
+  CHECK(net.one.pulling() == 1);
+  net.run(100);
+  CHECK(net.one.pulling() == 1);
+  CHECK(net.one.counters().refused == 0);  // nobody else's fault
+  net.store.away = false;
+  net.run(2000);
+  const auto done = net.one.take_pulled();
+  REQUIRE(done.size() == 1);
+  REQUIRE(done[0].anchor.ok());
+  CHECK(test::same_anchor(*done[0].anchor, exact, test::place(1)));
+  CHECK(net.store.inner.blob_count() == net.theirs.blob_count());  // the other version's list is not left
+}
+
+TEST_CASE("a pull whose record comes to name another anchor's list ends with that as its reason") {
+  Two net;
+  const auto mine = net.one.publish(test::anchor(2), test::place(1), 1);
+  REQUIRE(mine.ok());
+  const std::size_t blobs = net.store.inner.blob_count();
+  const kvmeld::Anchor a = test::anchor(1);
+  const FragmentId key = kvmeld::record_key(a.id, test::place(1));
+  REQUIRE(net.two.publish(a, test::place(1), 1).ok());
+  const auto list = net.list_on_the_way(key);
+  kvmeld::AnchorRecord lie = *net.two.directory().find(key);
+  ++lie.version;
+  lie.payload = mine->payload;
+  REQUIRE(net.tell_one({lie}).ok());
+  REQUIRE(net.one.receive(2, list[0].bytes).ok());
+  const auto done = net.one.take_pulled();
+  REQUIRE(done.size() == 1);
+  CHECK(done[0].anchor.error().code() == ErrorCode::id_mismatch);
+  CHECK(net.one.pulling() == 0);
+  CHECK(net.store.inner.blob_count() == blobs);
+}
+
+TEST_CASE("what a pull brought leaves the store if the rest does not come, but for what others here need") {
+  Two net;
+  const auto mine = net.one.publish(test::anchor(1, {1}, 9), test::place(1), 1);
+  REQUIRE(mine.ok());
+  const std::size_t own = net.store.inner.blob_count();
+  const kvmeld::Anchor a = test::anchor(1, {3, 5, 7}, 9);  // of the same base
+  std::vector<FragmentId> keys;
+  for (const std::uint64_t at : {3U, 5U, 7U}) {
+    const auto record = net.two.publish(a, test::place(at), 1);
+    REQUIRE(record.ok());
+    keys.push_back(kvmeld::record_key(*record));
+    if (at == 7) continue;
+    const auto list = kvmeld::detail::load_list(net.theirs, *record, net.two.options().format);
+    REQUIRE(list.ok());
+    REQUIRE(list->chunks[1].size() > 2);
+    REQUIRE(net.theirs.erase(list->chunks[1].back()).ok());
+  }
+  net.run(300);
+  REQUIRE(net.one.pull(keys[0]).ok());
+  net.run(3000);
+  auto done = net.one.take_pulled();
+  REQUIRE(done.size() == 1);
+  CHECK(done[0].anchor.error().code() == ErrorCode::not_found);
+  CHECK(net.store.inner.blob_count() == own);
+  CHECK(kvmeld::load_anchor(net.store, *mine, net.one.options().format).ok());
+  // Two at once, which share the base: one ends well, and has all that it needs.
+  REQUIRE(net.one.withdraw(kvmeld::record_key(*mine)).ok());
+  CHECK(net.store.inner.blob_count() == 0);
+  REQUIRE(net.one.pull(keys[1]).ok());
+  REQUIRE(net.one.pull(keys[2]).ok());
+  net.run(3000);
+  done = net.one.take_pulled();
+  REQUIRE(done.size() == 2);
+  CHECK(std::count_if(done.begin(), done.end(), [](const auto& d) { return d.anchor.ok(); }) == 1);
+  REQUIRE(net.one.holds(keys[2]));
+  CHECK(kvmeld::load_anchor(net.store, *net.one.directory().find(keys[2]), net.one.options().format).ok());
+  REQUIRE(net.one.withdraw(keys[2]).ok());
+  CHECK(net.store.inner.blob_count() == 0);
+}
+
+TEST_CASE("a full store is no refused message; damage is") {
+  Two net;
+  const kvmeld::Anchor a = test::anchor(1);
+  const FragmentId key = kvmeld::record_key(a.id, test::place(1));
+  REQUIRE(net.two.publish(a, test::place(1), 1).ok());
+  const auto list = net.list_on_the_way(key);
+  net.store.full = true;
+  CHECK(net.one.receive(2, list[0].bytes).code() == ErrorCode::store_full);
+  CHECK(net.one.counters().refused == 0);
+  std::vector<std::byte> damaged = list[0].bytes;
+  damaged.back() ^= std::byte{1};
+  CHECK_FALSE(net.one.receive(2, damaged).ok());
+  CHECK(net.one.counters().refused == 1);
+  net.store.full = false;
+  net.run(2000);
+  const auto done = net.one.take_pulled();
+  REQUIRE(done.size() == 1);
+  CHECK(done[0].anchor.ok());
+}
+
+TEST_CASE("a key that is removed again and again has one grave") {
+  kvmeld::detail::AnchorGraves graves;
+  const FragmentId a = kvmeld::record_key({}, test::place(1)), b = kvmeld::record_key({}, test::place(2));
+  for (std::int64_t now = 0; now < 100; ++now) {
+    graves.dig(a, now);
+    if (now == 50) graves.dig(b, now);
+  }
+  CHECK(graves.size() == 2);
+  CHECK(graves.oldest().key == b);
+  graves.fill(b);
+  CHECK(graves.oldest().since == 99);
+  graves.fill(a);
+  graves.fill(a);
+  CHECK(graves.size() == 0);
+}

@@ -28,11 +28,11 @@ template <class Exchange, class Pool, class Transport>
 kvmeld::Status take_turn(Exchange& exchange, Pool& pool, Transport& transport, std::int64_t now_ms) {
   auto message = transport.receive(0);
   if (!message) return message.error();
-  if (*message) (void)exchange.receive((*message)->from, (*message)->bytes);  // a damaged message is counted, and changes nothing
+  if (*message) (void)exchange.receive((*message)->from, (*message)->bytes);  // a damaged message is counted, and changes no record
   KVMELD_TRY(exchange.tick(now_ms));
-  KVMELD_TRY(kvmeld::publish_pool(exchange, pool).status());
-  for (const kvmeld::Outgoing& out : exchange.take_outbox()) KVMELD_TRY(transport.send(out.to, out.bytes));
   for (const kvmeld::PulledAnchor& pulled : exchange.take_pulled()) (void)kvmeld::commit_pulled(pool, pulled);
+  KVMELD_TRY(kvmeld::publish_pool(exchange, pool).status());  // behind the commits: what the pool lacks is let go
+  for (const kvmeld::Outgoing& out : exchange.take_outbox()) KVMELD_TRY(transport.send(out.to, out.bytes));
   return {};
 }
 /// Asks for the K/V of what others have like a segment; `take_turn` brings it.
@@ -81,7 +81,11 @@ TEST_CASE("two peers: what one commits the other finds, pulls and commits") {
   };
   test::Exchange one(left_store, options(1)), two(right_store, options(2));
   test::Pool mine(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {}), theirs(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {});
-  const kvmeld::Anchor anchor = test::anchor(3, {1}, 40);
+  // The writer is the owner by rank: what the other one pulls it holds for its pool alone.
+  std::uint64_t number = 1;
+  while (one.owner(kvmeld::record_key(test::anchor(number, {1}, 40).id, test::place(1))) != 1) ++number;
+  const kvmeld::Anchor anchor = test::anchor(number, {1}, 40);
+  const auto key = kvmeld::record_key(anchor.id, test::place(1));
   REQUIRE(mine.commit(anchor).ok());
   const std::uint64_t signature = *kvmeld::SimHash{}.sign({anchor.base.tokens(), anchor.vector});
   bool asked = false;
@@ -93,6 +97,10 @@ TEST_CASE("two peers: what one commits the other finds, pulls and commits") {
   REQUIRE(asked);
   REQUIRE(theirs.size() == 1);
   REQUIRE(test::same_bytes(theirs.snapshot()->table.anchor(0)->offsets[0].segment, anchor.offsets[0].segment));
+  // And it can serve it from now on.
+  for (std::int64_t now = 60'000; now < 61'000; now += 50) REQUIRE(take_turn(two, theirs, right, now).ok());
+  CHECK(two.holds(key));
+  CHECK(kvmeld::load_anchor(right_store, *two.directory().find(key), two.options().format).ok());
 }
 
 TEST_CASE("docs/anchor_peers.md shows this code") { test::check_page("docs/anchor_peers.md", {"tests/unit/anchor_peers_docs.cpp"}); }

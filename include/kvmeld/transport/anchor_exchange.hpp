@@ -4,11 +4,11 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
 #include <random>
+#include <set>
 #include <span>
 #include <utility>
 #include <vector>
@@ -19,6 +19,7 @@
 #include <kvmeld/state/rendezvous.hpp>
 #include <kvmeld/transport/anchor_blobs.hpp>
 #include <kvmeld/transport/anchor_exchange_options.hpp>
+#include <kvmeld/transport/anchor_graves.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -79,8 +80,20 @@ class AnchorExchange {
   /// Pulls that have ended since the last call.
   [[nodiscard]] std::vector<PulledAnchor> take_pulled() { return std::exchange(pulled_, {}); }
   [[nodiscard]] std::size_t pulling() const noexcept { return pulls_.size(); }
+  /// Keys whose K/V came and was not taken yet, so that no pool can have it.
+  [[nodiscard]] std::set<FragmentId> untaken() const {
+    std::set<FragmentId> out;
+    for (const PulledAnchor& pulled : pulled_) {
+      if (pulled.anchor.ok()) out.insert(pulled.key);
+    }
+    return out;
+  }
 
-  /// Takes a message. Errors: those of `decode_frame` and of what it holds; the state is as it was.
+  /// Takes a message.
+  ///
+  /// Errors: those of `decode_frame` and of what it holds, which `refused` counts; the store's; `quota_exceeded` of the directory. With any
+  /// of them no record and no blob of the message is taken. But a wrong blob costs its sender a strike, and the pull asks the next peer; behind
+  /// an error of the store it asks again after a time; a wrong step ends a reconciliation.
   Status receive(MemberId from, std::span<const std::byte> bytes);
   /// Lets time pass: tells news, asks again. A clock that jumps does no harm. Errors: the store's; nothing is lost, call again.
   Status tick(std::int64_t now_ms);
@@ -139,6 +152,7 @@ class AnchorExchange {
     std::size_t at = 0;
     std::uint32_t cycles = 0;
     std::vector<BlobKey> missing{};   // ascending
+    std::set<BlobKey> uses{};         // blobs that it put, or that something else here had put; counted
     std::size_t in_flight = 0;
     std::int64_t next = 0;
     std::int64_t patience = 0;
@@ -184,7 +198,8 @@ class AnchorExchange {
     for (const BlobKey& blob : blobs) ++uses_[blob];
   }
   /// Takes blobs out of the store that nothing else here needs. What the store refuses stays there and harms nobody.
-  void drop_uses(std::span<const BlobKey> blobs) {
+  template <class Blobs>
+  void drop_uses(const Blobs& blobs) {
     for (const BlobKey& blob : blobs) {
       if (--uses_[blob] > 0) continue;
       uses_.erase(blob);
@@ -205,6 +220,14 @@ class AnchorExchange {
     held_.erase(at);
   }
 
+  /// Counted by a pull until it ends, so that nothing that ends before takes it away.
+  void use(Pull& pull, const BlobKey& blob) {
+    if (pull.uses.insert(blob).second) ++uses_[blob];
+  }
+  [[nodiscard]] bool may_adopt(std::uint64_t bytes) const noexcept {
+    return adopted_bytes_ <= options_.adopt_bytes && bytes <= options_.adopt_bytes - adopted_bytes_;
+  }
+
   void heard(const FragmentId& key, const AnchorRecord& record);
   Status reclaim(const FragmentId& key, const AnchorRecord& record);
   Status take(MemberId from, std::span<const std::byte> records);
@@ -217,7 +240,8 @@ class AnchorExchange {
   Status run_sessions();
   void drop_tombstones();
 
-  [[nodiscard]] Result<std::vector<BlobKey>> missing_blobs(const AnchorRecord& record);
+  [[nodiscard]] Result<std::vector<BlobKey>> missing_blobs(const AnchorRecord& record, Pull* pull = nullptr);
+  void aim(const FragmentId& key, const AnchorRecord& record, Pull& pull);
   Status begin_pull(const FragmentId& key, const AnchorRecord& record, bool asked);
   Status pursue(const FragmentId& key, Pull& pull);
   Status ask(const FragmentId& key, Pull& pull);
@@ -237,15 +261,10 @@ class AnchorExchange {
   std::uint64_t neighbours_ = 0;
   std::map<MemberId, Peer> peers_;
   std::map<FragmentId, Held> held_;
-  std::map<BlobKey, std::uint32_t> uses_;  // by what is held
+  std::map<BlobKey, std::uint32_t> uses_;  // by what is held, and by pulls
   std::uint64_t adopted_bytes_ = 0;
   std::map<FragmentId, std::uint64_t> rumours_;  // the round in which each was new
-  struct Grave {
-    std::int64_t since = 0;
-    FragmentId key;
-    std::uint64_t version = 0;
-  };
-  std::deque<Grave> graves_;  // oldest first
+  detail::AnchorGraves graves_;
   std::map<std::pair<MemberId, bool>, Session> sessions_;  // true: this peer began it
   std::map<FragmentId, Pull> pulls_;
   std::vector<PulledAnchor> pulled_;

@@ -5,6 +5,21 @@
 #include <kvmeld/transport/anchor_exchange.hpp>
 
 KVMELD_NAMESPACE_BEGIN
+namespace detail {
+
+/// Whether an error says that a message is wrong, and not that this peer's store or bounds could not take it.
+[[nodiscard]] constexpr bool blames_message(ErrorCode code) noexcept {
+  switch (code) {
+    case ErrorCode::not_found:
+    case ErrorCode::unavailable:
+    case ErrorCode::timed_out:
+    case ErrorCode::store_full:
+    case ErrorCode::quota_exceeded: return false;
+    default: return true;
+  }
+}
+
+}  // namespace detail
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status AnchorExchange<Store, Auth, Hash, C>::receive(MemberId from, std::span<const std::byte> bytes) {
@@ -21,7 +36,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::receive(MemberId from, std::span<co
       default: break;  // of a newer minor version
     }
   }
-  if (!status) ++counters_.refused;
+  if (!status && detail::blames_message(status.code())) ++counters_.refused;
   return status;
 }
 
@@ -55,7 +70,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::tick(std::int64_t now_ms) {
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 void AnchorExchange<Store, Auth, Hash, C>::heard(const FragmentId& key, const AnchorRecord& record) {
   rumours_[key] = round_;
-  if (record.removed) graves_.push_back({elapsed_, key, record.version});
+  if (record.removed) graves_.dig(key, elapsed_); else graves_.fill(key);
   const auto held = held_.find(key);
   if (held == held_.end()) return;
   const bool gone = record.removed || record.payload != held->second.stored.payload;
@@ -68,7 +83,7 @@ template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status AnchorExchange<Store, Auth, Hash, C>::reclaim(const FragmentId& key, const AnchorRecord& record) {
   const auto missing = missing_blobs(record);
   if (!missing && missing.error().code() == ErrorCode::unavailable) return missing.error();
-  if (missing && missing->empty() && adopted_bytes_ + record.bytes <= options_.adopt_bytes) {
+  if (missing && missing->empty() && may_adopt(record.bytes)) {
     const auto list = detail::load_list(*store_, record, options_.format);
     if (!list) return list.error();
     hold(key, detail::stored_anchor(record.payload, *list), true);
@@ -241,11 +256,10 @@ Status AnchorExchange<Store, Auth, Hash, C>::run_sessions() {
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 void AnchorExchange<Store, Auth, Hash, C>::drop_tombstones() {
-  while (!graves_.empty() && (directory_.tombstones() > options_.max_tombstones || elapsed_ - graves_.front().since >= options_.tombstone_ms)) {
-    const Grave grave = graves_.front();
-    graves_.pop_front();
-    const AnchorRecord* const now = directory_.newest(grave.key);
-    if (now != nullptr && now->removed && now->version == grave.version) directory_.forget(grave.key);
+  while (graves_.size() > 0 && (graves_.size() > options_.max_tombstones || elapsed_ - graves_.oldest().since >= options_.tombstone_ms)) {
+    const FragmentId key = graves_.oldest().key;
+    graves_.fill(key);
+    directory_.forget(key);
   }
 }
 

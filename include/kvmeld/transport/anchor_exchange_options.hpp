@@ -46,7 +46,7 @@ struct AnchorExchangeOptions {
 struct AnchorExchangeCounters {
   std::array<std::uint64_t, 256> sent{};        ///< messages by type
   std::array<std::uint64_t, 256> sent_bytes{};  ///< of whole frames, by type
-  std::uint64_t refused = 0;     ///< damaged or hostile messages
+  std::uint64_t refused = 0;     ///< damaged or hostile messages, wrong blobs among them; not where the store, or a bound of this peer, was the reason
   std::uint64_t strikes = 0;     ///< wrong blobs
   std::uint64_t sessions = 0;    ///< reconciliations that this peer began
   std::uint64_t pulled = 0;      ///< anchors whose K/V came, from peers or the store

@@ -10,9 +10,10 @@
 KVMELD_NAMESPACE_BEGIN
 
 /// Brings what an exchange tells in step with a pool: anchors that no member has told of yet are published, a record for each of their
-/// contexts (one without a context for an anchor without offsets); what has left the pool is withdrawn. The records told anew.
+/// contexts (one without a context for an anchor without offsets); what has left the pool is withdrawn, but for pulled anchors that
+/// `take_pulled` has not given yet. The records told anew.
 ///
-/// Call it after commits. One pool for one exchange, whose namespace is `anchor_namespace` of the pool's space and signature policy.
+/// Call it after commits, those of pulled anchors too: one that was taken and is not in the pool is withdrawn. One pool for one exchange, whose namespace is `anchor_namespace` of the pool's space and signature policy.
 /// O(bytes) for what is new, O(anchors) else. Errors: those of `publish`; what was published before stays, and a retry goes on from there.
 template <class Signature, class Eviction, BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 [[nodiscard]] Result<std::size_t> publish_pool(AnchorExchange<Store, Auth, Hash, C>& exchange, const AnchorPool<Signature, Eviction>& pool) {
@@ -35,8 +36,9 @@ template <class Signature, class Eviction, BlobStore Store, Authenticator Auth, 
     if (anchor.offsets.empty()) KVMELD_TRY(publish({}));
     for (const ContextOffset& offset : anchor.offsets) KVMELD_TRY(publish(offset.context));
   }
+  const std::set<FragmentId> untaken = exchange.untaken();
   for (const FragmentId& key : exchange.held()) {
-    if (here.count(key) == 0) KVMELD_TRY(exchange.withdraw(key));
+    if (here.count(key) == 0 && untaken.count(key) == 0) KVMELD_TRY(exchange.withdraw(key));
   }
   return told;
 }

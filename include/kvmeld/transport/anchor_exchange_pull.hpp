@@ -19,7 +19,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::pull(const FragmentId& key) {
 
 /// What the store lacks of an anchor: the blob that lists its chunks, or else some of those. A list that is not the record's is an error.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Result<std::vector<BlobKey>> AnchorExchange<Store, Auth, Hash, C>::missing_blobs(const AnchorRecord& record) {
+Result<std::vector<BlobKey>> AnchorExchange<Store, Auth, Hash, C>::missing_blobs(const AnchorRecord& record, Pull* pull) {
   const auto list = detail::load_list(*store_, record, options_.format);
   if (!list) {
     const ErrorCode code = list.error().code();
@@ -29,11 +29,15 @@ Result<std::vector<BlobKey>> AnchorExchange<Store, Auth, Hash, C>::missing_blobs
     return list.error();
   }
   std::vector<BlobKey> out;
+  const auto share = [&](const BlobKey& blob) {
+    if (pull != nullptr && uses_.count(blob) != 0) use(*pull, blob);
+  };
+  share(record.payload);
   for (const std::vector<BlobKey>& chunks : list->chunks) {
     for (const BlobKey& key : chunks) {
       const auto there = store_->contains(key);
       if (!there) return there.error();
-      if (!*there) out.push_back(key);
+      if (*there) share(key); else out.push_back(key);
     }
   }
   std::sort(out.begin(), out.end());
@@ -43,8 +47,31 @@ Result<std::vector<BlobKey>> AnchorExchange<Store, Auth, Hash, C>::missing_blobs
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status AnchorExchange<Store, Auth, Hash, C>::begin_pull(const FragmentId& key, const AnchorRecord& record, bool asked) {
-  Pull pull;
+  Pull& pull = pulls_[key];
   pull.asked = asked;
+  aim(key, record, pull);
+  auto missing = missing_blobs(record, &pull);
+  Status begun = missing.status();
+  if (missing) {
+    pull.missing = *std::move(missing);
+    begun = pursue(key, pull);
+  }
+  const auto at = pulls_.find(key);
+  if (!begun && at != pulls_.end()) {
+    drop_uses(at->second.uses);
+    pulls_.erase(at);
+  }
+  return begun;
+}
+
+/// From the first candidate on, for the version of a record.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+void AnchorExchange<Store, Auth, Hash, C>::aim(const FragmentId& key, const AnchorRecord& record, Pull& pull) {
+  drop_uses(std::exchange(pull.uses, {}));
+  pull.missing.clear();
+  pull.at = pull.in_flight = 0;
+  pull.cycles = 0;
+  pull.next = 0;
   pull.payload = record.payload;
   pull.patience = options_.retry_ms;
   pull.candidates = rendezvous_rank(key, options_.members, static_cast<std::size_t>(neighbours_) + 2);
@@ -53,41 +80,34 @@ Status AnchorExchange<Store, Auth, Hash, C>::begin_pull(const FragmentId& key, c
     pull.candidates.insert(pull.candidates.begin() + (pull.candidates.empty() || owner(key) == record.owner ? 0 : 1), record.owner);
   }
   std::erase(pull.candidates, options_.self);
-  pull.lacks.resize(pull.candidates.size());
-  auto missing = missing_blobs(record);
-  if (!missing) return missing.error();
-  pull.missing = *std::move(missing);
-  return pursue(key, pulls_.emplace(key, std::move(pull)).first->second);
+  pull.lacks.assign(pull.candidates.size(), 0);
 }
 
-/// Goes on with what is missing, and ends where nothing is.
+/// Goes on with what is missing, and ends where nothing is. Errors: `unavailable`, behind which the pull stays and the next tick goes on.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status AnchorExchange<Store, Auth, Hash, C>::pursue(const FragmentId& key, Pull& pull) {
   const AnchorRecord* const record = directory_.find(key);
   if (record == nullptr) return fail(key, detail::error(ErrorCode::not_found, "the record under ", key.hex(), " was removed while its K/V was on the way"));
-  if (record->payload != pull.payload) {  // another version
-    const bool asked = pull.asked;
-    const AnchorRecord now = *record;
-    pulls_.erase(key);
-    return begin_pull(key, now, asked);
-  }
-  if (pull.missing.empty()) {
-    auto missing = missing_blobs(*record);
-    if (!missing) return missing.error().code() == ErrorCode::unavailable ? missing.error() : fail(key, missing.error());
+  if (record->payload != pull.payload) aim(key, *record, pull);  // another version
+  const auto look = [&]() -> Status {
+    auto missing = missing_blobs(*record, &pull);
+    if (!missing) return missing.error();
     pull.missing = *std::move(missing);
+    return {};
+  };
+  const auto stop = [&](const Status& why) { return why.code() == ErrorCode::unavailable ? why : fail(key, why); };
+  if (pull.missing.empty()) {
+    if (const Status looked = look(); !looked) return stop(looked);
   }
   if (pull.missing.empty()) {
     auto list = detail::load_list(*store_, *record, options_.format);
-    if (!list) return list.error();
-    auto anchor = detail::fill_list(*store_, *list, options_.format);
+    auto anchor = list ? detail::fill_list(*store_, *list, options_.format) : Result<Anchor>(list.error());
     if (anchor) return complete(key, AnchorRecord(*record), *list, *std::move(anchor), pull.asked);
     if (anchor.error().code() == ErrorCode::unavailable) return anchor.error();
     // What rotted in the store is erased, what another record let go of is not there: both are asked for.
     const bool lost = anchor.error().code() == ErrorCode::not_found || detail::proves_damage(anchor.error().code());
     if (!lost || ++pull.cycles > max_cycles) return fail(key, anchor.error());
-    auto missing = missing_blobs(*record);
-    if (!missing) return missing.error();
-    pull.missing = *std::move(missing);
+    if (const Status looked = look(); !looked) return stop(looked);
     if (pull.missing.empty()) return fail(key, anchor.error());
   }
   if (pull.candidates.empty()) return fail(key, detail::error(ErrorCode::not_found, "no other member lives who could have ", key.hex()));
@@ -123,11 +143,12 @@ bool AnchorExchange<Store, Auth, Hash, C>::next_candidate(Pull& pull) {
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status AnchorExchange<Store, Auth, Hash, C>::step_on(const FragmentId& key, Pull& pull) {
+  const AnchorRecord* const record = directory_.find(key);
+  if (record == nullptr || record->payload != pull.payload) return pursue(key, pull);  // what they lack is not what is told of now
   const auto lacking = static_cast<std::size_t>(std::count(pull.lacks.begin(), pull.lacks.end(), std::uint8_t{1}));
   if (lacking == pull.candidates.size()) {
-    const AnchorRecord* const record = directory_.find(key);
     Status why = detail::error(ErrorCode::not_found, "none of ", lacking, " members asked has the K/V of ", key.hex());
-    if (record != nullptr && !lives(record->owner)) KVMELD_TRY(bury(AnchorRecord(*record)));  // who wrote it is gone, and took it along
+    if (!lives(record->owner)) (void)bury(AnchorRecord(*record));  // who wrote it is gone, and took it along; behind the last version it stays
     return fail(key, std::move(why));
   }
   const bool other = next_candidate(pull);
@@ -142,16 +163,19 @@ Status AnchorExchange<Store, Auth, Hash, C>::step_on(const FragmentId& key, Pull
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status AnchorExchange<Store, Auth, Hash, C>::complete(const FragmentId& key, const AnchorRecord& record, const AnchorList& list, Anchor anchor, bool asked) {
   AnchorRecord now = record;
-  pulls_.erase(FragmentId(key));
+  const auto pull = pulls_.find(key);
+  const std::set<BlobKey> uses = std::move(pull->second.uses);
+  pulls_.erase(pull);
   ++counters_.pulled;
   const auto before = held_.find(key);
   bool adopted = before != held_.end() && before->second.adopted;
-  if (!adopted && record.owner != options_.self && owner(key) == options_.self && adopted_bytes_ + record.bytes <= options_.adopt_bytes) {
+  if (!adopted && record.owner != options_.self && owner(key) == options_.self && may_adopt(record.bytes)) {
     now.owner = options_.self;
     adopted = write(now).ok();
     if (adopted) ++counters_.adopted; else now = record;
   }
   hold(key, detail::stored_anchor(record.payload, list), adopted);
+  drop_uses(uses);
   if (asked) pulled_.push_back({key, now, std::move(anchor)});
   return {};
 }
@@ -162,6 +186,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::fail(const FragmentId& key, Status 
   ++counters_.pulls_failed;
   const AnchorRecord* const record = directory_.newest(key);
   if (at->second.asked) pulled_.push_back({key, record == nullptr ? AnchorRecord{} : *record, std::move(why)});
+  drop_uses(at->second.uses);  // parts of an anchor, which nobody here will ask for
   pulls_.erase(at);
   return {};
 }
@@ -189,7 +214,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<c
     if (!missing && missing.error().code() == ErrorCode::unavailable) return missing.error();
     return missing && missing->empty() ? Status() : bury(AnchorRecord(*record));
   }
-  const bool adopts = owner(fetch->id) == options_.self && adopted_bytes_ + record->bytes <= options_.adopt_bytes;
+  const bool adopts = owner(fetch->id) == options_.self && may_adopt(record->bytes);
   return adopts ? begin_pull(fetch->id, AnchorRecord(*record), false) : Status();
 }
 
@@ -219,7 +244,9 @@ Status AnchorExchange<Store, Auth, Hash, C>::on_piece(MemberId from, std::span<c
     if (pull.candidates[pull.at] == from) KVMELD_TRY(step_on(key, pull));
     return whole;
   }
-  KVMELD_TRY(store_->put(piece->key, piece->bytes).status());
+  const auto fresh = store_->put(piece->key, piece->bytes);
+  if (!fresh) return fresh.error();
+  if (*fresh || uses_.count(piece->key) != 0) use(pull, piece->key);
   pull.missing.erase(wanted);
   pull.in_flight -= pull.in_flight > 0 ? 1U : 0U;
   pull.next = elapsed_ + jitter(pull.patience);
