@@ -2,6 +2,20 @@
 #include "support/anchor_peers.hpp"
 #include "support/catch.hpp"
 
+#include <cstdlib>
+#include <new>
+
+namespace {
+std::size_t largest_array = 0;  // that was asked for
+}
+void* operator new[](std::size_t bytes) {
+  largest_array = (std::max)(largest_array, bytes);
+  if (void* const out = std::malloc(bytes > 0 ? bytes : 1)) return out;
+  std::abort();
+}
+void operator delete[](void* p) noexcept { std::free(p); }
+void operator delete[](void* p, std::size_t) noexcept { std::free(p); }
+
 namespace {
 
 using kvmeld::AnchorRecord;
@@ -254,4 +268,42 @@ TEST_CASE("hostile bodies in frames that are right change no directory, and the 
   CHECK(a.receive(2, *kvmeld::encode_frame(65, nothing, stranger)).code() == ErrorCode::unauthenticated);
   CHECK_FALSE(a.receive(2, noise(random, 100)).ok());
   CHECK(a.receive(2, *kvmeld::encode_frame(99, nothing, options.frame)).ok());  // of a newer minor version
+}
+
+TEST_CASE("a list that announces gigabytes and names small chunks costs no more than those") {
+  const std::shared_ptr<const kvmeld::Geometry> wide = test::geometry({.layers = 8, .heads = 8, .channels = 512});
+  for (const bool first_is_whole : {false, true}) {
+    kvmeld::MemoryStore store;
+    kvmeld::FragmentFormat<> wide_format;
+    wide_format.chunk_bytes = 1U << 16U;
+    kvmeld::AnchorList list;
+    list.anchor = test::anchor(1, {}, 4096);
+    auto body = std::make_shared<kvmeld::Fragment::Body>(*list.anchor.base.body());
+    body->geometry = wide;
+    kvmeld::Payload& payload = body->payloads[0];
+    payload.layer_set.assign(wide->layers.size(), 0);
+    REQUIRE(kvmeld::detail::lay_out(*wide, payload, std::uint64_t{1} << 34U).ok());
+    REQUIRE(payload.byte_count >= std::size_t{1} << 29U);
+    payload.bytes = nullptr;
+    list.anchor.base = kvmeld::Fragment(body);
+    list.chunk_bytes = wide_format.chunk_bytes;
+    const auto put = [&](std::size_t size) {
+      const std::vector<std::byte> raw(size, std::byte{1});
+      const kvmeld::BlobKey key = kvmeld::chunk_key<kvmeld::Xxh3_128>(raw);
+      REQUIRE(store.put(key, kvmeld::encode_chunk(raw)).ok());
+      return key;
+    };
+    list.chunks.emplace_back(kvmeld::chunk_count(payload.byte_count, list.chunk_bytes), put(1));
+    if (first_is_whole) list.chunks[0][0] = put(list.chunk_bytes);
+    const auto raw = kvmeld::encode_anchor_list(list);
+    const kvmeld::BlobKey key = kvmeld::chunk_key<kvmeld::Xxh3_128>(raw);
+    REQUIRE(store.put(key, kvmeld::encode_chunk(raw)).ok());
+    const AnchorRecord record{list.anchor.id, {}, kvmeld::text_digest(list.anchor.base.tokens()), 0, 4096, list.bytes(), key, 1, 1, false, false};
+    largest_array = 0;
+    const auto loaded = kvmeld::load_anchor(store, record, wide_format);
+    REQUIRE_FALSE(loaded.ok());
+    INFO(loaded.error().message());
+    CHECK(loaded.error().code() == ErrorCode::corrupt);
+    CHECK(largest_array <= kvmeld::max_chunk_bytes);
+  }
 }

@@ -121,19 +121,27 @@ template <BlobStore S, ContentHash Hash, Compressor C>
   return list_of(record, *raw, format);
 }
 
-/// The bytes of one part of a list, chunk by chunk.
+/// The bytes of one part of a list, chunk by chunk. Room grows with the bytes that came: what a list announces is not believed.
 template <BlobStore S, ContentHash Hash, Compressor C>
 [[nodiscard]] Result<Fragment> load_part(S& store, const Fragment& part, std::span<const BlobKey> chunks, std::size_t chunk_bytes,
                                          const FragmentFormat<Hash, C>& format) {
   auto body = std::make_shared<Fragment::Body>(*part.body());
   Payload& payload = body->payloads[0];
-  const std::shared_ptr<std::byte[]> bytes(new std::byte[(std::max)(payload.byte_count, std::size_t{1})]);
+  std::size_t room = 1;
+  std::shared_ptr<std::byte[]> bytes(new std::byte[room]);
   for (std::size_t c = 0; c < chunks.size(); ++c) {
     const auto chunk = read_blob(store, chunks[c], format);
     if (!chunk) return chunk.error();
     const std::size_t size = chunk_size(payload.byte_count, c, chunk_bytes);
     if (chunk->size() != size) return error(ErrorCode::corrupt, "a chunk of ", chunk->size(), " bytes where its anchor has ", size);
-    std::memcpy(bytes.get() + c * chunk_bytes, chunk->data(), size);
+    const std::size_t at = c * chunk_bytes;
+    if (at + size > room) {
+      room = (std::min)(payload.byte_count, (std::max)(max_chunk_bytes, 2 * (at + size)));
+      std::shared_ptr<std::byte[]> wider(new std::byte[room]);
+      if (at > 0) std::memcpy(wider.get(), bytes.get(), at);
+      bytes = std::move(wider);
+    }
+    std::memcpy(bytes.get() + at, chunk->data(), size);
   }
   payload.bytes = bytes;
   return Fragment(std::move(body));
