@@ -221,6 +221,10 @@ TEST_CASE("a directory refuses what is unsound or too much, and stays as it was"
   refused(bad, ErrorCode::invalid_argument);
   bad = record(1, 2, 1, false), bad.payload.bytes[0] = 1;
   refused(bad, ErrorCode::invalid_argument);
+  for (const std::uint64_t bytes : {kvmeld::max_anchor_bytes + 1, ~std::uint64_t{0}}) {  // sums of such would wrap
+    bad = record(1, 2, 1, false), bad.bytes = bytes;
+    refused(bad, ErrorCode::invalid_argument);
+  }
   bad = record(1, 2, 1, true), bad.bytes = 1;
   refused(bad, ErrorCode::invalid_argument);
   bad = record(1, 2, 1, false), bad.id = {};

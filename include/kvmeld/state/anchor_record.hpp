@@ -54,6 +54,7 @@ struct AnchorRecord {
 };
 
 inline constexpr std::uint64_t max_record_version = std::uint64_t{1} << 48U;
+inline constexpr std::uint64_t max_anchor_bytes = std::uint64_t{1} << 48U;  ///< of K/V that a record may name
 
 /// What a directory keeps a record under: one for each anchor and context, so that offsets measured by two members stand side by side.
 [[nodiscard]] inline FragmentId record_key(const FragmentId& id, const Digest128& context) {
@@ -102,6 +103,7 @@ KVMELD_LAZY [[nodiscard]] Status check_record(const AnchorRecord& record) {
     return {};
   }
   if (record.tokens < 1 || record.tokens > max_position) return error(ErrorCode::invalid_argument, "a record of ", record.tokens, " tokens");
+  if (record.bytes > max_anchor_bytes) return error(ErrorCode::invalid_argument, "a record of ", record.bytes, " bytes, above ", max_anchor_bytes);
   if (!record.payload.is_chunk()) return error(ErrorCode::invalid_argument, "a record whose payload key is of kind ", record.payload.bytes[0], ", not a chunk's");
   return {};
 }
