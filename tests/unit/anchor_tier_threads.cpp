@@ -511,6 +511,83 @@ TEST_CASE("readers do not wait for a store that stands still") {
   REQUIRE(store.inner.used_bytes() == 0);
 }
 
+TEST_CASE("what is asked for while it moves is found by a later step, though another looked meanwhile") {
+  const auto all = anchors(2);
+  Pool pool = pool_for(4);
+  Moody store;
+  AnchorTiers tiers(store, {.device_bytes = 1 << 20, .host_bytes = base_bytes + delta_bytes, .file_bytes = 1 << 20}, Device{});
+  REQUIRE(tiers.commit(pool, all[0]).ok());
+  REQUIRE(tiers.commit(pool, all[1]).ok());
+  pool.erase(all[1].id);
+  tiers.retain(pool.snapshot()->table);  // so that anchor 0 is in the file, and host memory has room
+  const auto shell = pool.snapshot()->table.anchor(0);
+  Device::handle handle;
+  Fragment out;
+  REQUIRE(tiers.take(delta(all[0]), out) == TierAnswer::being_fetched);
+  REQUIRE(tiers.bytes(Tier::host) < base_bytes + delta_bytes);
+  tiers.prefetch({&shell, 1}, context, Tier::device);
+  store.entered->store(false);
+  store.waits->store(true);
+  std::thread first([&] { (void)tiers.step(); });
+  while (!store.entered->load()) std::this_thread::yield();
+  const auto second = tiers.step();
+  store.waits->store(false);
+  first.join();
+  REQUIRE(second.ok());
+  REQUIRE(!second->moved);
+  settle(tiers);
+  REQUIRE(tiers.take_device(delta(all[0]), handle) == TierAnswer::here);
+}
+
+TEST_CASE("an upload for which there is no room does not hold up what is behind it") {
+  const Anchor there = anchor(1, 2, 0), wanted = anchor(2, 2, 0), behind = anchor(3, 2, 0);
+  // The device is full of an only copy, and host memory of what is wanted there most.
+  for (const std::size_t ahead_bytes : {std::size_t{0}, base_bytes}) {
+    Pool pool = pool_for(4);
+    AnchorTiers tiers(kvmeld::MemoryStore(), {.device_bytes = base_bytes, .host_bytes = base_bytes, .file_bytes = 1 << 20, .ahead_bytes = ahead_bytes}, Device{});
+    Device::handle handle;
+    Fragment out;
+    REQUIRE(tiers.commit(pool, there).ok());
+    REQUIRE(tiers.take_device(there.base, handle) == TierAnswer::being_fetched);
+    REQUIRE(tiers.step()->to == Tier::device);
+    if (ahead_bytes == 0) REQUIRE(tiers.commit(pool, behind).ok());
+    REQUIRE(tiers.commit(pool, wanted).ok());
+    for (int i = 0; i < 9; ++i) REQUIRE(tiers.take_device(wanted.base, handle) == TierAnswer::being_fetched);
+    if (ahead_bytes == 0) {
+      REQUIRE(tiers.take(behind.base, out) == TierAnswer::being_fetched);
+      REQUIRE(tiers.step()->to == Tier::file);  // room for it
+      const auto step = tiers.step();
+      REQUIRE(step.ok());
+      REQUIRE(step->moved);
+      REQUIRE(step->payload == behind.base.id());
+      REQUIRE(tiers.take(behind.base, out) == TierAnswer::here);
+      REQUIRE(same_bytes(out, behind.base));
+    } else {
+      const auto step = tiers.step();
+      REQUIRE(step.ok());
+      REQUIRE(step->moved);
+      REQUIRE(step->to == Tier::file);
+    }
+    settle(tiers);
+    REQUIRE(tiers.take_device(there.base, handle) == TierAnswer::here);
+  }
+}
+
+TEST_CASE("an anchor without a Δ for the context is not gone") {
+  const Anchor a = anchor(1);
+  Pool pool = pool_for(4);
+  AnchorTiers tiers(kvmeld::MemoryStore(), {});
+  REQUIRE(tiers.commit(pool, a).ok());
+  const auto shell = pool.snapshot()->table.anchor(0);
+  const auto got = tiers.take({&shell, 1}, {context.low + 9, context.high});
+  REQUIRE(got.answer != TierAnswer::here);
+  REQUIRE(got.offsets.empty());
+  REQUIRE(got.gone_anchors.empty());
+  const auto known = tiers.take({&shell, 1}, context);
+  REQUIRE(known.answer == TierAnswer::here);
+  REQUIRE(known.offsets.size() == 1);
+}
+
 TEST_CASE("readers, two steppers and a writer at once") {
   constexpr std::uint8_t names = 10;
   const auto all = anchors(names);

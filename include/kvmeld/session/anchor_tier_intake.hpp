@@ -171,23 +171,28 @@ void sweep(Moves& moves, const AnchorTable& table) {
   }
 }
 
-/// The payload that is asked for most; of equals the one used last.
+/// The payloads that are asked for and do not move, first the one asked for most; of equals the one used last. Leaves word where some move.
 template <class Moves>
-[[nodiscard]] typename Moves::CellPtr most_wanted(const Moves& moves) {
-  typename Moves::CellPtr out;
-  std::pair<std::uint32_t, std::uint64_t> most;
+[[nodiscard]] std::vector<typename Moves::CellPtr> most_wanted(Moves& moves) {
+  struct Wanted {
+    std::pair<std::uint32_t, std::uint64_t> urgency;
+    typename Moves::CellPtr cell;
+  };
+  std::vector<Wanted> wanted;
   for (const auto& [id, cell] : moves.cells) {
-    const TierWant want = cell->want.load(std::memory_order_relaxed);
-    if (want == TierWant::nothing || cell->moving) continue;
-    if (cell->held[static_cast<std::size_t>(want == TierWant::host ? Tier::host : Tier::device)]) {
-      cell->want.store(TierWant::nothing);
-      continue;
+    TierWant want = cell->want.load();
+    if (want == TierWant::nothing) continue;
+    if (cell->moving) {
+      moves.asked.store(true);  // it may want to go on from where it comes to
+    } else if (cell->held[static_cast<std::size_t>(want == TierWant::host ? Tier::host : Tier::device)]) {
+      cell->want.compare_exchange_strong(want, TierWant::nothing);
+    } else {
+      wanted.push_back({{cell->hits.load(std::memory_order_relaxed), cell->last_used.load(std::memory_order_relaxed)}, cell});
     }
-    const std::pair urgency(cell->hits.load(std::memory_order_relaxed), cell->last_used.load(std::memory_order_relaxed));
-    if (out != nullptr && !(urgency > most)) continue;
-    out = cell;
-    most = urgency;
   }
+  std::stable_sort(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) { return a.urgency > b.urgency; });
+  std::vector<typename Moves::CellPtr> out;
+  for (Wanted& w : wanted) out.push_back(std::move(w.cell));
   return out;
 }
 /// The next move of a payload on its way to where it is wanted: to a device by way of host memory.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -53,9 +54,9 @@ enum class TierAnswer : std::uint8_t {
 
 /// Offsets of a look-up's anchors, or why they cannot be had now.
 struct TierOffsets {
-  TierAnswer answer = TierAnswer::here;    ///< `gone` where one is, else `being_fetched` where one is
+  TierAnswer answer = TierAnswer::here;    ///< `gone` where one is or was never measured, else `being_fetched` where one is
   std::vector<ContextOffset> offsets{};    ///< (anchors) with their bytes; empty unless all are `here`
-  std::vector<FragmentId> gone_anchors{};  ///< to be erased from the pool and committed anew
+  std::vector<FragmentId> gone_anchors{};  ///< to be erased from the pool and committed anew; not those that only have no Δ for the context: commit one
 };
 
 /// What one step did.
@@ -144,8 +145,8 @@ class AnchorTiers {
         whole.context = context;
         answer = take(offset->segment, whole.segment);
         if (offset->following.valid()) answer = (std::max)(answer, take(offset->following, whole.following));
+        if (answer == TierAnswer::gone) out.gone_anchors.push_back(anchor->id);
       }
-      if (answer == TierAnswer::gone) out.gone_anchors.push_back(anchor->id);
       out.answer = (std::max)(out.answer, answer);
       out.offsets.push_back(std::move(whole));
     }
@@ -176,23 +177,34 @@ class AnchorTiers {
     }
   }
 
-  /// Makes one move: for what is asked for most, else of what falls next out of host memory, to the store. O(payloads + bytes moved).
+  /// Makes one move: for what is asked for most and can be moved, else of what falls next out of host memory, to the store. O(payloads +
+  /// bytes moved); where there is no room for what is asked for most, O(payloads) for each size that was tried.
   ///
   /// Errors: the store's and the device's, nothing moved; who wants the payload asks again. `id_mismatch` or `not_found` for a copy that is
   /// damaged or was taken away: it is dropped, and where it was the only one the payload is gone.
   Result<TierStep> step() {
     std::unique_lock lock(moves_.mutex);
-    const bool asked = moves_.asked.exchange(false);
-    const CellPtr wanted = asked ? detail::most_wanted(moves_) : nullptr;
-    const CellPtr falling = wanted != nullptr ? nullptr : detail::next_to_fall(moves_, options_.ahead_bytes);
-    if (wanted == nullptr && falling == nullptr) return TierStep{};
-    if (wanted != nullptr) moves_.asked.store(true);  // there may be more
-    const auto move = wanted != nullptr ? moves_.prepare(detail::next_move(moves_, *wanted), wanted) : moves_.prepare(Kind::write, falling, false);
-    const Status status = !move ? move.status() : move->kind == Kind::none ? Status{} : moves_.run(lock, *move);
-    if (!status.ok() && wanted != nullptr) wanted->want.store(detail::TierWant::nothing);
-    if (!status.ok()) return status;
-    if (move->kind == Kind::none) return TierStep{};
-    return TierStep{true, move->cell->shell.id(), Moves::destination(move->kind), move->cell->bytes()};
+    std::vector<CellPtr> wanted;
+    if (moves_.asked.exchange(false)) wanted = detail::most_wanted(moves_);
+    if (!wanted.empty()) moves_.asked.store(true);  // there may be more
+    std::array<std::size_t, 5> no_room;  // for so many bytes, by kind
+    no_room.fill(~std::size_t{0});
+    for (const CellPtr& cell : wanted) {
+      const Kind kind = detail::next_move(moves_, *cell);
+      std::size_t& least = no_room[static_cast<std::size_t>(kind)];
+      if (cell->dead || cell->bytes() >= least) continue;
+      const auto move = moves_.prepare(kind, cell);
+      if (move && move->kind == Kind::none) {
+        if (!cell->dead) least = cell->bytes();
+        continue;
+      }
+      auto done = carry_out(lock, move);
+      if (!done) cell->want.store(detail::TierWant::nothing);
+      return done;
+    }
+    const CellPtr falling = detail::next_to_fall(moves_, options_.ahead_bytes);
+    if (falling == nullptr) return TierStep{};
+    return carry_out(lock, moves_.prepare(Kind::write, falling, false));
   }
 
   /// A payload with its bytes, for who would rather wait. Errors: `payload_missing` for one in no tier, those of `step`.
@@ -232,6 +244,12 @@ class AnchorTiers {
     if (what == detail::TierWant::device && cell.bytes() > options_.device_bytes) return;
     if (cell.want.load(std::memory_order_relaxed) < what) cell.want.store(what);
     moves_.asked.store(true);
+  }
+  Result<TierStep> carry_out(std::unique_lock<std::mutex>& lock, const Result<typename Moves::Move>& move) {
+    if (!move) return move.error();
+    if (move->kind == Kind::none) return TierStep{};
+    KVMELD_TRY(moves_.run(lock, *move));
+    return TierStep{true, move->cell->shell.id(), Moves::destination(move->kind), move->cell->bytes()};
   }
   template <class Pool>
   [[nodiscard]] Result<CommitResult> finish(Pool& pool, Result<CommitResult> done, std::span<const FragmentId> fresh) {
