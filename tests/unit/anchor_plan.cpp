@@ -5,6 +5,7 @@
 
 #include <kvmeld/anchor/anchor.hpp>
 #include <kvmeld/anchor/blend_weights.hpp>
+#include <kvmeld/anchor/channel_weights.hpp>
 #include <kvmeld/anchor/placement.hpp>
 #include <kvmeld/cache/fragment_view.hpp>
 
@@ -297,4 +298,49 @@ TEST_CASE("anchors: vectors, offsets by context, bytes") {
   REQUIRE(anchor->bytes() == bare + 3 * delta.payloads()[0].byte_count);
   REQUIRE(kvmeld::add_offset(*anchor, {kvmeld::Digest128{3, 0}, offset(Segment(shape, 4, 1), 2, 1).delta, {}}).status().code() == ErrorCode::invalid_argument);
   REQUIRE(kvmeld::make_anchor(Segment(shape, 0, 1).at(0), {}).status().code() == ErrorCode::invalid_argument);
+}
+
+TEST_CASE("weights by channel are products of single offsets, and add up like weights by segment") {
+  const Segment s(shape, 5, 1);
+  const std::size_t channels = kvmeld::channel_count(*shape);
+  REQUIRE(channels == 3 * 2 * 2 * 8);
+  std::vector<double> distances;  // (anchor, channel)
+  for (std::size_t i = 0; i < 2 * channels; ++i) distances.push_back(0.1 * static_cast<double>(i * 7 % 11));
+  const std::vector<float> weights = kvmeld::token_weights(distances, 2, 0.5);
+  const std::span<const float> all(weights);
+  ReusePart part{.base = s.at(0), .position = 30};
+  for (std::size_t a = 0; a < 2; ++a) {
+    auto weighed = offset(s, 50 + a, static_cast<std::uint8_t>(a));
+    const auto by_channel = kvmeld::weighted_by_channel(weighed.delta, all.subspan(a * channels, channels));
+    REQUIRE(by_channel.ok());
+    REQUIRE(by_channel->id() != weighed.delta.id());
+    weighed.delta = *by_channel;
+    part.offsets.push_back(weighed);
+  }
+  // In plain double: each channel by its own weights; layer 0 stays the base.
+  Segment expected = s;
+  const Segment first = s.in_context(50), second = s.in_context(51);
+  for (std::size_t p = 2; p < s.values.size(); ++p) {
+    for (std::size_t i = 0; i < s.values[p].size(); ++i) {
+      const std::size_t channel = p * 16 + i % 16;
+      expected.values[p][i] = s.values[p][i] + static_cast<double>(weights[channel]) * (first.values[p][i] - s.values[p][i]) +
+                              static_cast<double>(weights[channels + channel]) * (second.values[p][i] - s.values[p][i]);
+    }
+  }
+  test::TestCache wanted(shape, 5);
+  expected.write(wanted, 30);
+  REQUIRE(difference(rendered({&part, 1}, shape), wanted.buffers()) < 1e-5);
+  // Equal weights in all channels are a weight of the segment.
+  ReusePart same{.base = s.at(0), .position = 30, .offsets = {offset(s, 50, 1)}};
+  ReusePart half = same;
+  half.offsets[0].weight = 0.5F;
+  same.offsets[0].delta = *kvmeld::weighted_by_channel(same.offsets[0].delta, std::vector<float>(channels, 0.5F));
+  REQUIRE(rendered({&same, 1}, shape) == rendered({&half, 1}, shape));
+  const auto delta = offset(s, 50, 1).delta;
+  REQUIRE(kvmeld::weighted_by_channel(delta, std::vector<float>(channels - 1, 1)).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::weighted_by_channel(delta, std::vector<float>(channels, NAN)).status().code() == ErrorCode::non_finite);
+  const std::vector<float> huge(channels, 1e38F);
+  REQUIRE(kvmeld::weighted_by_channel(*kvmeld::weighted_by_channel(delta, huge), huge).status().code() == ErrorCode::non_finite);
+  REQUIRE(kvmeld::weighted_by_channel(s.at(7), std::vector<float>(channels, 1)).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::weighted_by_channel({}, {}).status().code() == ErrorCode::invalid_argument);
 }
