@@ -305,7 +305,7 @@ TEST_CASE("weights by channel are products of single offsets, and add up like we
   const std::size_t channels = kvmeld::channel_count(*shape);
   REQUIRE(channels == 3 * 2 * 2 * 8);
   std::vector<double> distances;  // (anchor, channel)
-  for (std::size_t i = 0; i < 2 * channels; ++i) distances.push_back(0.1 * static_cast<double>(i * 7 % 11));
+  for (std::size_t i = 0; i < 2 * channels; ++i) distances.push_back(0.1 * static_cast<double>(i * i % 23));
   const std::vector<float> weights = kvmeld::token_weights(distances, 2, 0.5);
   const std::span<const float> all(weights);
   ReusePart part{.base = s.at(0), .position = 30};
