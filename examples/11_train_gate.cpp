@@ -7,6 +7,8 @@
 // space, so that rows show their noise in the rest of it; the best shares are 1/σ². Numbers are the mean squared error of a fused
 // row against the truth, on held-out tokens.
 
+#include "support/adam.hpp"
+
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -29,6 +31,7 @@
 
 namespace {
 
+using example::Adam;
 using Json = nlohmann::json;
 using Numbers = std::vector<double>;
 
@@ -92,25 +95,6 @@ Sample draw(const Task& task, Random& random) {
   }
   return s;
 }
-
-/// Kingma, Ba: Adam, 2015.
-class Adam {
- public:
-  explicit Adam(std::size_t n) : first_(n), second_(n) {}
-  void step(Numbers& parameters, const Numbers& gradient, double rate) {
-    ++steps_;
-    const double a = 1 - std::pow(0.9, steps_), b = 1 - std::pow(0.999, steps_);
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      first_[i] += 0.1 * (gradient[i] - first_[i]);
-      second_[i] += 0.001 * (gradient[i] * gradient[i] - second_[i]);
-      parameters[i] -= rate * (first_[i] / a) / (std::sqrt(second_[i] / b) + 1e-8);
-    }
-  }
-
- private:
-  Numbers first_, second_;
-  double steps_ = 0;
-};
 
 double squared_error(const Numbers& row, const Numbers& truth, Numbers& cotangent, double scale) {
   double sum = 0;

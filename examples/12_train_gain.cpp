@@ -6,8 +6,9 @@
 //
 // Documents, prefixes and their lengths of the three parts differ: what is fitted, what scores are measured on (they go into the files, and
 // a layer is used only where it beats identity there), and what is reported last. Writes build/gain_ridge.safetensors,
-// build/gain_lstm.safetensors and build/train_gain.json. docs/anchors.md has the table.
+// build/gain_lstm.safetensors and build/train_gain.json.
 
+#include "support/adam.hpp"
 #include "support/anchored.hpp"
 #include "support/anchored_texts.hpp"
 #include "support/reader.hpp"
@@ -119,25 +120,6 @@ kvmeld::Status measure(Anchored& place, Part& part, std::size_t first, const Fla
   }
   return {};
 }
-
-/// Kingma, Ba: Adam, 2015.
-class Adam {
- public:
-  explicit Adam(std::size_t n) : first_(n), second_(n) {}
-  void step(Numbers& parameters, const Numbers& gradient, double rate) {
-    ++steps_;
-    const double a = 1 - std::pow(0.9, steps_), b = 1 - std::pow(0.999, steps_);
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      first_[i] += 0.1 * (gradient[i] - first_[i]);
-      second_[i] += 0.001 * (gradient[i] * gradient[i] - second_[i]);
-      parameters[i] -= rate * (first_[i] / a) / (std::sqrt(second_[i] / b) + 1e-8);
-    }
-  }
-
- private:
-  Numbers first_, second_;
-  double steps_ = 0;
-};
 
 /// One layer's LSTM by the gradient over all samples, with a step size that falls along a cosine.
 Numbers train_layer(const std::vector<GainSample>& samples, std::size_t layer, const Flags& flags) {
