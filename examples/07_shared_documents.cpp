@@ -3,7 +3,7 @@
 //
 // Compares these ways on one model, over documents of one template and of free text, with few anchors and with more: first-token time and
 // its parts, how much was reused and why not, answers, the next token's distribution and K/V against full prefill. Writes
-// build/shared_documents.json. docs/anchors.md and docs/quality.md have the table.
+// build/shared_documents.json. docs/quality.md has the table.
 
 #include "support/anchored.hpp"
 #include "support/anchored_texts.hpp"

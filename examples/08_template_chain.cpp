@@ -3,7 +3,7 @@
 //
 // Compares reading every prompt anew with placing what is known of its pieces: turned to their places alone, or corrected, the pieces
 // and the template's text behind them, by what the same slots did to other pieces before. The anchors are made on the way, from nothing.
-// Writes build/template_chain.json. docs/anchors.md has the table.
+// Writes build/template_chain.json. docs/quality.md has the table.
 
 #include "support/anchored.hpp"
 #include "support/anchored_texts.hpp"

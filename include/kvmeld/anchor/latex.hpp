@@ -55,9 +55,9 @@ KVMELD_LAZY [[nodiscard]] std::vector<std::uint32_t> formula_steps(LatexTree& tr
 
 }  // namespace detail
 
-/// Reads a formula in the subset of LaTeX and Unicode that docs/anchors.md describes, and brings it into normal form.
+/// Reads a formula in the subset of LaTeX and Unicode that docs/formulas.md describes, and brings it into normal form.
 ///
-/// A hint for retrieval, no proof: products commute though matrices do not, and no law but those of docs/anchors.md is known.
+/// A hint for retrieval, no proof: products commute though matrices do not, and no law but those of docs/formulas.md is known.
 /// Takes any bytes. O(n log n) for n bytes and a bounded depth; with `rename_free` as often as there are variables, and where those are alike
 /// at most some 3 v² times for v of them, `max_free` at most.
 /// Errors: `corrupt` (no UTF-8, or not a formula), `truncated`, `unsupported` (environments, line breaks), `oversized` (a bound of the options).

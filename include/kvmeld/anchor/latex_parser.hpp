@@ -33,7 +33,7 @@ struct LatexNode {
 
 using LatexTree = std::vector<LatexNode>;
 
-/// Pratt's parser (Top down operator precedence, 1973) over the subset of docs/anchors.md.
+/// Pratt's parser (Top down operator precedence, 1973) over the subset of docs/formulas.md.
 ///
 /// Recursion is bounded by `max_depth`, and so is the tree's height. O(tokens), O(tokens²) for integrals within integrals.
 template <class = void>

@@ -17,7 +17,7 @@
 #include <kvmeld/codec/payload_layout.hpp>
 #include <kvmeld/state/anchor_record.hpp>
 
-/// Bytes of anchors and of what is said of them (docs/anchors.md).
+/// Bytes of anchors and of what is said of them (docs/anchor_peers.md).
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
