@@ -10,6 +10,7 @@
 #include "support/asking.hpp"
 #include "support/prompt.hpp"
 #include "support/question_prompt.hpp"
+#include "support/series.hpp"
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -62,32 +63,12 @@ struct Times {
   [[nodiscard]] double first_token() const { return look_up + weigh + blend.total() + prefill + question; }
 };
 
-/// Mean and spread of a figure.
-struct Series {
-  std::vector<double> values;
-  void add(double value) { values.push_back(value); }
-  [[nodiscard]] double mean() const {
-    double sum = 0;
-    for (const double v : values) sum += v;
-    return values.empty() ? 0 : sum / static_cast<double>(values.size());
-  }
-  [[nodiscard]] double deviation() const {
-    const double m = mean();
-    double sum = 0;
-    for (const double v : values) sum += (v - m) * (v - m);
-    return values.size() < 2 ? 0 : std::sqrt(sum / static_cast<double>(values.size() - 1));
-  }
-  [[nodiscard]] double median() const {
-    std::vector<double> sorted = values;
-    std::sort(sorted.begin(), sorted.end());
-    return sorted.empty() ? 0 : sorted[sorted.size() / 2];
-  }
-  [[nodiscard]] Json json() const {
-    if (values.empty()) return nullptr;
-    const auto [low, high] = std::minmax_element(values.begin(), values.end());
-    return {{"mean", mean()}, {"deviation", deviation()}, {"min", *low}, {"max", *high}, {"n", values.size()}};
-  }
-};
+/// Null for a figure that nothing was measured of.
+Json json_of(const Series& series) {
+  if (series.values.empty()) return nullptr;
+  const auto [low, high] = std::minmax_element(series.values.begin(), series.values.end());
+  return {{"mean", series.mean()}, {"deviation", series.deviation()}, {"min", *low}, {"max", *high}, {"n", series.values.size()}};
+}
 
 /// One row of the table.
 struct Row {
@@ -125,8 +106,8 @@ struct Row {
     row["first_token_parts_ms"] = {{"look_up_and_decision", look_up.median()}, {"weights_by_token", weigh.median()}, {"plan", plan.median()},
                                    {"blend_and_rotation", blend.median()},     {"import", import.median()},         {"prefill", prefill.median()},
                                    {"question", question.median()}};
-    row["spread"] = {{"kl", kl.json()}, {"k_error", key.json()}, {"v_error", value.json()}};
-    if (!following_key.values.empty()) row["following_text"] = {{"k_error", following_key.json()}, {"v_error", following_value.json()}};
+    row["spread"] = {{"kl", json_of(kl)}, {"k_error", json_of(key)}, {"v_error", json_of(value)}};
+    if (!following_key.values.empty()) row["following_text"] = {{"k_error", json_of(following_key)}, {"v_error", json_of(following_value)}};
     return row;
   }
 };
@@ -319,7 +300,7 @@ class Study {
       for (const Known& known : held_out) bases += known.base_ms;
       blended = load.rows[0].first_token.mean() * n * static_cast<double>(held_out.size());
       figures[load.name] = {{"temperature", load.rule.temperature},
-                            {"distances", load.distances.json()},
+                            {"distances", json_of(load.distances)},
                             {"measuring_one_offset_ms", measure_ms.mean()},
                             {"five_agents_with_bases", full.first_token.mean() * n * static_cast<double>(held_out.size()) / (bases + blended)},
                             {"five_agents_with_bases_and_anchors", without / with},
@@ -527,7 +508,7 @@ class Study {
       wrong.add(norms(*wrong_offset).key / size.key);
       progress(text + ": the first layer");
     }
-    figures_["layer_0"][text] = {{"k_offset", key.json()}, {"v_offset", value.json()}, {"v_engine_noise", noise.json()}, {"k_offset_one_position_off", wrong.json()}};
+    figures_["layer_0"][text] = {{"k_offset", json_of(key)}, {"v_offset", json_of(value)}, {"v_engine_noise", json_of(noise)}, {"k_offset_one_position_off", json_of(wrong)}};
     return {};
   }
   static RelativeError norms(const kvmeld::Fragment& fragment) {

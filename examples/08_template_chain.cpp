@@ -10,6 +10,7 @@
 #include "support/asking.hpp"
 #include "support/prompt.hpp"
 #include "support/question_prompt.hpp"
+#include "support/series.hpp"
 
 #include <kvmeld/anchor/prompt_fill.hpp>
 
@@ -102,27 +103,7 @@ Ask ask_of(const Notes& notes, std::size_t fact, std::size_t role, const std::st
   return out;
 }
 
-struct Mean {
-  double sum = 0, squares = 0;
-  std::size_t count = 0;
-  std::vector<double> all;
-  void add(double value) {
-    sum += value;
-    squares += value * value;
-    ++count;
-    all.push_back(value);
-  }
-  [[nodiscard]] double mean() const { return count == 0 ? 0 : sum / static_cast<double>(count); }
-  [[nodiscard]] double deviation() const {
-    return count < 2 ? 0 : std::sqrt(std::max(0.0, (squares - sum * mean()) / static_cast<double>(count - 1)));
-  }
-  [[nodiscard]] double median() const {
-    std::vector<double> sorted = all;
-    std::sort(sorted.begin(), sorted.end());
-    return sorted.empty() ? 0 : sorted[sorted.size() / 2];
-  }
-  [[nodiscard]] Json json() const { return {{"mean", mean()}, {"deviation", deviation()}, {"n", count}}; }
-};
+Json json_of(const Series& series) { return {{"mean", series.mean()}, {"deviation", series.deviation()}, {"n", series.values.size()}}; }
 
 struct Row {
   std::string mode, load, text;
@@ -130,9 +111,9 @@ struct Row {
   std::size_t tokens = 0, read_tokens = 0, joined = 0;   // behind each prompt's first text
   std::size_t right = 0, total = 0;
   std::map<std::string, std::size_t> reasons;
-  Mean first_token, look_up, blend, import, read, question, kl, key, value;
+  Series first_token, look_up, blend, import, read, question, kl, key, value;
   // Of what `blended` reused, in every mode: slots, texts behind them, and prompts all of whose slots were.
-  Mean slot_key, slot_value, text_key, text_value, whole_first_token, whole_kl, whole_key, whole_value;
+  Series slot_key, slot_value, text_key, text_value, whole_first_token, whole_kl, whole_key, whole_value;
 
   [[nodiscard]] Json json() const {
     return {{"mode", mode},
@@ -154,15 +135,15 @@ struct Row {
             {"joined_tokens", joined},
             {"first_token_parts_ms",
              {{"look_up_and_decision", look_up.median()}, {"plan_and_blend", blend.median()}, {"import", import.median()}, {"read", read.median()}, {"question", question.median()}}},
-            {"spread", {{"kl", kl.json()}, {"k_error", key.json()}, {"v_error", value.json()}}},
-            {"blended_slots", {{"k_error", slot_key.json()}, {"v_error", slot_value.json()}}},
-            {"blended_following_texts", {{"k_error", text_key.json()}, {"v_error", text_value.json()}}},
+            {"spread", {{"kl", json_of(kl)}, {"k_error", json_of(key)}, {"v_error", json_of(value)}}},
+            {"blended_slots", {{"k_error", json_of(slot_key)}, {"v_error", json_of(slot_value)}}},
+            {"blended_following_texts", {{"k_error", json_of(text_key)}, {"v_error", json_of(text_value)}}},
             {"blended_prompts",
-             {{"prompts", whole_kl.count},
+             {{"prompts", whole_kl.values.size()},
               {"first_token_ms", whole_first_token.median()},
-              {"kl", whole_kl.json()},
-              {"k_error", whole_key.json()},
-              {"v_error", whole_value.json()}}}};
+              {"kl", json_of(whole_kl)},
+              {"k_error", json_of(whole_key)},
+              {"v_error", json_of(whole_value)}}}};
   }
 };
 
@@ -280,7 +261,7 @@ class Chain {
   kvmeld::Status choose_temperature(const std::vector<Notes>& notes) {
     rule_.temperature = flags_.temperature;
     if (flags_.temperature > 0) return {};
-    Mean apart;
+    Series apart;
     std::vector<const Base*> bases;
     for (const Notes& one : notes) {
       auto base = base_of(engine_.tokens(one.text));
@@ -345,7 +326,7 @@ class Chain {
     const std::vector<Answer> reference = ask(engine_, anchored_.length(), question, first_branch, &question_ms);
     if (reference.empty()) return refused();
     answer = reference[0];
-    rows[full_prefill].first_token.add(rows[full_prefill].read.all.back() + question_ms);
+    rows[full_prefill].first_token.add(rows[full_prefill].read.values.back() + question_ms);
     rows[full_prefill].question.add(question_ms);
     rows[full_prefill].key.add(0);
     rows[full_prefill].value.add(0);
@@ -364,10 +345,10 @@ class Chain {
     for (std::size_t r = 0; r < runs.size(); ++r) whole = whole && !lacks(r);
     for (Row& row : rows) {
       if (!whole) break;
-      row.whole_first_token.add(row.first_token.all.back());
-      row.whole_kl.add(row.kl.all.back());
-      row.whole_key.add(row.key.all.back());
-      row.whole_value.add(row.value.all.back());
+      row.whole_first_token.add(row.first_token.values.back());
+      row.whole_kl.add(row.kl.values.back());
+      row.whole_key.add(row.key.values.back());
+      row.whole_value.add(row.value.values.back());
     }
     // Off the critical path: what the decisions asked for is measured in the prompt that was read in full.
     for (std::size_t r = 0; r < runs.size(); ++r) {
@@ -533,7 +514,7 @@ void print(const std::vector<Row>& rows, const Json& figures) {
     const Row& r = rows[i];
     if (i % mode_names.size() == 0) {
       std::printf("\n%s notes, %s load: all %zu prompts, then the %zu whose slots `blended` had anchors for, slots and texts behind them\n", r.text.c_str(),
-                  r.load.c_str(), r.total, r.whole_kl.count);
+                  r.load.c_str(), r.total, r.whole_kl.values.size());
       std::printf("%-14s %7s %9s %11s %8s   %-15s %-15s | %11s %8s   %-15s %-15s | %-13s %-13s\n", "mode", "reused", "right", "first token", "KL", "K error", "V error",
                   "first token", "KL", "K error", "V error", "slots K V", "texts K V");
     }
