@@ -241,19 +241,22 @@ TEST_CASE("another namespace is a miss with its reason, and nothing approximate 
   REQUIRE(pool.commit(plain.id, delta(plain, 1)).ok());
   REQUIRE(ask(&space) == ReuseReason::reuse);
   REQUIRE(ask(&space, context(2)) == ReuseReason::no_offset);
-  for (const ReuseReason expected : {ReuseReason::model_differs, ReuseReason::tokenizer_differs, ReuseReason::layout_differs, ReuseReason::tenant_differs}) {
+  for (const ReuseReason expected : {ReuseReason::model_differs, ReuseReason::tokenizer_differs, ReuseReason::layout_differs, ReuseReason::tenant_differs,
+                                     ReuseReason::base_differs}) {
     kvmeld::Geometry g = *shape;
     if (expected == ReuseReason::model_differs) g.model = "another";
     if (expected == ReuseReason::tokenizer_differs) g.tokenizer = "another";
     if (expected == ReuseReason::layout_differs) g.layers[0].rope.base = 5e5;
     if (expected == ReuseReason::tenant_differs) g.tenant = "another";
-    const AnchorSpace other = AnchorSpace::of(g);
+    kvmeld::Context before;
+    if (expected == ReuseReason::base_differs) before.lead_in = {1, 2};
+    const AnchorSpace other = AnchorSpace::of(g, before);
     REQUIRE(ask(&other) == expected);
     REQUIRE(pool.reasons()[expected] == 1);
     AnchorPool<> theirs(other, {10, 1 << 20});
     REQUIRE(theirs.commit(plain).status().code() == ErrorCode::geometry_mismatch);
   }
-  REQUIRE(pool.reasons().total() == 8);
+  REQUIRE(pool.reasons().total() == 9);
   REQUIRE(pool.find_exact(input, context(1)) != nullptr);
   REQUIRE(pool.find_exact(input, context(2)) == nullptr);
   Anchor blended = bare(5);
@@ -264,6 +267,29 @@ TEST_CASE("another namespace is a miss with its reason, and nothing approximate 
   AnchorPool<kvmeld::EmbeddingHash> unsigned_pool(space, {10, 1 << 20});
   REQUIRE(unsigned_pool.commit(plain).ok());
   REQUIRE(unsigned_pool.look_up({}, {&space, input, plain.vector, context(1), {.tokens = 1}}).decision.reason == ReuseReason::unsigned_segment);
+}
+
+TEST_CASE("offsets from bases behind one context never meet bases behind another") {
+  test::TestCache cache(shape, 2);
+  cache.fill(9);
+  const std::vector<kvmeld::TokenId> ids{1, 2};
+  kvmeld::Context behind;
+  behind.lead_in = {3, 4};
+  const auto alone = kvmeld::seal(cache.ref(), {.tokens = ids, .positions = {}, .context = behind});
+  REQUIRE(alone.ok());
+  Anchor anchor = *kvmeld::make_anchor(*alone, {1, 0});
+  anchor.offsets = {delta(anchor, 1)};
+  const AnchorSpace plain = AnchorSpace::of(*shape), led = AnchorSpace::of(anchor.base);
+  REQUIRE(led == AnchorSpace::of(*shape, behind));
+  AnchorPool<> pool(plain, {10, 1 << 20}), other(led, {10, 1 << 20});
+  REQUIRE(pool.commit(anchor).status().code() == ErrorCode::geometry_mismatch);
+  REQUIRE(pool.size() == 0);
+  REQUIRE(other.commit(anchor).ok());
+  const auto ask = [&](const AnchorSpace& space) {
+    return other.look_up({}, {&space, {.tokens = ids}, anchor.vector, context(1), {.tokens = 2}}).decision.reason;
+  };
+  REQUIRE(ask(led) == ReuseReason::reuse);
+  REQUIRE(ask(plain) == ReuseReason::base_differs);
 }
 
 TEST_CASE("bad input has its reason in every look-up, and every reason is counted") {

@@ -15,15 +15,19 @@
 KVMELD_NAMESPACE_BEGIN
 
 /// Whose caches may meet in one pool. What differs here never matches, however alike the texts are.
+///
+/// Offsets lead from bases that stood behind one stated context to other places; added to a base that stood behind something else they
+/// lead nowhere, so that context is part of the space.
 struct AnchorSpace {
   std::string model{};
   std::string tokenizer{};
   Digest128 layout{};  ///< of layers, shapes, element types and ropes
   std::string tenant{};
+  Context base{};      ///< what stood before every base when it was encoded
 
   bool operator==(const AnchorSpace&) const = default;
 
-  [[nodiscard]] static AnchorSpace of(const Geometry& geometry) {
+  [[nodiscard]] static AnchorSpace of(const Geometry& geometry, const Context& base = {}) {
     Geometry shape = geometry;
     shape.model.clear();
     shape.tokenizer.clear();
@@ -31,7 +35,11 @@ struct AnchorSpace {
     Hasher hasher;
     hasher.text("kvmeld.anchor.layout");
     hash_append(hasher, shape);
-    return {geometry.model, geometry.tokenizer, hasher.digest(), geometry.tenant};
+    return {geometry.model, geometry.tokenizer, hasher.digest(), geometry.tenant, base};
+  }
+  /// The space that a base belongs to.
+  [[nodiscard]] static AnchorSpace of(const Fragment& base) {
+    return of(base.geometry(), {.prefix = base.prefix(), .lead_in = base.payloads()[0].lead_in});
   }
 };
 
@@ -41,6 +49,7 @@ struct AnchorSpace {
   if (pool.tokenizer != asked.tokenizer) return ReuseReason::tokenizer_differs;
   if (pool.layout != asked.layout) return ReuseReason::layout_differs;
   if (pool.tenant != asked.tenant) return ReuseReason::tenant_differs;
+  if (pool.base != asked.base) return ReuseReason::base_differs;
   return ReuseReason::reuse;
 }
 

@@ -101,7 +101,7 @@ class AnchorPool {
     if (!anchor.base.valid() || anchor.id.empty() || anchor.base.token_count() == 0 || !is_unrotated(anchor.base)) {
       return detail::error(ErrorCode::invalid_argument, "an anchor needs an id and an un-rotated base of at least 1 token; make_anchor makes one");
     }
-    if (const ReuseReason differs = compare(space_, AnchorSpace::of(anchor.base.geometry())); differs != ReuseReason::reuse) {
+    if (const ReuseReason differs = compare(space_, AnchorSpace::of(anchor.base)); differs != ReuseReason::reuse) {
       return detail::error(ErrorCode::geometry_mismatch, "anchor ", anchor.id.hex(), " is of another namespace than the pool: ", to_string(differs));
     }
     Anchor checked = anchor;

@@ -19,6 +19,7 @@ enum class ReuseReason : std::uint8_t {
   tokenizer_differs,     ///< the pool is another tokenizer's
   layout_differs,        ///< the pool holds caches of another shape, dtype or rope
   tenant_differs,        ///< the pool is another tenant's
+  base_differs,          ///< the pool's bases were encoded behind something else: its offsets lead away from other bases
   unsigned_segment,      ///< the signature policy refused its input
   exact_required,        ///< the consumer takes no approximate K/V
   beyond_trained_context,///< the segment would end behind the positions that the model was trained on
@@ -38,7 +39,7 @@ inline constexpr std::size_t reuse_reasons = static_cast<std::size_t>(ReuseReaso
 [[nodiscard]] constexpr std::string_view to_string(ReuseReason reason) noexcept {
   constexpr std::array<std::string_view, reuse_reasons> names = {
       "reuse",           "empty_segment",   "invalid_rule",    "model_differs",  "tokenizer_differs",     "layout_differs", "tenant_differs",
-      "unsigned_segment", "exact_required",  "beyond_trained_context", "empty_pool", "below_threshold", "too_short", "no_offset",
+      "base_differs",    "unsigned_segment", "exact_required",  "beyond_trained_context", "empty_pool", "below_threshold", "too_short", "no_offset",
       "partly_evicted",  "distance_not_finite", "too_few_anchors", "uncertain",  "not_cheaper"};
   const auto i = static_cast<std::size_t>(reason);
   return i < names.size() ? names[i] : "unknown";

@@ -110,6 +110,7 @@ KVMELD_LAZY [[nodiscard]] std::shared_ptr<std::vector<std::byte>> local_storage(
   auto body = std::make_shared<Fragment::Body>();
   body->geometry = from.shared_geometry();
   body->role = Role::span;
+  body->prefix = from.prefix();
   body->tokens = std::move(tokens);
   body->token_count = static_cast<std::int64_t>(payload.positions.size());
   body->payloads.push_back(std::move(payload));

@@ -13,7 +13,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Who may tell each other of anchors: engines of one model, tokenizer, layout and tenant whose pools sign segments alike.
+/// Who may tell each other of anchors: engines of one model, tokenizer, layout and tenant whose bases stood behind one context and whose
+/// pools sign segments alike.
 template <SignaturePolicy Signature>
 [[nodiscard]] Digest128 anchor_namespace(const AnchorSpace& space, const Signature& signature) {
   Hasher hasher;
@@ -23,6 +24,9 @@ template <SignaturePolicy Signature>
   hasher.value(space.layout.low);
   hasher.value(space.layout.high);
   hasher.text(space.tenant);
+  hasher.bytes(std::as_bytes(std::span(space.base.prefix.bytes)));
+  hasher.value(space.base.lead_in.low);
+  hasher.value(space.base.lead_in.high);
   signature.digest(hasher);
   return hasher.digest();
 }

@@ -147,6 +147,7 @@ namespace detail {
 // Local K/V has no positions: all are 0. A payload's bytes name ascending ones, so 0, 1, 2, … stand for them.
 inline void write_part(ByteWriter& w, const Fragment& part, std::span<const BlobKey> chunks) {
   w.bytes(std::as_bytes(std::span(part.id().bytes)));
+  w.bytes(std::as_bytes(std::span(part.prefix().bytes)));
   w.varint(static_cast<std::uint64_t>(part.token_count()));
   w.values(part.tokens());
   Payload payload = part.payloads()[0];
@@ -159,6 +160,7 @@ KVMELD_LAZY [[nodiscard]] Result<Fragment> read_part(ByteReader& r, const std::s
   auto body = std::make_shared<Fragment::Body>();
   body->geometry = geometry;
   body->id = read_name<FragmentId>(r);
+  body->prefix = read_name<FragmentId>(r);
   const std::size_t tokens = r.count(1);  // positions take a byte each
   body->token_count = static_cast<std::int64_t>(tokens);
   body->tokens = r.values<TokenId>();
