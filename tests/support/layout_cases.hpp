@@ -75,7 +75,7 @@ inline std::int64_t bytes_of(ElementType type, std::int64_t elements) {
 }
 inline std::int64_t step_of(ElementType type) { return type == ElementType::q8_0 ? 32 : 1; }
 
-constexpr std::int64_t layers = 2, blocks = 9, block_tokens = 4, capacity = blocks * block_tokens;
+constexpr std::int64_t case_layers = 2, case_blocks = 9, case_block_tokens = 4, case_capacity = case_blocks * case_block_tokens;
 
 inline std::shared_ptr<Tokens> place(const Setup& s, std::int64_t reserved = 0) {
   auto out = std::make_shared<Tokens>();
@@ -93,12 +93,12 @@ inline std::shared_ptr<Tokens> place(const Setup& s, std::int64_t reserved = 0) 
     return out;
   }
   const bool by_block = s.kind == SlotKind::block_table_i32 || s.kind == SlotKind::block_table_i64;
-  out->wide = shuffled(by_block ? 0 : reserved, by_block ? blocks : capacity);
+  out->wide = shuffled(by_block ? 0 : reserved, by_block ? case_blocks : case_capacity);
   if (s.holes && out->wide.size() > 1) out->wide[1] = -1;
   if (by_block) {
     for (std::size_t t = 0; t < n; ++t) {
-      const std::int64_t block = out->wide[t / block_tokens];
-      out->slots.push_back(block < 0 ? -1 : block * block_tokens + static_cast<std::int64_t>(t % block_tokens));
+      const std::int64_t block = out->wide[t / case_block_tokens];
+      out->slots.push_back(block < 0 ? -1 : block * case_block_tokens + static_cast<std::int64_t>(t % case_block_tokens));
     }
   } else {
     out->wide.resize(n);
@@ -119,7 +119,7 @@ inline std::shared_ptr<Tokens> place(const Setup& s, std::int64_t reserved = 0) 
 inline std::shared_ptr<const kvmeld::Geometry> key_value_geometry(const Setup& s, std::int64_t value_channels = 0) {
   kvmeld::Geometry g;
   g.model = "layout test";
-  for (std::int64_t l = 0; l < layers; ++l) {
+  for (std::int64_t l = 0; l < case_layers; ++l) {
     kvmeld::LayerShape layer =
         kvmeld::attention_layer(s.type, static_cast<std::int32_t>(s.heads), static_cast<std::int32_t>(s.channels), {});
     if (value_channels > 0) layer.planes[1].channels = static_cast<std::int32_t>(value_channels);
@@ -149,7 +149,7 @@ LayoutCase separate(const Setup& s, std::shared_ptr<Tokens> tokens, std::int64_t
   LayoutCase c;
   c.geometry = key_value_geometry(s);
   c.tokens = std::move(tokens);
-  c.tensor_bytes.assign(static_cast<std::size_t>(2 * layers), bytes_of(s.type, elements));
+  c.tensor_bytes.assign(static_cast<std::size_t>(2 * case_layers), bytes_of(s.type, elements));
   c.address = [s, at](std::size_t l, std::size_t p, std::int64_t slot, std::int64_t h, std::int64_t ch) {
     return Address{2 * l + p, bytes_of(s.type, at(p, slot, h, ch))};
   };
@@ -167,7 +167,7 @@ LayoutCase shared(const Setup& s, std::shared_ptr<Tokens> tokens, bool one_tenso
   LayoutCase c;
   c.geometry = key_value_geometry(s, value_channels);
   c.tokens = std::move(tokens);
-  c.tensor_bytes.assign(one_tensor ? 1 : static_cast<std::size_t>(layers), bytes_of(s.type, elements));
+  c.tensor_bytes.assign(one_tensor ? 1 : static_cast<std::size_t>(case_layers), bytes_of(s.type, elements));
   c.address = [s, at, one_tensor](std::size_t l, std::size_t p, std::int64_t slot, std::int64_t h, std::int64_t ch) {
     return Address{one_tensor ? 0 : l,
                    bytes_of(s.type, at(static_cast<std::int64_t>(l), static_cast<std::int64_t>(p), slot, h, ch))};
@@ -181,7 +181,7 @@ LayoutCase shared(const Setup& s, std::shared_ptr<Tokens> tokens, bool one_tenso
 
 inline LayoutCase contiguous_hnd(const Setup& s) {
   auto tokens = place(s);
-  const std::int64_t H = s.heads, D = s.channels, S = capacity;
+  const std::int64_t H = s.heads, D = s.channels, S = case_capacity;
   return separate(
       s, tokens, 3 * H * S * D, [](auto&&... a) { return kvmeld::contiguous_view(a...); },
       kvmeld::ContiguousOptions{.tokens = tokens->placement, .max_tokens = S, .batch = 3, .batch_index = 1},
@@ -191,7 +191,7 @@ inline LayoutCase contiguous_hnd(const Setup& s) {
 }
 inline LayoutCase contiguous_nhd(const Setup& s) {
   auto tokens = place(s);
-  const std::int64_t H = s.heads, D = s.channels, S = capacity;
+  const std::int64_t H = s.heads, D = s.channels, S = case_capacity;
   return separate(
       s, tokens, 2 * H * S * D, [](auto&&... a) { return kvmeld::contiguous_view(a...); },
       kvmeld::ContiguousOptions{.tokens = tokens->placement,
@@ -205,7 +205,7 @@ inline LayoutCase contiguous_nhd(const Setup& s) {
 }
 inline LayoutCase ort(const Setup& s) {
   auto tokens = place(s);
-  const std::int64_t H = s.heads, D = s.channels, S = capacity;
+  const std::int64_t H = s.heads, D = s.channels, S = case_capacity;
   return separate(
       s, tokens, 2 * H * S * D, [](auto&&... a) { return kvmeld::ort_view(a...); },
       kvmeld::OrtOptions{.tokens = tokens->placement, .max_length = S, .batch = 2, .batch_index = 0},
@@ -215,7 +215,7 @@ inline LayoutCase ort(const Setup& s) {
 }
 inline LayoutCase llama(const Setup& s, bool transposed) {
   auto tokens = place(s);
-  const std::int64_t H = s.heads, D = s.channels, S = capacity;
+  const std::int64_t H = s.heads, D = s.channels, S = case_capacity;
   return separate(
       s, tokens, 2 * H * S * D, [](auto&&... a) { return kvmeld::llama_view(a...); },
       kvmeld::LlamaOptions{
@@ -227,7 +227,7 @@ inline LayoutCase llama(const Setup& s, bool transposed) {
 }
 inline LayoutCase sglang(const Setup& s) {
   auto tokens = place(s, 1);
-  const std::int64_t H = s.heads, D = s.channels, S = capacity;
+  const std::int64_t H = s.heads, D = s.channels, S = case_capacity;
   return separate(
       s, tokens, H * S * D, [](auto&&... a) { return kvmeld::sglang_view(a...); },
       kvmeld::SglangOptions{.tokens = tokens->placement, .slots = S},
@@ -237,20 +237,20 @@ inline LayoutCase sglang(const Setup& s) {
 }
 inline LayoutCase split_channel(const Setup& s) {
   auto tokens = place(s);
-  const std::int64_t H = s.heads, D = s.channels, N = block_tokens, x = 16 / bytes_of(s.type, 1);
+  const std::int64_t H = s.heads, D = s.channels, N = case_block_tokens, x = 16 / bytes_of(s.type, 1);
   return separate(
-      s, tokens, H * D * capacity, [](auto&&... a) { return kvmeld::split_channel_view(a...); },
-      kvmeld::SplitChannelOptions{.tokens = tokens->placement, .blocks = blocks, .block_size = N},
+      s, tokens, H * D * case_capacity, [](auto&&... a) { return kvmeld::split_channel_view(a...); },
+      kvmeld::SplitChannelOptions{.tokens = tokens->placement, .blocks = case_blocks, .block_size = N},
       [=](std::size_t p, std::int64_t t, std::int64_t h, std::int64_t c) {
-        if (p == 0) return flat({blocks, H, D / x, N, x}, {t / N, h, c / x, t % N, c % x});
-        return flat({blocks, H, D, N}, {t / N, h, c, t % N});
+        if (p == 0) return flat({case_blocks, H, D / x, N, x}, {t / N, h, c / x, t % N, c % x});
+        return flat({case_blocks, H, D, N}, {t / N, h, c, t % N});
       });
 }
 
 inline LayoutCase paged(const Setup& s, kvmeld::PagedLayout layout) {
   using kvmeld::PagedLayout;
   auto tokens = place(s);
-  const std::int64_t H = s.heads, D = s.channels, N = block_tokens, B = blocks;
+  const std::int64_t H = s.heads, D = s.channels, N = case_block_tokens, B = case_blocks;
   const bool packed = layout == PagedLayout::block_head_token_packed || layout == PagedLayout::block_token_head_packed;
   const std::int64_t E = packed ? D + 32 : D, W = D + E;  // packed rows may hold values of another size
   const bool padded = layout == PagedLayout::block_kv_token_head;
@@ -276,7 +276,7 @@ inline LayoutCase paged(const Setup& s, kvmeld::PagedLayout layout) {
 inline LayoutCase cross_layer(const Setup& s, kvmeld::CrossLayerLayout layout) {
   using kvmeld::CrossLayerLayout;
   auto tokens = place(s);
-  const std::int64_t H = s.heads, D = s.channels, N = block_tokens, B = blocks, L = layers;
+  const std::int64_t H = s.heads, D = s.channels, N = case_block_tokens, B = case_blocks, L = case_layers;
   return shared(
       s, tokens, true, B * L * 2 * N * H * D,
       [](auto&& g, auto&& buffers, auto&& o) { return kvmeld::cross_layer_view(g, buffers[0], o); },
@@ -299,7 +299,7 @@ inline LayoutCase cross_layer(const Setup& s, kvmeld::CrossLayerLayout layout) {
 inline LayoutCase trtllm(Setup s) {
   s.holes = false;
   auto tokens = place(s);
-  const std::int64_t H = s.heads, D = s.channels, N = block_tokens, B = blocks, L = layers;
+  const std::int64_t H = s.heads, D = s.channels, N = case_block_tokens, B = case_blocks, L = case_layers;
   auto offsets = std::make_shared<std::vector<std::vector<std::int32_t>>>(2);
   for (const std::int64_t b : tokens->wide) {
     for (std::size_t p = 0; p < 2; ++p)
@@ -319,12 +319,12 @@ inline LayoutCase trtllm(Setup s) {
 }
 inline LayoutCase latent(const Setup& s, kvmeld::LatentRow row, bool layers_in_block) {
   auto tokens = place(s);
-  const std::int64_t R = s.channels, P = 64, N = block_tokens;
+  const std::int64_t R = s.channels, P = 64, N = case_block_tokens;
   const bool quantised = row == kvmeld::LatentRow::latent_scales_rope;
   kvmeld::Geometry g;
   g.model = "latent layout test";
   const ElementType rope_type = quantised ? ElementType::bf16 : s.type;
-  for (std::int64_t l = 0; l < layers; ++l) {
+  for (std::int64_t l = 0; l < case_layers; ++l) {
     kvmeld::LayerShape layer;
     layer.planes = {
         {.plane = Plane::latent, .type = s.type, .heads = 1, .channels = static_cast<std::int32_t>(R)},
@@ -341,10 +341,10 @@ inline LayoutCase latent(const Setup& s, kvmeld::LatentRow row, bool layers_in_b
   const std::int64_t latent_bytes = bytes_of(s.type, R), rope_bytes = bytes_of(rope_type, P),
                      scale_bytes = quantised ? R / 32 * 4 : 0;
   const std::int64_t row_bytes = latent_bytes + rope_bytes + scale_bytes;
-  const std::int64_t in_block = layers_in_block ? layers : 1;
-  c.tensor_bytes.assign(layers_in_block ? 1 : static_cast<std::size_t>(layers), blocks * in_block * N * row_bytes);
+  const std::int64_t in_block = layers_in_block ? case_layers : 1;
+  c.tensor_bytes.assign(layers_in_block ? 1 : static_cast<std::size_t>(case_layers), case_blocks * in_block * N * row_bytes);
   c.address = [=](std::size_t l, std::size_t p, std::int64_t slot, std::int64_t, std::int64_t ch) {
-    const std::int64_t first = flat({blocks, in_block, N, row_bytes},
+    const std::int64_t first = flat({case_blocks, in_block, N, row_bytes},
                                     {slot / N, layers_in_block ? static_cast<std::int64_t>(l) : 0, slot % N, 0});
     std::int64_t inside = p == 0 ? bytes_of(s.type, ch) : latent_bytes + scale_bytes + bytes_of(rope_type, ch);
     if (row == kvmeld::LatentRow::rope_latent)
@@ -352,7 +352,7 @@ inline LayoutCase latent(const Setup& s, kvmeld::LatentRow row, bool layers_in_b
     return Address{layers_in_block ? 0 : l, first + inside};
   };
   const kvmeld::LatentOptions options{
-      .tokens = tokens->placement, .row = row, .blocks = blocks, .block_size = N, .layers_in_block = layers_in_block};
+      .tokens = tokens->placement, .row = row, .blocks = case_blocks, .block_size = N, .layers_in_block = layers_in_block};
   c.read = [g = c.geometry, options](const Memory& m) {
     return kvmeld::latent_view(g, all_of<const std::byte>(m), options);
   };

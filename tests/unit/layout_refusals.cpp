@@ -73,8 +73,8 @@ TEST_CASE("tables: too short, out of bounds, shared slots, unknown kinds") {
     auto& wide = c.tokens->wide;
     if (!layout.by_slot) continue;  // TensorRT-LLM has its own case
     const std::int64_t kept = wide[3];
-    wide[3] = capacity;
-    refused(c.read(memory), Code::invalid_argument, std::to_string(capacity));
+    wide[3] = case_capacity;
+    refused(c.read(memory), Code::invalid_argument, std::to_string(case_capacity));
     wide[3] = std::numeric_limits<std::int64_t>::max();
     refused(c.read(memory), Code::invalid_argument, "entry 3");
     wide[3] = wide[5];
@@ -258,11 +258,11 @@ TEST_CASE("latent rows: planes, scales inside, unknown rows") {
   const Memory memory = memory_of(good);
   refused(kvmeld::latent_view(
               good.geometry, all_of<const std::byte>(memory),
-              kvmeld::LatentOptions{.row = static_cast<kvmeld::LatentRow>(3), .blocks = blocks, .block_size = N}),
+              kvmeld::LatentOptions{.row = static_cast<kvmeld::LatentRow>(3), .blocks = case_blocks, .block_size = N}),
           Code::unknown_layout, "3");
   refused(kvmeld::latent_view(
               good.geometry, all_of<const std::byte>(memory),
-              kvmeld::LatentOptions{.row = kvmeld::LatentRow::latent_scales_rope, .blocks = blocks, .block_size = N}),
+              kvmeld::LatentOptions{.row = kvmeld::LatentRow::latent_scales_rope, .blocks = case_blocks, .block_size = N}),
           Code::geometry_mismatch);
   const auto mixed = std::make_shared<kvmeld::Geometry>(*good.geometry);
   for (kvmeld::LayerShape& layer : mixed->layers) {
@@ -270,7 +270,7 @@ TEST_CASE("latent rows: planes, scales inside, unknown rows") {
     layer.planes[1].type = ElementType::f16;
   }
   refused(kvmeld::latent_view(std::shared_ptr<const kvmeld::Geometry>(mixed), all_of<const std::byte>(memory),
-                              kvmeld::LatentOptions{.blocks = blocks, .block_size = N}),
+                              kvmeld::LatentOptions{.blocks = case_blocks, .block_size = N}),
           Code::unsupported, "159");
 }
 
