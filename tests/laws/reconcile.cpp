@@ -210,7 +210,7 @@ TEST_CASE("ids whose short hashes meet are salted anew") {
             if (where == 2) pair.from_a.theirs_only.push_back(id);
           }
         }
-        for (auto* items : {&pair.a, &pair.b}) std::sort(items->begin(), items->end(), test::by_id);
+        for (auto* items : {&pair.a, &pair.b}) std::sort(items->begin(), items->end(), test::lower_id);
         for (auto* ids : {&pair.from_a.mine_only, &pair.from_a.theirs_only}) std::sort(ids->begin(), ids->end());
         for (bool swapped : {false, true}) {
           if (swapped) {

@@ -33,14 +33,14 @@ inline kvmeld::FragmentId random_id(std::mt19937_64& random, std::size_t prefix 
   return id;
 }
 
-inline bool by_id(const kvmeld::ReconcileItem& x, const kvmeld::ReconcileItem& y) { return x.id < y.id; }
+inline bool lower_id(const kvmeld::ReconcileItem& x, const kvmeld::ReconcileItem& y) { return x.id < y.id; }
 
 /// `ids` ids of which `differing` differ; neighbours where `clustered`.
 inline SetPair set_pair(std::size_t ids, std::size_t differing, Differ how, bool clustered, std::uint64_t seed, std::size_t prefix = 0) {
   std::mt19937_64 random(seed);
   ReconcileItems all(ids);
   for (auto& item : all) item = {random_id(random, prefix), random()};
-  std::sort(all.begin(), all.end(), by_id);
+  std::sort(all.begin(), all.end(), lower_id);
   std::vector<bool> differs(ids);
   std::fill_n(differs.begin(), differing, true);
   if (clustered) {
