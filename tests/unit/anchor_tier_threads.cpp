@@ -77,9 +77,11 @@ struct Device {
   }
 };
 
-/// A store that fails, or stands still, when it is told to.
+/// A store that fails, stands still, takes no more, or keeps everything, when it is told to.
 struct Moody {
   kvmeld::MemoryStore inner{};
+  std::shared_ptr<std::atomic<int>> puts = std::make_shared<std::atomic<int>>(1 << 30);  // that it still takes
+  std::shared_ptr<std::atomic<bool>> keeps = std::make_shared<std::atomic<bool>>(false);
   std::shared_ptr<std::atomic<bool>> fails = std::make_shared<std::atomic<bool>>(false), waits = std::make_shared<std::atomic<bool>>(false),
                                      entered = std::make_shared<std::atomic<bool>>(false);
   kvmeld::Status mood() {
@@ -89,6 +91,7 @@ struct Moody {
   }
   kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
     if (auto bad = mood(); !bad.ok()) return bad;
+    if (puts->fetch_sub(1) <= 0) return kvmeld::Status(ErrorCode::store_full, "moody");
     return inner.put(key, bytes);
   }
   kvmeld::Result<kvmeld::Blob> get(const kvmeld::BlobKey& key) {
@@ -97,7 +100,7 @@ struct Moody {
   }
   kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) { return inner.contains(key); }
   kvmeld::Status erase(const kvmeld::BlobKey& key) {
-    if (fails->load()) return {ErrorCode::unavailable, "moody"};
+    if (fails->load() || keeps->load()) return {ErrorCode::unavailable, "moody"};
     return inner.erase(key);
   }
   kvmeld::Status add_record(std::span<const std::byte> bytes) { return inner.add_record(bytes); }
@@ -426,6 +429,117 @@ TEST_CASE("whether an anchor fits is decided with what is there of it, before an
   REQUIRE(exact.bytes(Tier::host) == base_bytes + delta_bytes);
 }
 
+TEST_CASE("a commit that the pool or the store refuses late displaces nothing") {
+  const auto all = anchors(5);
+  const Anchor large = anchor(20, 12);
+  constexpr std::size_t one = base_bytes + delta_bytes;
+  Fragment out;
+  // By a pool that takes no anchor so large: tiers have to let go of three for it, which they would have to write or lose.
+  for (const std::size_t file_bytes : {std::size_t{0}, one, std::size_t{1} << 20}) {
+    Pool pool(kvmeld::AnchorSpace::of(*shape), {10, 5 * all[0].bytes()});
+    Moody store;
+    AnchorTiers tiers(store, {.host_bytes = 7 * one, .file_bytes = file_bytes});
+    for (std::size_t i = 0; i < 4; ++i) REQUIRE(tiers.commit(pool, all[i]).ok());
+    REQUIRE(tiers.commit(pool, large).status().code() == ErrorCode::store_full);
+    REQUIRE(pool.size() == 4);
+    REQUIRE(tiers.counts().lost == 0);
+    REQUIRE(tiers.counts().demoted == 0);
+    for (std::size_t i = 0; i < 4; ++i) {
+      for (const Fragment* part : {&all[i].base, &delta(all[i])}) {
+        REQUIRE(tiers.take(*part, out) == TierAnswer::here);
+        REQUIRE(same_bytes(out, *part));
+      }
+    }
+    REQUIRE(tiers.take(large.base, out) == TierAnswer::gone);
+    REQUIRE(tiers.bytes(Tier::host) == 4 * one);
+    REQUIRE(tiers.bytes(Tier::file) <= file_bytes);
+    REQUIRE(tiers.bytes(Tier::file) == store.inner.used_bytes());
+    REQUIRE(tiers.commit(pool, all[4]).ok());  // and nothing is left over of it
+    REQUIRE(tiers.bytes(Tier::host) == 5 * one);
+  }
+  // By a store that takes so many payloads and then none: both tiers are full of only copies, two of which have to go down for one of twice their size.
+  std::vector<Anchor> bare;
+  for (std::uint8_t n = 0; n < 4; ++n) bare.push_back(anchor(n, 2, 0));
+  const Anchor twice = anchor(9, 4, 0);
+  for (const int puts : {0, 1}) {
+    Pool pool = pool_for(10);
+    Moody store;
+    AnchorTiers tiers(store, {.host_bytes = 2 * base_bytes, .file_bytes = 2 * base_bytes, .host_hits = 1U << 30U});
+    for (const Anchor& a : bare) REQUIRE(tiers.commit(pool, a).ok());
+    REQUIRE(tiers.counts().lost == 0);
+    std::vector<TierAnswer> before;
+    for (const Anchor& a : bare) before.push_back(tiers.take(a.base, out));
+    store.puts->store(puts);
+    REQUIRE(tiers.commit(pool, twice).status().code() == ErrorCode::store_full);
+    REQUIRE(pool.size() == 4);
+    REQUIRE(tiers.counts().lost == 0);
+    for (std::size_t i = 0; i < 4; ++i) REQUIRE(tiers.take(bare[i].base, out) == before[i]);
+    REQUIRE(tiers.bytes(Tier::host) == 2 * base_bytes);
+    REQUIRE(tiers.bytes(Tier::file) == 2 * base_bytes);
+    REQUIRE(store.inner.used_bytes() == 2 * base_bytes);
+    store.puts->store(1 << 30);
+    REQUIRE(tiers.commit(pool, twice).ok());
+    REQUIRE(tiers.counts().lost == 2);
+    REQUIRE(tiers.bytes(Tier::file) == store.inner.used_bytes());
+    REQUIRE(tiers.take(twice.base, out) == TierAnswer::here);
+    REQUIRE(same_bytes(out, twice.base));
+  }
+}
+
+TEST_CASE("a step that the store refuses loses nothing, and what it would not erase counts until it does") {
+  const Anchor first = anchor(1, 2, 0), second = anchor(2, 2, 0), third = anchor(3, 2, 0);
+  Pool pool = pool_for(9);
+  Moody store;
+  AnchorTiers tiers(store, {.host_bytes = base_bytes, .file_bytes = 2 * base_bytes}, Device{});
+  for (const Anchor* a : {&first, &second, &third}) REQUIRE(tiers.commit(pool, *a).ok());
+  Fragment out;
+  REQUIRE(tiers.take(third.base, out) == TierAnswer::here);  // the others are in the file, which is full
+  REQUIRE(tiers.take(first.base, out) == TierAnswer::being_fetched);
+  store.puts->store(0);
+  for (int i = 0; i < 3; ++i) {
+    REQUIRE(tiers.take(first.base, out) == TierAnswer::being_fetched);
+    REQUIRE(tiers.step().status().code() == ErrorCode::store_full);
+    for (const Anchor* a : {&first, &second, &third}) REQUIRE(tiers.take(a->base, out) != TierAnswer::gone);
+  }
+  REQUIRE(tiers.counts().lost == 0);
+  REQUIRE(tiers.bytes(Tier::file) == 2 * base_bytes);
+  store.puts->store(1 << 30);
+  store.keeps->store(true);
+  const Anchor fourth = anchor(4, 2, 0);
+  REQUIRE(tiers.commit(pool, fourth).ok());
+  REQUIRE(tiers.counts().lost == 1);
+  REQUIRE(tiers.bytes(Tier::file) == 3 * base_bytes);
+  REQUIRE(store.inner.used_bytes() == 3 * base_bytes);
+  REQUIRE(tiers.commit(pool, anchor(5, 2, 0)).status().code() == ErrorCode::unavailable);
+  REQUIRE(tiers.counts().lost == 1);
+  store.keeps->store(false);
+  REQUIRE(tiers.commit(pool, anchor(5, 2, 0)).ok());
+  REQUIRE(tiers.bytes(Tier::file) == 2 * base_bytes);
+  REQUIRE(store.inner.used_bytes() == 2 * base_bytes);
+}
+
+TEST_CASE("what the pool lets go of for a newcomer is room for it") {
+  const auto all = anchors(5);
+  constexpr std::size_t one = base_bytes + delta_bytes;
+  Pool pool = pool_for(4);
+  AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = 4 * one});
+  for (std::size_t i = 0; i < 4; ++i) REQUIRE(tiers.commit(pool, all[i]).ok());
+  Fragment out;
+  for (int i = 0; i < 9; ++i) {  // to the tiers the first is worth most, to the pool, in which nobody looked for it, least
+    REQUIRE(tiers.take(all[0].base, out) == TierAnswer::here);
+    REQUIRE(tiers.take(delta(all[0]), out) == TierAnswer::here);
+  }
+  REQUIRE(tiers.commit(pool, all[4]).ok());
+  REQUIRE(pool.evictions() == 1);
+  REQUIRE(tiers.take(all[0].base, out) == TierAnswer::gone);
+  REQUIRE(tiers.counts().lost == 0);
+  for (std::size_t i = 1; i < 5; ++i) {
+    REQUIRE(tiers.take(all[i].base, out) == TierAnswer::here);
+    REQUIRE(tiers.take(delta(all[i]), out) == TierAnswer::here);
+  }
+  REQUIRE(tiers.bytes(Tier::host) == 4 * one);
+}
+
 TEST_CASE("budgets hold after every one of many calls, and everything that is here is right") {
   const test::TempFolder folder;
   auto store = kvmeld::FileStore::open(folder / "store", {.durability = kvmeld::Durability::none});
@@ -570,6 +684,47 @@ TEST_CASE("an upload for which there is no room does not hold up what is behind 
     }
     settle(tiers);
     REQUIRE(tiers.take_device(there.base, handle) == TierAnswer::here);
+  }
+}
+
+TEST_CASE("an upload that stays impossible displaces nothing in host memory") {
+  const Anchor below = anchor(1, 4, 0), small = anchor(4, 2, 0), wanted = anchor(2, 2, 0), bystander = anchor(3, 2, 0);
+  Device::handle handle;
+  Fragment out;
+  {  // What fills the device would have to go down beside what is wanted there, and host memory is too small for both.
+    Pool pool = pool_for(4);
+    AnchorTiers tiers(kvmeld::MemoryStore(), {.device_bytes = 2 * base_bytes, .host_bytes = 2 * base_bytes, .file_bytes = 1 << 20}, Device{});
+    REQUIRE(tiers.commit(pool, below).ok());
+    REQUIRE(tiers.take_device(below.base, handle) == TierAnswer::being_fetched);
+    REQUIRE(tiers.step()->to == Tier::device);
+    REQUIRE(tiers.commit(pool, bystander).ok());
+    REQUIRE(tiers.commit(pool, wanted).ok());
+    for (int i = 0; i < 9; ++i) REQUIRE(tiers.take_device(wanted.base, handle) == TierAnswer::being_fetched);
+    settle(tiers);
+    REQUIRE(tiers.take(bystander.base, out) == TierAnswer::here);
+    REQUIRE(tiers.bytes(Tier::file) == 0);
+    REQUIRE(tiers.take_device(below.base, handle) == TierAnswer::here);
+  }
+  {  // What is wanted there is in the file: it does not come to host memory for nothing, but it does for who wants it there.
+    Pool pool = pool_for(4);
+    AnchorTiers tiers(kvmeld::MemoryStore(), {.device_bytes = base_bytes, .host_bytes = base_bytes, .file_bytes = 1 << 20}, Device{});
+    REQUIRE(tiers.commit(pool, small).ok());
+    REQUIRE(tiers.take_device(small.base, handle) == TierAnswer::being_fetched);
+    REQUIRE(tiers.step()->to == Tier::device);
+    REQUIRE(tiers.commit(pool, wanted).ok());
+    REQUIRE(tiers.commit(pool, bystander).ok());
+    for (int i = 0; i < 9; ++i) REQUIRE(tiers.take_device(wanted.base, handle) == TierAnswer::being_fetched);
+    settle(tiers);
+    REQUIRE(tiers.take(bystander.base, out) == TierAnswer::here);
+    REQUIRE(tiers.take(wanted.base, out) == TierAnswer::being_fetched);
+    settle(tiers);
+    REQUIRE(tiers.take(wanted.base, out) == TierAnswer::here);
+    // Once the device has room it goes there.
+    pool.erase(small.id);
+    tiers.retain(pool.snapshot()->table);
+    REQUIRE(tiers.take_device(wanted.base, handle) == TierAnswer::being_fetched);
+    settle(tiers);
+    REQUIRE(tiers.take_device(wanted.base, handle) == TierAnswer::here);
   }
 }
 

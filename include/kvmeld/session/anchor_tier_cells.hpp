@@ -61,8 +61,8 @@ struct TierPlace {
   bool file = false;
 };
 
-/// What a payload's readers ask for, beyond what they got.
-enum class TierWant : std::uint8_t { nothing, host, device };
+/// What a payload's readers ask for, beyond what they got: bits.
+enum TierWant : std::uint8_t { want_nothing = 0, want_host = 1, want_device = 2 };
 
 template <class Handle>
 struct TierCell {
@@ -75,16 +75,22 @@ struct TierCell {
   std::atomic<std::uint64_t> last_used{0};
   std::atomic<std::uint64_t> uses{0};
   std::atomic<std::uint32_t> hits{0};  // since it came to where it is
-  std::atomic<TierWant> want{TierWant::nothing};
+  std::atomic<std::uint8_t> want{want_nothing};
   Published<Place> place;
   // The writers', under their mutex.
   std::array<bool, tier_count> held{};
-  bool moving = false;  // somebody copies it without the mutex
+  std::array<bool, tier_count> leaving{};  // of those: chosen to go for something that comes
+  bool moving = false;  // somebody copies it without the mutex, or waits for whether it has to go
+  bool spilled = false; // by the commit under way, from host memory to the file
   bool dead = false;    // forgotten, perhaps while it moved
   bool pinned = false;  // of the commit under way: may go to the file, but not be lost
 
   [[nodiscard]] std::size_t bytes() const noexcept { return shell.payloads()[0].byte_count; }
-  [[nodiscard]] int copies() const noexcept { return static_cast<int>(held[0]) + static_cast<int>(held[1]) + static_cast<int>(held[2]); }
+  [[nodiscard]] bool stays(Tier tier) const noexcept { return held[static_cast<std::size_t>(tier)] && !leaving[static_cast<std::size_t>(tier)]; }
+  /// That stay.
+  [[nodiscard]] int copies() const noexcept {
+    return static_cast<int>(stays(Tier::device)) + static_cast<int>(stays(Tier::host)) + static_cast<int>(stays(Tier::file));
+  }
   /// bytes · age / frequency.
   [[nodiscard]] double burden(std::uint64_t now) const noexcept {
     const std::uint64_t last = last_used.load(std::memory_order_relaxed);
@@ -93,7 +99,7 @@ struct TierCell {
   }
   /// The greatest leaves a tier first: copies of what a faster tier has, then the greatest burden.
   [[nodiscard]] std::pair<bool, double> order(Tier tier, std::uint64_t now) const noexcept {
-    return {(tier != Tier::device && held[0]) || (tier == Tier::file && held[1]), burden(now)};
+    return {(tier != Tier::device && stays(Tier::device)) || (tier == Tier::file && stays(Tier::host)), burden(now)};
   }
   /// Counts a use at a tick; hits since it came to where it is.
   std::uint32_t use(std::uint64_t tick) noexcept {

@@ -31,6 +31,16 @@ class TierFiles {
     use.bytes = bytes;
     if (use.references++ == 0 && use.written) --unused_;
   }
+  /// A payload of these bytes is chosen to leave, or is not any more.
+  void leave(const BlobKey& key, bool leaves) {
+    std::size_t& leaving = uses_[key].leaving;
+    leaving += leaves ? 1 : std::size_t{0} - 1;
+  }
+  /// Whether the bytes go with those that are chosen to leave.
+  [[nodiscard]] bool all_leave(const BlobKey& key) const {
+    const auto at = uses_.find(key);
+    return at != uses_.end() && at->second.leaving == at->second.references;
+  }
   /// That `put` returned: even after an error something may be there.
   void settled(const BlobKey& key) { uses_[key].written = true; }
   void release(const BlobKey& key, std::atomic<std::size_t>& used) {
@@ -78,6 +88,7 @@ class TierFiles {
  private:
   struct Use {
     std::size_t references = 0;
+    std::size_t leaving = 0;
     std::size_t bytes = 0;
     bool written = false;
   };

@@ -21,27 +21,25 @@ namespace detail {
 
 /// Waits for one move: this one, or another thread's that is in its way.
 template <class Moves>
-Status run_or_wait(Moves& moves, std::unique_lock<std::mutex>& lock, const typename Moves::Move& move) {
-  if (move.kind != Moves::Kind::none) return moves.run(lock, move);
+Status run_or_wait(Moves& moves, std::unique_lock<std::mutex>& lock, typename Moves::Move move, typename Moves::Room* room = nullptr) {
+  if (move.kind != Moves::Kind::none) return moves.run(lock, std::move(move), room);
   lock.unlock();
   std::this_thread::yield();
   lock.lock();
   return {};
 }
 
-/// Payloads that a commit takes, and those of it that were there: no room is made by losing one of them until it ends.
+/// Payloads that a commit takes, and those of it that were there: no room is made by losing one of them until it ends. What has to leave for
+/// them leaves with `keep`; without, they go again and all else is where it was.
 template <class Moves>
 class TierIntake {
  public:
   explicit TierIntake(Moves& moves) noexcept : moves_(moves) {}
   TierIntake(const TierIntake&) = delete;
   TierIntake& operator=(const TierIntake&) = delete;
-  ~TierIntake() {
-    const std::lock_guard lock(moves_.mutex);
-    for (const auto& cell : pinned_) cell->pinned = false;
-  }
+  ~TierIntake() { end(false); }
 
-  [[nodiscard]] std::span<const FragmentId> fresh() const noexcept { return fresh_; }
+  void keep() { end(true); }
 
   /// Refuses payloads that cannot be taken together, before room is made for any; pins those that are there.
   ///
@@ -85,23 +83,30 @@ class TierIntake {
     (void)cell->use(moves_.clock.fetch_add(1, std::memory_order_relaxed) + 1);
     lock.lock();
     for (;;) {
-      const auto first = moves_.make_room(Tier::host, cell->bytes(), cell, true);
+      bool ready = false;
+      auto first = moves_.make_room(*cell, room_, ready);
       if (!first) return first.error();
-      const bool none = first->kind == Moves::Kind::none;
-      if (none && moves_.fits(Tier::host, cell->bytes())) break;
-      if (none && moves_.under_way == 0) {
+      if (ready) break;
+      if (first->kind == Moves::Kind::none && moves_.under_way == 0) {
         return error(ErrorCode::store_full, "no room for ", cell->bytes(), " bytes in host memory: of ", moves_.budget[static_cast<std::size_t>(Tier::host)], ", ",
                      moves_.used(Tier::host), " cannot leave; commit again");
       }
-      KVMELD_TRY(run_or_wait(moves_, lock, *first));
+      KVMELD_TRY(run_or_wait(moves_, lock, *std::move(first), &room_));
     }
     pin(cell);
     fresh_.push_back(payload.id());
-    moves_.add(cell, payload);
+    moves_.add(cell, payload, room_);
     return shell;
   }
 
  private:
+  void end(bool certain) {
+    const std::lock_guard lock(moves_.mutex);
+    moves_.settle(room_, certain, fresh_);
+    for (const auto& cell : pinned_) cell->pinned = false;
+    fresh_.clear();
+    pinned_.clear();
+  }
   void pin(const typename Moves::CellPtr& cell) {
     pinned_.push_back(cell);
     cell->pinned = true;
@@ -110,6 +115,7 @@ class TierIntake {
   Moves& moves_;
   std::vector<FragmentId> fresh_;
   std::vector<typename Moves::CellPtr> pinned_;
+  typename Moves::Room room_;
 };
 
 template <ContentHash Hash, class Moves>
@@ -145,13 +151,6 @@ template <ContentHash Hash, class Moves>
   return out;
 }
 
-template <class Moves>
-void forget(Moves& moves, std::span<const FragmentId> ids) {
-  const std::lock_guard lock(moves.mutex);
-  for (const FragmentId& id : ids) {
-    if (const auto at = moves.cells.find(id); at != moves.cells.end()) moves.forget(at->second);
-  }
-}
 /// Forgets what no anchor of a table has.
 template <class Moves>
 void sweep(Moves& moves, const AnchorTable& table) {
@@ -180,15 +179,14 @@ template <class Moves>
   };
   std::vector<Wanted> wanted;
   for (const auto& [id, cell] : moves.cells) {
-    TierWant want = cell->want.load();
-    if (want == TierWant::nothing) continue;
+    if (cell->want.load() == want_nothing) continue;
     if (cell->moving) {
       moves.asked.store(true);  // it may want to go on from where it comes to
-    } else if (cell->held[static_cast<std::size_t>(want == TierWant::host ? Tier::host : Tier::device)]) {
-      cell->want.compare_exchange_strong(want, TierWant::nothing);
-    } else {
-      wanted.push_back({{cell->hits.load(std::memory_order_relaxed), cell->last_used.load(std::memory_order_relaxed)}, cell});
+      continue;
     }
+    if (cell->held[static_cast<std::size_t>(Tier::host)]) cell->want.fetch_and(want_device);
+    if (cell->held[static_cast<std::size_t>(Tier::device)]) cell->want.fetch_and(want_host);
+    if (cell->want.load() != want_nothing) wanted.push_back({{cell->hits.load(std::memory_order_relaxed), cell->last_used.load(std::memory_order_relaxed)}, cell});
   }
   std::stable_sort(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) { return a.urgency > b.urgency; });
   std::vector<typename Moves::CellPtr> out;
@@ -198,7 +196,7 @@ template <class Moves>
 /// The next move of a payload on its way to where it is wanted: to a device by way of host memory.
 template <class Moves>
 [[nodiscard]] typename Moves::Kind next_move(const Moves&, const typename Moves::Cell& cell) noexcept {
-  if (cell.want.load() == TierWant::device && cell.held[static_cast<std::size_t>(Tier::host)]) return Moves::Kind::upload;
+  if ((cell.want.load() & want_device) != 0 && cell.held[static_cast<std::size_t>(Tier::host)]) return Moves::Kind::upload;
   return cell.held[static_cast<std::size_t>(Tier::device)] ? Moves::Kind::download : Moves::Kind::read;
 }
 /// The first of those next to leave host memory that would have to be written for it, unless so much room is there without.

@@ -5,16 +5,14 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
-#include <tuple>
 #include <utility>
+#include <vector>
 
-#include <kvmeld/session/anchor_tier_cells.hpp>
-#include <kvmeld/session/anchor_tier_files.hpp>
+#include <kvmeld/session/anchor_tier_room.hpp>
 #include <kvmeld/session/fragment_io.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -22,90 +20,73 @@ namespace detail {
 
 /// The writers' side of the tiers: what moves for whom, and the moves. All is under the mutex; `run` gives it back while bytes are copied.
 template <BlobStore Store, DeviceMemory Device, ContentHash Hash>
-class TierMoves {
+class TierMoves : public TierSpace<Store, typename Device::handle> {
+  using Space = TierSpace<Store, typename Device::handle>;
+  using Space::choose, Space::drop, Space::files_, Space::fits, Space::fits_without_all, Space::freed_by, Space::give, Space::index, Space::let_go,
+      Space::only_copies, Space::short_of, Space::take, Space::unchoose, Space::used_;
+
  public:
-  using Cell = TierCell<typename Device::handle>;
-  using CellPtr = std::shared_ptr<Cell>;
+  using typename Space::Cell, typename Space::CellPtr, typename Space::Drop, typename Space::Room;
+  using Space::budget, Space::cells, Space::clock, Space::directory, Space::forget, Space::settle, Space::tally, Space::used;
+
   enum class Kind : std::uint8_t { none, read, download, upload, write };
   struct Move {
     Kind kind = Kind::none;
     CellPtr cell;
-    std::size_t reserved = 0;  // bytes of the destination
+    std::size_t reserved = 0;    // bytes of the destination
+    std::size_t borrowed = 0;    // of those, bytes in the room of `drops`, which do not count yet
+    std::vector<Drop> drops{};   // leave the destination once the copy is there
   };
   [[nodiscard]] static constexpr Tier destination(Kind kind) noexcept {
     return kind == Kind::upload ? Tier::device : kind == Kind::write ? Tier::file : Tier::host;
   }
 
-  TierMoves(Store store, Device device, const std::array<std::size_t, tier_count>& budgets)
-      : budget(budgets), files_(std::move(store)), device_(std::move(device)) {}
+  TierMoves(Store store, Device device, const std::array<std::size_t, tier_count>& budgets) : Space(std::move(store), budgets), device_(std::move(device)) {}
 
-  const std::array<std::size_t, tier_count> budget;
-  std::mutex mutex;
-  std::map<FragmentId, CellPtr> cells;
-  TierDirectory<Cell> directory;
-  TierTally tally;
-  std::atomic<std::uint64_t> clock{0};
   std::atomic<bool> asked{false};  // somebody wants something
   std::size_t under_way = 0;       // moves between `prepare` and the end of `run`
 
-  [[nodiscard]] std::size_t used(Tier tier) const noexcept { return used_[index(tier)].load(std::memory_order_relaxed); }
-  [[nodiscard]] bool fits(Tier tier, std::size_t more) const noexcept {
-    return used(tier) <= budget[index(tier)] && more <= budget[index(tier)] - used(tier);
-  }
-
-  /// Readies a move: room is made and reserved. Where that takes a move of another payload first, it is that one; none where there is
-  /// nothing to move, or others are moving what is in the way. Errors: the store's.
+  /// Readies a move, its room reserved. Where that takes a move of another payload first, it is that one; none where there is nothing to
+  /// move, where no number of moves makes the room, or others are moving what is in the way. Errors: the store's.
   /// @param forced  payloads may fall out of the last tier for it
   [[nodiscard]] Result<Move> prepare(Kind kind, const CellPtr& cell, bool forced = true) {
-    if (cell->moving || cell->dead || (kind == Kind::write && files_.busy(cell->key))) return Move{};
-    const std::size_t more = kind == Kind::write && files_.known(cell->key) ? 0 : cell->bytes();
-    cell->moving = true;  // so that no room is made by moving it
-    auto first = make_room(destination(kind), more, cell, forced);
-    cell->moving = false;
-    if (!first || first->kind != Kind::none || cell->dead || !fits(destination(kind), more)) return first;
-    if (kind == Kind::write) files_.hold(cell->key, cell->bytes());
-    cell->moving = true;
-    take(destination(kind), more);
-    ++under_way;
-    return Move{kind, cell, more};
+    std::vector<Drop> chosen;
+    Move first;
+    const auto verdict = plan(kind, cell, forced, nullptr, chosen, first);
+    if (!verdict || *verdict != Verdict::possible) unchoose(chosen, 0);
+    if (!verdict) return verdict.error();
+    if (*verdict != Verdict::possible) return Move{};
+    return reserve(std::move(first), chosen);
   }
 
-  /// Drops copies until `more` bytes fit; the move that has to come first, if one has. Without one and without room: others are moving.
-  [[nodiscard]] Result<Move> make_room(Tier tier, std::size_t more, const CellPtr& newcomer, bool forced) {
-    while (!fits(tier, more)) {
-      // What cannot be erased is room that does not come, whatever else goes.
-      if (tier == Tier::file) KVMELD_TRY(files_.erase_unused(used_[index(tier)]));
-      if (fits(tier, more)) break;
-      const CellPtr victim = worst(tier);
-      if (victim == nullptr && tier == Tier::file && forced && !newcomer->pinned && under_way == 0) {
-        tally.lost.fetch_add(1, std::memory_order_relaxed);  // the commit under way fills the file
-        forget(newcomer);
-      }
-      if (victim == nullptr) return Move{};
-      if (victim->copies() > 1) {
-        drop(*victim, tier);
-        tally.demoted.fetch_add(1, std::memory_order_relaxed);
-        continue;
-      }
-      if (tier == Tier::file && !forced) return Move{};
-      const std::uint64_t now = clock.load(std::memory_order_relaxed);
-      const bool refused = tier == Tier::file && !newcomer->pinned && newcomer->burden(now) > victim->burden(now);
-      if (tier == Tier::file || (tier == Tier::host && victim->bytes() > budget[index(Tier::file)])) {
-        tally.lost.fetch_add(1, std::memory_order_relaxed);
-        forget(refused ? newcomer : victim);
-        if (refused) return Move{};
-        continue;
-      }
-      auto first = prepare(tier == Tier::host ? Kind::write : Kind::download, victim);
-      if (!first || first->kind != Kind::none || !victim->dead) return first;
-    }
+  /// What a commit has to move before a payload of its own can be added; none where it can be, which `ready` says, or where there is no room.
+  [[nodiscard]] Result<Move> make_room(Cell& newcomer, Room& room, bool& ready) {
+    std::vector<Drop> chosen;
+    Move first;
+    const auto verdict = clear(Tier::host, newcomer.bytes(), newcomer, true, &room, chosen, first);
+    ready = verdict && *verdict == Verdict::possible && first.kind == Kind::none;
+    if (!verdict || *verdict != Verdict::possible) unchoose(chosen, 0);
+    if (!verdict) return verdict.error();
+    if (*verdict != Verdict::possible) return Move{};
+    if (!ready) return reserve(std::move(first), chosen);
+    for (Drop& d : chosen) leave_with(room, std::move(d));
     return Move{};
   }
+  /// A payload that comes to host memory with a commit, for which `make_room` has made room.
+  void add(const CellPtr& cell, const Fragment& whole, Room& room) {
+    const std::size_t borrowed = short_of(Tier::host, cell->bytes());
+    room.borrowed[index(Tier::host)] += borrowed;
+    take(Tier::host, cell->bytes() - borrowed);
+    cell->change([&](auto& place) { place.host = whole; });
+    cells.emplace(whole.id(), cell);
+    directory.add(cell);
+  }
 
-  /// Carries out what `prepare` readied. Errors: those of the store and the device, nothing moved; `id_mismatch` or `not_found` for a
-  /// damaged copy, which is dropped.
-  Status run(std::unique_lock<std::mutex>& lock, const Move& move) {
+  /// Carries out what `prepare` readied, for a commit with its `room`. Errors: those of the store and the device, nothing moved and nothing
+  /// dropped; `id_mismatch` or `not_found` for a damaged copy, which is dropped.
+  Status run(std::unique_lock<std::mutex>& lock, Move move, Room* room = nullptr) {
     Cell& cell = *move.cell;
+    const Tier to = destination(move.kind);
     const auto from = cell.place.get();
     lock.unlock();
     Fragment host;
@@ -121,16 +102,32 @@ class TierMoves {
         if (handle.has_value()) place.device = std::move(handle);
         if (move.kind == Kind::write) place.file = true;
       });
-      if (destination(move.kind) == Tier::host) cell.last_used.store(clock.load());  // so that whoever asked finds it
+      if (room != nullptr) {
+        for (Drop& d : move.drops) leave_with(*room, std::move(d));
+        room->borrowed[index(to)] += move.borrowed;
+        if (move.kind == Kind::write) {
+          room->written.push_back(move.cell);
+          cell.spilled = true;
+          if (cell.held[index(Tier::host)]) leave_with(*room, {move.cell, Tier::host});
+        }
+      } else {
+        unchoose(move.drops, 0);
+        let_go(move.drops, to, true, move.borrowed);
+        take(to, move.borrowed);
+      }
+      if (to == Tier::host) cell.last_used.store(clock.load());  // so that whoever asked finds it
       const bool down = move.kind == Kind::write || move.kind == Kind::download;
       (down ? tally.written : tally.promoted).fetch_add(1, std::memory_order_relaxed);
       tally.moved_bytes.fetch_add(cell.bytes(), std::memory_order_relaxed);
       return {};
     }
+    unchoose(move.drops, 0);
+    let_go(move.drops, to, false, 0);
     if (move.kind == Kind::write) {
-      files_.release(cell.key, used_[index(Tier::file)]);
+      files_.release(cell.key, used_[index(Tier::file)]);  // all of its bytes
+      take(to, move.borrowed);
     } else {
-      give(destination(move.kind), move.reserved);
+      give(to, move.reserved - move.borrowed);
     }
     if (cell.dead) return {};
     const bool read = move.kind == Kind::read || move.kind == Kind::download;
@@ -143,56 +140,75 @@ class TierMoves {
     return status;
   }
 
-  /// A payload that comes to host memory, for which `make_room` has made room.
-  void add(const CellPtr& cell, const Fragment& whole) {
-    take(Tier::host, cell->bytes());
-    cell->change([&](auto& place) { place.host = whole; });
-    cells.emplace(whole.id(), cell);
-    directory.add(cell);
-  }
-  /// Takes a payload out of all tiers; who holds it keeps it.
-  void forget(const CellPtr& given) {
-    const CellPtr cell = given;  // the reference may be the map's
-    cells.erase(cell->shell.id());
-    directory.erase(cell->shell.id());
-    cell->dead = true;
-    for (const Tier tier : {Tier::device, Tier::host, Tier::file}) {
-      if (cell->held[index(tier)]) drop(*cell, tier);
-    }
-  }
-
  private:
-  [[nodiscard]] static constexpr std::size_t index(Tier tier) noexcept { return static_cast<std::size_t>(tier); }
-  void take(Tier tier, std::size_t bytes) noexcept { used_[index(tier)].fetch_add(bytes, std::memory_order_relaxed); }
-  void give(Tier tier, std::size_t bytes) noexcept { used_[index(tier)].fetch_sub(bytes, std::memory_order_relaxed); }
+  enum class Verdict : std::uint8_t { possible, blocked, worth_less };  // the last: than all that would have to go for it
 
-  /// What leaves a tier first, of a commit's own the last; null where all are moving, or have to stay for the commit.
-  [[nodiscard]] CellPtr worst(Tier tier) const {
-    const CellPtr* out = nullptr;
-    std::tuple<int, std::pair<bool, double>> most;
-    const std::uint64_t now = clock.load(std::memory_order_relaxed);
-    for (const auto& [id, cell] : cells) {
-      if (cell->moving || !cell->held[index(tier)]) continue;
-      const bool spare = cell->copies() > 1;
-      if (cell->pinned && (tier != Tier::host || (!spare && cell->bytes() > budget[index(Tier::file)]))) continue;
-      const std::tuple order(!cell->pinned ? 2 : spare ? 1 : 0, cell->order(tier, now));
-      if (out != nullptr && !(order > most)) continue;
-      out = &cell;
-      most = order;
+  /// Chosen for good, unless the commit is taken back.
+  void leave_with(Room& room, Drop d) {
+    d.cell->moving = true;
+    if (!d.cell->leaving[index(d.tier)]) {  // else by `choose`
+      d.cell->leaving[index(d.tier)] = true;
+      if (d.tier == Tier::file) files_.leave(d.cell->key, true);
     }
-    return out == nullptr ? nullptr : *out;
-  }
-  void drop(Cell& cell, Tier tier) {
-    if (tier == Tier::file) {
-      files_.release(cell.key, used_[index(tier)]);
-    } else {
-      give(tier, cell.bytes());
-    }
-    cell.change([&](auto& place) {
-      if (tier == Tier::device) place.device.reset();
-      if (tier == Tier::host) place.host = {};
-      if (tier == Tier::file) place.file = false;
+    const bool again = d.tier == Tier::file && std::any_of(room.drops.begin(), room.drops.end(), [&](const Drop& other) {
+      return other.tier == Tier::file && other.cell->key == d.cell->key;
     });
+    if (!again) room.freed[index(d.tier)] += freed_by(*d.cell, d.tier);
+    room.drops.push_back(std::move(d));
+  }
+
+  /// What a move would take: who has to leave its destination, and in `first` the move that has to come first, itself where none has.
+  [[nodiscard]] Result<Verdict> plan(Kind kind, const CellPtr& cell, bool forced, const Room* room, std::vector<Drop>& chosen, Move& first) {
+    if (cell->moving || cell->dead || (kind == Kind::write && files_.busy(cell->key))) return Verdict::blocked;
+    const std::size_t more = kind == Kind::write && files_.known(cell->key) ? 0 : cell->bytes();
+    cell->moving = true;  // so that no room is made by moving it
+    auto verdict = clear(destination(kind), more, *cell, forced, room, chosen, first);
+    cell->moving = false;
+    if (verdict && *verdict == Verdict::possible && first.kind == Kind::none) first = {kind, cell, more, 0, {}};
+    return verdict;
+  }
+  /// Chooses who leaves a tier for `more` bytes. Of only copies the first that has to go down is planned before, unless it is lost.
+  [[nodiscard]] Result<Verdict> clear(Tier tier, std::size_t more, const Cell& newcomer, bool forced, const Room* room, std::vector<Drop>& chosen, Move& first) {
+    const std::size_t freed = room == nullptr ? 0 : room->left(tier);
+    // What cannot be erased is room that does not come, whatever else goes.
+    if (tier == Tier::file && !fits(tier, more, freed)) KVMELD_TRY(files_.erase_unused(used_[index(tier)]));
+    const std::size_t before = chosen.size();
+    if (!choose(tier, more, freed, room != nullptr, chosen)) {
+      const bool full = tier == Tier::file && forced && !newcomer.pinned && under_way == 0;  // of what the commit under way keeps
+      return full ? Verdict::worth_less : Verdict::blocked;
+    }
+    const std::span<const Drop> leave = std::span<const Drop>(chosen).subspan(before);
+    if (tier == Tier::device && !fits_without_all(Tier::host, only_copies(leave))) return Verdict::blocked;
+    const std::uint64_t now = clock.load(std::memory_order_relaxed);
+    for (std::size_t i = before, end = chosen.size(); i < end; ++i) {
+      const CellPtr victim = chosen[i].cell;
+      if (victim->copies() > 0) continue;
+      if (tier == Tier::file && !forced) return Verdict::blocked;
+      if (tier == Tier::file && !newcomer.pinned && newcomer.burden(now) > victim->burden(now)) return Verdict::worth_less;
+      if (tier == Tier::file || (tier == Tier::host && victim->bytes() > budget[index(Tier::file)])) continue;  // lost
+      const std::size_t kept = chosen.size();
+      const auto verdict = plan(tier == Tier::host ? Kind::write : Kind::download, victim, true, room, chosen, first);
+      if (!verdict || *verdict != Verdict::worth_less) return verdict;
+      unchoose(chosen, kept);  // nothing leaves the file for it: it is lost
+      chosen.resize(kept);
+    }
+    return Verdict::possible;
+  }
+  /// Takes room for a move: of those chosen only who leaves its destination goes for it.
+  [[nodiscard]] Move reserve(Move move, std::vector<Drop>& chosen) {
+    const Tier to = destination(move.kind);
+    const auto others = std::stable_partition(chosen.begin(), chosen.end(), [&](const Drop& d) { return d.tier == to; });
+    const auto kept = static_cast<std::size_t>(others - chosen.begin());
+    unchoose(chosen, kept);
+    chosen.resize(kept);
+    for (const Drop& d : chosen) d.cell->moving = true;
+    move.drops = std::move(chosen);
+    move.borrowed = short_of(to, move.reserved);
+    if (move.kind == Kind::write) files_.hold(move.cell->key, move.cell->bytes());
+    move.cell->moving = true;
+    take(to, move.reserved - move.borrowed);
+    ++under_way;
+    return move;
   }
 
   [[nodiscard]] Status copy(Kind kind, const Cell& cell, const typename Cell::Place& from, Fragment& host, std::optional<typename Device::handle>& handle) {
@@ -223,9 +239,7 @@ class TierMoves {
     return {};
   }
 
-  TierFiles<Store> files_;
   Device device_;
-  std::array<std::atomic<std::size_t>, tier_count> used_{};
 };
 
 }  // namespace detail

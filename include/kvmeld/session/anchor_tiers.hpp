@@ -18,7 +18,10 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Budgets of the tiers, exact after every call, and when payloads rise.
+/// Budgets of the tiers, exact after every call but for what the store would not erase, and when payloads rise.
+///
+/// What leaves for something that comes leaves when that is there: until then both are, beyond the budget by one payload, or by an anchor
+/// in its commit. The store needs room for that.
 struct TierOptions {
   std::size_t device_bytes = 0;
   std::size_t host_bytes = std::size_t{1} << 30;
@@ -71,8 +74,8 @@ struct TierStep {
 /// shapes, and answers look-ups without them.
 ///
 /// Every base and every Δ moves by itself. Copies rise by hits or when asked for, and leave a full tier by bytes · age / frequency, those
-/// that a faster tier has as well before all others; age counts uses of any payload. What has a copy elsewhere leaves at once, what has none is
-/// copied first. `take` never waits: what is not in memory is a miss, and asked for; `step` copies, on any thread, on several if they like.
+/// that a faster tier has as well before all others; age counts uses of any payload. What has a copy elsewhere leaves as it is, what has none is
+/// copied first; and nothing leaves, is copied or is lost for what cannot come. `take` never waits: what is not in memory is a miss, and asked for; `step` copies, on any thread, on several if they like.
 /// What somebody holds stays whole and no longer counts. Tokens and positions stay in memory and do not count.
 /// The store is theirs alone: payloads lie in it under the digest of their bytes, verified when they come back, and a later process does
 /// not find them. One `AnchorTiers` serves one pool.
@@ -91,7 +94,7 @@ class AnchorTiers {
       : options_(options), moves_(std::move(store), std::move(device), {options.device_bytes, options.host_bytes, options.file_bytes}) {}
 
   [[nodiscard]] const TierOptions& options() const noexcept { return options_; }
-  /// Bytes of payloads that a tier holds, with those on their way to it.
+  /// Bytes of payloads that a tier holds, with those on their way to it; while that is under way less what leaves for it.
   [[nodiscard]] std::size_t bytes(Tier tier) const noexcept { return moves_.used(tier); }
   [[nodiscard]] TierCounts counts() const noexcept {
     const detail::TierTally& t = moves_.tally;
@@ -103,14 +106,14 @@ class AnchorTiers {
   ///
   /// Waits for other commits, and for the store where host memory is full of what was written nowhere; `TierOptions::ahead_bytes` and `step`
   /// avoid that. O(bytes): they are hashed.
-  /// Errors, the pool unchanged and no payload taken: those of `AnchorPool::commit`; `store_full` for an anchor that neither host memory nor
+  /// Errors, the pool unchanged, no payload taken and none displaced: those of `AnchorPool::commit`; `store_full` for an anchor that neither host memory nor
   /// the file may hold; `payload_missing` for one without bytes; the store's.
   template <class Pool>
   [[nodiscard]] Result<CommitResult> commit(Pool& pool, const Anchor& anchor) {
     const std::lock_guard lock(commits_);
     detail::TierIntake<Moves> intake(moves_);
     const auto shell = detail::hold<Hash>(intake, anchor);
-    return finish(pool, shell ? pool.commit(*shell) : Result<CommitResult>(shell.error()), intake.fresh());
+    return finish(pool, shell ? pool.commit(*shell) : Result<CommitResult>(shell.error()), intake);
   }
   /// The same for another Δ of an anchor in the pool.
   template <class Pool>
@@ -118,7 +121,7 @@ class AnchorTiers {
     const std::lock_guard lock(commits_);
     detail::TierIntake<Moves> intake(moves_);
     const auto shell = detail::hold<Hash>(intake, offset);
-    return finish(pool, shell ? pool.commit(id, *shell) : Result<CommitResult>(shell.error()), intake.fresh());
+    return finish(pool, shell ? pool.commit(id, *shell) : Result<CommitResult>(shell.error()), intake);
   }
 
   /// A payload with its bytes in `out`, which else stays as it is. Never waits.
@@ -128,10 +131,10 @@ class AnchorTiers {
     const auto place = cell->place.get();
     const std::uint32_t hits = use(*cell);
     if (!place->host.valid()) {
-      if (hits >= options_.host_hits) want(*cell, detail::TierWant::host);
+      if (hits >= options_.host_hits) want(*cell, detail::want_host);
       return count(TierAnswer::being_fetched);
     }
-    if (hits >= options_.device_hits && !place->device.has_value()) want(*cell, detail::TierWant::device);
+    if (hits >= options_.device_hits && !place->device.has_value()) want(*cell, detail::want_device);
     out = place->host;
     return count(TierAnswer::here);
   }
@@ -160,7 +163,7 @@ class AnchorTiers {
     const auto place = cell->place.get();
     (void)use(*cell);
     if (!place->device.has_value()) {
-      want(*cell, detail::TierWant::device);
+      want(*cell, detail::want_device);
       return count(TierAnswer::being_fetched);
     }
     out = *place->device;
@@ -172,7 +175,7 @@ class AnchorTiers {
       const ContextOffset* const offset = anchor->find(context);
       for (const Fragment* part : {offset == nullptr ? nullptr : &offset->segment, offset == nullptr ? nullptr : &offset->following}) {
         const CellPtr cell = part == nullptr ? nullptr : find(*part);
-        if (cell != nullptr) want(*cell, to == Tier::device ? detail::TierWant::device : detail::TierWant::host);
+        if (cell != nullptr) want(*cell, to == Tier::device ? detail::want_device : detail::want_host);
       }
     }
   }
@@ -191,15 +194,20 @@ class AnchorTiers {
     no_room.fill(~std::size_t{0});
     for (const CellPtr& cell : wanted) {
       const Kind kind = detail::next_move(moves_, *cell);
-      std::size_t& least = no_room[static_cast<std::size_t>(kind)];
+      const bool passes = kind != Kind::upload && (cell->want.load() & detail::want_host) == 0;  // host memory on its way to the device
+      std::size_t& least = no_room[static_cast<std::size_t>(passes ? Kind::none : kind)];
       if (cell->dead || cell->bytes() >= least) continue;
-      const auto move = moves_.prepare(kind, cell);
+      if (passes && !moves_.may_upload(*cell)) {
+        least = cell->bytes();
+        continue;
+      }
+      auto move = moves_.prepare(kind, cell);
       if (move && move->kind == Kind::none) {
         if (!cell->dead) least = cell->bytes();
         continue;
       }
-      auto done = carry_out(lock, move);
-      if (!done) cell->want.store(detail::TierWant::nothing);
+      auto done = carry_out(lock, std::move(move));
+      if (!done) cell->want.store(detail::want_nothing);
       return done;
     }
     const CellPtr falling = detail::next_to_fall(moves_, options_.ahead_bytes);
@@ -221,9 +229,9 @@ class AnchorTiers {
         (void)use(*cell);
         return place->host;
       }
-      const auto move = moves_.prepare(place->device.has_value() ? Kind::download : Kind::read, cell);
+      auto move = moves_.prepare(place->device.has_value() ? Kind::download : Kind::read, cell);
       if (!move) return move.error();
-      KVMELD_TRY(detail::run_or_wait(moves_, lock, *move));
+      KVMELD_TRY(detail::run_or_wait(moves_, lock, *std::move(move)));
     }
   }
 
@@ -240,25 +248,26 @@ class AnchorTiers {
     return answer;
   }
   std::uint32_t use(Cell& cell) const noexcept { return cell.use(moves_.clock.fetch_add(1, std::memory_order_relaxed) + 1); }
-  void want(Cell& cell, detail::TierWant what) const noexcept {
-    if (what == detail::TierWant::device && cell.bytes() > options_.device_bytes) return;
-    if (cell.want.load(std::memory_order_relaxed) < what) cell.want.store(what);
+  void want(Cell& cell, std::uint8_t what) const noexcept {
+    if (what == detail::want_device && cell.bytes() > options_.device_bytes) return;
+    cell.want.fetch_or(what);
     moves_.asked.store(true);
   }
-  Result<TierStep> carry_out(std::unique_lock<std::mutex>& lock, const Result<typename Moves::Move>& move) {
+  Result<TierStep> carry_out(std::unique_lock<std::mutex>& lock, Result<typename Moves::Move> move) {
     if (!move) return move.error();
     if (move->kind == Kind::none) return TierStep{};
-    KVMELD_TRY(moves_.run(lock, *move));
-    return TierStep{true, move->cell->shell.id(), Moves::destination(move->kind), move->cell->bytes()};
+    const TierStep done{true, move->cell->shell.id(), Moves::destination(move->kind), move->cell->bytes()};
+    KVMELD_TRY(moves_.run(lock, *std::move(move)));
+    return done;
   }
   template <class Pool>
-  [[nodiscard]] Result<CommitResult> finish(Pool& pool, Result<CommitResult> done, std::span<const FragmentId> fresh) {
-    if (!done) {
-      detail::forget(moves_, fresh);
-    } else if (pool.evictions() != evictions_ || *done != CommitResult::inserted) {
+  [[nodiscard]] Result<CommitResult> finish(Pool& pool, Result<CommitResult> done, detail::TierIntake<Moves>& intake) {
+    if (!done) return done;
+    if (pool.evictions() != evictions_ || *done != CommitResult::inserted) {
       evictions_ = pool.evictions();
-      detail::sweep(moves_, pool.snapshot()->table);
+      detail::sweep(moves_, pool.snapshot()->table);  // first: what the pool let go of may be room enough
     }
+    intake.keep();
     return done;
   }
 
