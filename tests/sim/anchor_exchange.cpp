@@ -622,6 +622,49 @@ TEST_CASE("what a pull brought leaves the store if the rest does not come, but f
   CHECK(net.store.inner.blob_count() == 0);
 }
 
+TEST_CASE("what a pull brought before a restart does no harm: the next pull asks for the rest, and all goes with the anchor") {
+  for (const bool rotten : {false, true}) {
+    Two net;
+    std::uint64_t number = 1;
+    while (net.one.owner(kvmeld::record_key(test::anchor(number).id, test::place(1))) != 2) ++number;
+    const kvmeld::Anchor a = test::anchor(number, {1}, 9);
+    const FragmentId key = kvmeld::record_key(a.id, test::place(1));
+    REQUIRE(net.two.publish(a, test::place(1), 1).ok());
+    const std::size_t all = net.theirs.blob_count();
+    REQUIRE(all > 6);
+    REQUIRE(net.one.receive(2, net.list_on_the_way(key)[0].bytes).ok());
+    net.to_two();
+    auto pieces = net.two.take_outbox();
+    REQUIRE(pieces.size() > 3);
+    pieces.resize(3);  // the rest comes too late
+    for (const auto& piece : pieces) REQUIRE(net.one.receive(2, piece.bytes).ok());
+    REQUIRE(net.store.inner.blob_count() == 4);
+
+    net.one = kvmeld::AnchorExchange<Moody>(net.store, Two::options<kvmeld::AnchorExchange<Moody>>(1));
+    for (int i = 0; i < 20 && net.one.directory().find(key) == nullptr; ++i) net.run(500);
+    REQUIRE(net.one.directory().find(key) != nullptr);
+    CHECK_FALSE(net.one.holds(key));
+    CHECK(net.store.inner.blob_count() == 4);
+    if (rotten) {  // while nobody looked
+      const auto piece = kvmeld::detail::decode_piece(kvmeld::decode_frame(pieces[0].bytes, net.one.options().frame)->body);
+      REQUIRE(piece.ok());
+      REQUIRE(net.store.inner.erase(piece->key).ok());
+      REQUIRE(*net.store.inner.put(piece->key, kvmeld::encode_chunk(std::as_bytes(std::span("other bytes")))));
+    }
+    const std::uint64_t before = net.two.counters().sent[static_cast<std::size_t>(kvmeld::AnchorMessage::piece)];
+    REQUIRE(net.one.pull(key).ok());
+    net.run(3000);
+    auto done = net.one.take_pulled();
+    REQUIRE(done.size() == 1);
+    INFO(done[0].anchor.status().message());
+    REQUIRE(done[0].anchor.ok());
+    CHECK(test::same_anchor(*done[0].anchor, a, test::place(1)));
+    CHECK(net.two.counters().sent[static_cast<std::size_t>(kvmeld::AnchorMessage::piece)] - before == all - 4 + (rotten ? 1 : 0));
+    REQUIRE(net.one.withdraw(key).ok());
+    CHECK(net.store.inner.blob_count() == 0);
+  }
+}
+
 TEST_CASE("a full store is no refused message; damage is") {
   Two net;
   const kvmeld::Anchor a = test::anchor(1);

@@ -122,6 +122,7 @@ template <BlobStore S, ContentHash Hash, Compressor C>
 }
 
 /// The bytes of one part of a list, chunk by chunk. Room grows with the bytes that came: what a list announces is not believed.
+/// A wrong chunk is no reason to stop: all that are wrong are found, and erased, at once. Errors: the first one's.
 template <BlobStore S, ContentHash Hash, Compressor C>
 [[nodiscard]] Result<Fragment> load_part(S& store, const Fragment& part, std::span<const BlobKey> chunks, std::size_t chunk_bytes,
                                          const FragmentFormat<Hash, C>& format) {
@@ -129,9 +130,12 @@ template <BlobStore S, ContentHash Hash, Compressor C>
   Payload& payload = body->payloads[0];
   std::size_t room = 1;
   std::shared_ptr<std::byte[]> bytes(new std::byte[room]);
+  Status damage;
   for (std::size_t c = 0; c < chunks.size(); ++c) {
     const auto chunk = read_blob(store, chunks[c], format);
-    if (!chunk) return chunk.error();
+    if (!chunk && !proves_damage(chunk.error().code())) return chunk.error();
+    if (!chunk && damage.ok()) damage = chunk.error();
+    if (!damage.ok()) continue;
     const std::size_t size = chunk_size(payload.byte_count, c, chunk_bytes);
     if (chunk->size() != size) return error(ErrorCode::corrupt, "a chunk of ", chunk->size(), " bytes where its anchor has ", size);
     const std::size_t at = c * chunk_bytes;
@@ -143,6 +147,7 @@ template <BlobStore S, ContentHash Hash, Compressor C>
     }
     std::memcpy(bytes.get() + at, chunk->data(), size);
   }
+  if (!damage.ok()) return damage;
   payload.bytes = bytes;
   return Fragment(std::move(body));
 }
@@ -151,11 +156,13 @@ template <BlobStore S, ContentHash Hash, Compressor C>
 [[nodiscard]] Result<Anchor> fill_list(S& store, AnchorList list, const FragmentFormat<Hash, C>& format) {
   const std::vector<Fragment> parts = list.parts();
   std::vector<Fragment> whole;
+  Status damage;
   for (std::size_t p = 0; p < parts.size(); ++p) {
     auto part = load_part(store, parts[p], list.chunks[p], list.chunk_bytes, format);
-    if (!part) return part.error();
-    whole.push_back(*std::move(part));
+    if (!part && !proves_damage(part.error().code())) return part.error();
+    if (part) whole.push_back(*std::move(part)); else if (damage.ok()) damage = part.error();
   }
+  if (!damage.ok()) return damage;
   Anchor out = std::move(list.anchor);
   out.base = whole[0];
   if (whole.size() > 1) out.offsets[0].segment = whole[1];

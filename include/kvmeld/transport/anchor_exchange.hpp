@@ -37,6 +37,11 @@ KVMELD_NAMESPACE_BEGIN
 /// then the next by rank, 2 + ⌈log2 n⌉ at most; every blob is verified by its key. An owner that is asked for what it lacks gets it
 /// from the writer and takes the record over, so that the second question of all finds it there and not at the writer.
 ///
+/// *Restarts.* What this peer published or adopted in an earlier life is held again as others' records tell of it, or buried. Of what else it
+/// had pulled, whole or in part, nothing is noted: those blobs stay in the store and harm nobody, since their names are their bytes' hashes and
+/// every one is verified when it is read. A later pull takes them up, asks for the rest, and they go when the anchor goes; to be rid of
+/// the others start with an empty store.
+///
 /// @tparam Store a `BlobStore`, which holds published and pulled K/V. It must outlive the exchange.
 template <BlobStore Store, Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 class AnchorExchange {
