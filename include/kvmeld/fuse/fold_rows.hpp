@@ -82,8 +82,11 @@ struct FoldRows {
 
 #if KVMELD_X86_DISPATCH
 
-/// Bytes ahead of the loads that are asked for: rows of consecutive tokens follow each other in a payload.
-inline constexpr std::ptrdiff_t prefetch_bytes = 1024;
+/// Bytes ahead of the loads that are asked for where `inputs` rows are read side by side: rows of consecutive tokens follow each other in
+/// a payload. Far enough to be in the next page, near enough for all inputs together to stay in the first cache.
+[[nodiscard]] constexpr std::ptrdiff_t prefetch_bytes(int inputs) noexcept {
+  return inputs <= 4 ? 4096 : inputs >= 16 ? 1024 : 16384 / inputs / 64 * 64;
+}
 
 // Folds bytes [at, at + bytes) of one or more inputs' rows into `out`. A macro, because a function that calls another for
 // a wider instruction set must itself be compiled for it.
@@ -95,18 +98,19 @@ inline constexpr std::ptrdiff_t prefetch_bytes = 1024;
     constexpr std::int64_t step = 32 * block_bytes(type);                                                                      \
     const int count = inputs.count;                                                                                            \
     const float total = inputs.total;                                                                                          \
+    const std::ptrdiff_t ahead = prefetch_bytes(count);                                                                        \
     for (std::int64_t done = 0; done < bytes; done += step) {                                                                  \
       alignas(64) decltype(fuser.init()) acc[32];                                                                              \
       alignas(64) float x[32];                                                                                                 \
       LANES<type>::load(inputs.rows[0] + at + done, x);                                                                        \
-      __builtin_prefetch(inputs.rows[0] + at + done + prefetch_bytes);                                                         \
+      KVMELD_FUSE_AHEAD(inputs.rows[0] + at + done + ahead);                                                                   \
       float weight = inputs.weights[0];                                                                                        \
       KVMELD_KEEP_LOOP                                                                                                         \
       for (int c = 0; c < 32; ++c) acc[c] = fuser.absorb(fuser.init(), x[c], weight);                                          \
       for (int i = 1; i < count; ++i) {                                                                                        \
         const std::byte* const in = inputs.rows[i] + at + done;                                                                \
         LANES<type>::load(in, x);                                                                                              \
-        __builtin_prefetch(in + prefetch_bytes);                                                                               \
+        KVMELD_FUSE_AHEAD(in + ahead);                                                                                         \
         weight = inputs.weights[i];                                                                                            \
         KVMELD_KEEP_LOOP                                                                                                       \
         for (int c = 0; c < 32; ++c) acc[c] = fuser.absorb(acc[c], x[c], weight);                                              \
@@ -116,8 +120,13 @@ inline constexpr std::ptrdiff_t prefetch_bytes = 1024;
       LANES<type>::store(x, out + done);                                                                                       \
     }                                                                                                                          \
   }
+// A step of f32 may be two lines.
+#define KVMELD_FUSE_AHEAD(ADDRESS)  \
+  __builtin_prefetch(ADDRESS);      \
+  if constexpr (block_bytes(type) == 4) __builtin_prefetch((ADDRESS) + 64)
 KVMELD_FUSE_LANES(fuse_avx2, KVMELD_TARGET_AVX2, Avx2Lanes32)
 KVMELD_FUSE_LANES(fuse_avx512, KVMELD_TARGET_AVX512, Avx512Lanes32)
+#undef KVMELD_FUSE_AHEAD
 #undef KVMELD_FUSE_LANES
 
 template <ElementType type, class F>

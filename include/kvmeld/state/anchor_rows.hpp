@@ -23,11 +23,9 @@ struct BlendInputs {
   const std::byte* rows[chunk_inputs];
   float weights[chunk_inputs];
   int count;
-  /// Bytes ahead of the loads that are asked for: rows of consecutive tokens follow each other in a payload. Far enough to be in the next
-  /// page, near enough for all inputs together to stay in the first cache.
-  std::ptrdiff_t ahead;
+  std::ptrdiff_t ahead;  ///< bytes ahead of the loads that are asked for
 
-  explicit BlendInputs(int n) noexcept : count(n), ahead(n <= 4 ? 4096 : n >= 16 ? 1024 : 16384 / n / 64 * 64) {}
+  explicit BlendInputs(int n) noexcept : count(n), ahead(prefetch_bytes(n)) {}
 };
 
 /// Two vectors of elements at a time, of each instruction set.
@@ -68,88 +66,105 @@ struct BlendAvx512 {
   KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static Vector fma(Vector a, Vector b, Vector c) noexcept { return fma_wide(a, b, c); }
 };
 
-// Sums rows by the expressions of `Sum`: `turned` those of one token's heads, turned by half-split pairs; `plain` as they lie. Macros,
-// because a function that calls another for a wider instruction set must itself be compiled for it. Vectors by name, because compilers
-// keep arrays of sums on the stack.
-#define KVMELD_BLEND(NAME, TARGET, FORM)                                                                                        \
-  template <ElementType type>                                                                                                   \
-  TARGET KVMELD_NOINLINE void NAME##_turned(const BlendInputs& inputs, const Turn& turn, std::int64_t heads, std::byte* out) {  \
-    using Vector = FORM::Vector;                                                                                                \
-    constexpr std::int64_t size = block_bytes(type), lanes = FORM::step / 2;                                                    \
-    const std::int64_t half = turn.rotary_channels / 2;                                                                         \
-    const float* cosines = turn.table;                                                                                          \
-    const float* sines = turn.table + half;                                                                                     \
-    alignas(64) float table[max_channels];                                                                                      \
-    if constexpr (Lanes16<type>::even_odd) { /* the order in which vectors hold the elements, so that no shuffle is spent on rows */ \
-      for (std::int64_t i = 0; i < 2 * half; i += FORM::step) {                                                                 \
-        KVMELD_KEEP_LOOP                                                                                                        \
-        for (int c = 0; c < lanes; ++c) table[i + c] = turn.table[i + 2 * c];                                                   \
-        KVMELD_KEEP_LOOP                                                                                                        \
-        for (int c = 0; c < lanes; ++c) table[i + lanes + c] = turn.table[i + 2 * c + 1];                                       \
-      }                                                                                                                         \
-      cosines = table;                                                                                                          \
-      sines = table + half;                                                                                                     \
-    }                                                                                                                           \
-    const int count = inputs.count;                                                                                             \
-    const std::ptrdiff_t ahead = inputs.ahead;                                                                                  \
-    for (std::int64_t head = 0; head < heads; ++head) {                                                                         \
-      for (std::int64_t i = 0; i < half; i += FORM::step) {                                                                     \
-        const std::int64_t at = (head * 2 * half + i) * size;                                                                   \
-        const std::int64_t other = at + half * size;                                                                            \
-        Vector a{}, a2{}, b{}, b2{}, x, x2;                                                                                     \
-        for (int k = 0; k < count; ++k) {                                                                                       \
-          const std::byte* const in = inputs.rows[k];                                                                           \
-          const Vector weight = inputs.weights[k] - Vector{};                                                                   \
-          FORM::load<type>(in + at, x, x2);                                                                                     \
-          KVMELD_BLEND_AHEAD(in + at + ahead);                                                                                  \
-          a = FORM::fma(weight, x, a);                                                                                          \
-          a2 = FORM::fma(weight, x2, a2);                                                                                       \
-          FORM::load<type>(in + other, x, x2);                                                                                  \
-          KVMELD_BLEND_AHEAD(in + other + ahead);                                                                               \
-          b = FORM::fma(weight, x, b);                                                                                          \
-          b2 = FORM::fma(weight, x2, b2);                                                                                       \
-        }                                                                                                                       \
-        const Vector c = FORM::load(cosines + i), c2 = FORM::load(cosines + i + lanes);                                         \
-        const Vector s = FORM::load(sines + i), s2 = FORM::load(sines + i + lanes);                                             \
-        FORM::store<type>(FORM::fma(a, c, -(b * s)), FORM::fma(a2, c2, -(b2 * s2)), out + at);                                  \
-        FORM::store<type>(FORM::fma(a, s, b * c), FORM::fma(a2, s2, b2 * c2), out + other);                                     \
-      }                                                                                                                         \
-    }                                                                                                                           \
-  }                                                                                                                             \
-  template <ElementType type>                                                                                                   \
-  TARGET KVMELD_NOINLINE void NAME##_plain(const BlendInputs& inputs, std::int64_t bytes, std::byte* out) {                     \
-    using Vector = FORM::Vector;                                                                                                \
-    constexpr std::int64_t step = FORM::step * block_bytes(type);                                                               \
-    const int count = inputs.count;                                                                                             \
-    const std::ptrdiff_t ahead = inputs.ahead;                                                                                  \
-    for (std::int64_t at = 0; at < bytes; at += step) {                                                                         \
-      Vector a{}, a2{}, x, x2;                                                                                                  \
-      for (int k = 0; k < count; ++k) {                                                                                         \
-        const std::byte* const in = inputs.rows[k] + at;                                                                        \
-        const Vector weight = inputs.weights[k] - Vector{};                                                                     \
-        FORM::load<type>(in, x, x2);                                                                                            \
-        KVMELD_BLEND_AHEAD(in + ahead);                                                                                         \
-        a = FORM::fma(weight, x, a);                                                                                            \
-        a2 = FORM::fma(weight, x2, a2);                                                                                         \
-      }                                                                                                                         \
-      FORM::store<type>(a, a2, out + at);                                                                                       \
-    }                                                                                                                           \
+// Sums rows by the expressions of `Sum`: `turned` those of one token's heads, turned by half-split pairs; `plain` as they lie. `fixed`
+// is a count known at compile time, whose pointers and weights stay in registers over the row, or 0. Macros, because a function that
+// calls another for a wider instruction set must itself be compiled for it. Vectors by name, because compilers keep arrays of sums on
+// the stack.
+#define KVMELD_BLEND(NAME, TARGET, FORM)                                                                                       \
+  template <ElementType type, int fixed>                                                                                       \
+  TARGET KVMELD_NOINLINE void NAME##_turned(const BlendInputs& inputs, const Turn& turn, std::int64_t heads, std::byte* out) { \
+    using Form = FORM;                                                                                                         \
+    using Vector = Form::Vector;                                                                                               \
+    constexpr std::int64_t size = block_bytes(type), lanes = Form::step / 2;                                                   \
+    const std::int64_t half = turn.rotary_channels / 2;                                                                        \
+    const float* cosines = turn.table;                                                                                         \
+    const float* sines = turn.table + half;                                                                                    \
+    alignas(64) float table[max_channels];                                                                                     \
+    if constexpr (Lanes16<type>::even_odd) { /* the order in which vectors hold the elements */                                \
+      for (std::int64_t i = 0; i < 2 * half; i += Form::step) {                                                                \
+        KVMELD_KEEP_LOOP                                                                                                       \
+        for (int c = 0; c < lanes; ++c) table[i + c] = turn.table[i + 2 * c];                                                  \
+        KVMELD_KEEP_LOOP                                                                                                       \
+        for (int c = 0; c < lanes; ++c) table[i + lanes + c] = turn.table[i + 2 * c + 1];                                      \
+      }                                                                                                                        \
+      cosines = table;                                                                                                         \
+      sines = table + half;                                                                                                    \
+    }                                                                                                                          \
+    const int count = inputs.count;                                                                                            \
+    const std::ptrdiff_t ahead = inputs.ahead;                                                                                 \
+    const std::byte* const row0 = inputs.rows[0];                                                                              \
+    const std::byte* const row1 = inputs.rows[fixed == 2 ? 1 : 0];                                                             \
+    const Vector weight0 = inputs.weights[0] - Vector{}, weight1 = inputs.weights[fixed == 2 ? 1 : 0] - Vector{};              \
+    for (std::int64_t head = 0; head < heads; ++head) {                                                                        \
+      for (std::int64_t i = 0; i < half; i += Form::step) {                                                                    \
+        const std::int64_t at = (head * 2 * half + i) * size;                                                                  \
+        const std::int64_t other = at + half * size;                                                                           \
+        Vector a{}, a2{}, b{}, b2{}, x, x2;                                                                                    \
+        if constexpr (fixed == 2) {                                                                                            \
+          KVMELD_BLEND_ADD(row0 + at, weight0, a, a2)                                                                          \
+          KVMELD_BLEND_ADD(row0 + other, weight0, b, b2)                                                                       \
+          KVMELD_BLEND_ADD(row1 + at, weight1, a, a2)                                                                          \
+          KVMELD_BLEND_ADD(row1 + other, weight1, b, b2)                                                                       \
+        } else {                                                                                                               \
+          for (int k = 0; k < count; ++k) {                                                                                    \
+            const std::byte* const in = inputs.rows[k];                                                                        \
+            const Vector weight = inputs.weights[k] - Vector{};                                                                \
+            KVMELD_BLEND_ADD(in + at, weight, a, a2)                                                                           \
+            KVMELD_BLEND_ADD(in + other, weight, b, b2)                                                                        \
+          }                                                                                                                    \
+        }                                                                                                                      \
+        const Vector c = Form::load(cosines + i), c2 = Form::load(cosines + i + lanes);                                        \
+        const Vector s = Form::load(sines + i), s2 = Form::load(sines + i + lanes);                                            \
+        Form::store<type>(Form::fma(a, c, -(b * s)), Form::fma(a2, c2, -(b2 * s2)), out + at);                                 \
+        Form::store<type>(Form::fma(a, s, b * c), Form::fma(a2, s2, b2 * c2), out + other);                                    \
+      }                                                                                                                        \
+    }                                                                                                                          \
+  }                                                                                                                            \
+  template <ElementType type, int fixed>                                                                                       \
+  TARGET KVMELD_NOINLINE void NAME##_plain(const BlendInputs& inputs, std::int64_t bytes, std::byte* out) {                    \
+    using Form = FORM;                                                                                                         \
+    using Vector = Form::Vector;                                                                                               \
+    constexpr std::int64_t step = Form::step * block_bytes(type);                                                              \
+    const int count = inputs.count;                                                                                            \
+    const std::ptrdiff_t ahead = inputs.ahead;                                                                                 \
+    const std::byte* const row0 = inputs.rows[0];                                                                              \
+    const std::byte* const row1 = inputs.rows[fixed == 2 ? 1 : 0];                                                             \
+    const Vector weight0 = inputs.weights[0] - Vector{}, weight1 = inputs.weights[fixed == 2 ? 1 : 0] - Vector{};              \
+    for (std::int64_t at = 0; at < bytes; at += step) {                                                                        \
+      Vector a{}, a2{}, x, x2;                                                                                                 \
+      if constexpr (fixed == 2) {                                                                                              \
+        KVMELD_BLEND_ADD(row0 + at, weight0, a, a2)                                                                            \
+        KVMELD_BLEND_ADD(row1 + at, weight1, a, a2)                                                                            \
+      } else {                                                                                                                 \
+        for (int k = 0; k < count; ++k) KVMELD_BLEND_ADD(inputs.rows[k] + at, inputs.weights[k] - Vector{}, a, a2)             \
+      }                                                                                                                        \
+      Form::store<type>(a, a2, out + at);                                                                                      \
+    }                                                                                                                          \
   }
-// A step of f32 may be two lines.
-#define KVMELD_BLEND_AHEAD(ADDRESS)                                       \
-  __builtin_prefetch(ADDRESS);                                            \
-  if constexpr (block_bytes(type) == 4) __builtin_prefetch((ADDRESS) + 64)
+// Adds a step of one row to two sums, and asks for what lies ahead: a step of f32 may be two lines.
+#define KVMELD_BLEND_ADD(ADDRESS, WEIGHT, SUM, SUM2)                                  \
+  {                                                                                   \
+    Form::load<type>(ADDRESS, x, x2);                                        \
+    __builtin_prefetch((ADDRESS) + ahead);                                            \
+    if constexpr (block_bytes(type) == 4) __builtin_prefetch((ADDRESS) + ahead + 64); \
+    SUM = Form::fma(WEIGHT, x, SUM);                                                  \
+    SUM2 = Form::fma(WEIGHT, x2, SUM2);                                               \
+  }
 KVMELD_BLEND(blend_avx2, KVMELD_TARGET_AVX2, BlendAvx2)
 KVMELD_BLEND(blend_avx512, KVMELD_TARGET_AVX512, BlendAvx512)
-#undef KVMELD_BLEND_AHEAD
+#undef KVMELD_BLEND_ADD
 #undef KVMELD_BLEND
 
 /// Sums, and turns where `turn` is not null, all heads of one output.
-template <ElementType type>
+template <ElementType type, int fixed>
 void blend_rows(Isa isa, const BlendInputs& inputs, const Turn* turn, std::int64_t heads, std::int64_t bytes, std::byte* out) {
   const bool wide = isa == Isa::avx512;
-  if (turn != nullptr) return wide ? blend_avx512_turned<type>(inputs, *turn, heads, out) : blend_avx2_turned<type>(inputs, *turn, heads, out);
-  wide ? blend_avx512_plain<type>(inputs, bytes, out) : blend_avx2_plain<type>(inputs, bytes, out);
+  if (turn != nullptr) return wide ? blend_avx512_turned<type, fixed>(inputs, *turn, heads, out) : blend_avx2_turned<type, fixed>(inputs, *turn, heads, out);
+  wide ? blend_avx512_plain<type, fixed>(inputs, bytes, out) : blend_avx2_plain<type, fixed>(inputs, bytes, out);
+}
+template <ElementType type>
+void blend_rows(Isa isa, const BlendInputs& inputs, const Turn* turn, std::int64_t heads, std::int64_t bytes, std::byte* out) {
+  inputs.count == 2 ? blend_rows<type, 2>(isa, inputs, turn, heads, bytes, out) : blend_rows<type, 0>(isa, inputs, turn, heads, bytes, out);
 }
 
 /// Whether all heads of an output can be summed, and turned by `out_shift`, in registers.

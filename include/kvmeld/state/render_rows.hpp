@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include <kvmeld/align/load_turned.hpp>
 #include <kvmeld/cache/stream_copy.hpp>
 #include <kvmeld/fuse/fold_rows.hpp>
 #include <kvmeld/fuse/select_rows.hpp>
@@ -21,17 +22,26 @@ KVMELD_LAZY inline void pad_row(float* row, std::int64_t n) noexcept {
   for (std::int64_t c = n; c % row_block != 0; ++c) row[c] = 0;
 }
 
-/// One contribution in f32, turned to the frame.
-inline void fetch_row(const PlaneTask& task, RowMode mode, const RowInput& input, std::int64_t head, float* row) noexcept {
-  load_row(task.out.shape.type, mode.isa, task.input(input, head), task.out.shape.channels, row);
-  if (task.turns(input.shift)) turn_row(turn_of(task, input.shift), mode.isa, row);
+/// Heads of one output that are fused in one go, as one long row.
+struct HeadSpan {
+  std::int64_t first = 0;
+  std::int64_t count = 1;
+};
+
+/// Heads of one contribution in f32, turned to the frame. row: (heads, channels)
+inline void fetch_rows(const PlaneTask& task, RowMode mode, const RowInput& input, HeadSpan heads, float* row) noexcept {
+  const std::byte* const in = task.input(input, heads.first);
+  if (task.turns(input.shift)) return load_turned(task.out.shape.type, mode.isa, turn_of(task, input.shift), in, heads.count, row);
+  load_row(task.out.shape.type, mode.isa, in, heads.count * task.out.shape.channels, row);
 }
 
-/// Folds one head of an output: chunks of 64 contributions, joined as a binary counter carries.
+/// Folds heads of an output: chunks of 64 contributions, joined as a binary counter carries.
 template <class F>
-void fold_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, std::int64_t head, float* row) {
+void fold_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, HeadSpan heads, float* row) {
   const int count = inputs.count;
-  const FoldRows<F> fold{fuser, mode.isa, (task.out.shape.channels + row_block - 1) / row_block * row_block};
+  const std::int64_t channels = heads.count * task.out.shape.channels;
+  const FoldRows<F> fold{fuser, mode.isa, (channels + row_block - 1) / row_block * row_block};
+  pad_row(row, channels);
   alignas(64) typename FoldRows<F>::Accumulator levels[max_levels][max_channels];
   float level_weight[max_levels];
   int chunks = 0;
@@ -44,7 +54,7 @@ void fold_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadIn
     float weight = 0;
     for (int i = begin; i < end; ++i) {
       if (!inputs.used(i)) continue;
-      fetch_row(task, mode, inputs.inputs[i], head, row);
+      fetch_rows(task, mode, inputs.inputs[i], heads, row);
       fold.absorb(levels[level], row, inputs.weight(i));
       weight += inputs.weight(i);
     }
@@ -65,10 +75,10 @@ void fold_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadIn
   fold.finish(levels[top], row, weight, inputs.used_count());
 }
 
-/// Sorts one head of an output channel by channel, and selects.
+/// Sorts heads of an output channel by channel, and selects.
 template <class F>
-void select_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, std::int64_t head, float* fused) {
-  const std::int64_t channels = task.out.shape.channels;
+void select_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, HeadSpan heads, float* fused) {
+  const std::int64_t channels = heads.count * task.out.shape.channels;
   alignas(64) float row[max_channels];
   alignas(64) float values[max_selected * selected_channels];
   for (std::int64_t at = 0; at < channels; at += selected_channels) {
@@ -76,9 +86,9 @@ void select_head(const F& fuser, const PlaneTask& task, RowMode mode, const Head
     int used = 0;
     for (int i = 0; i < inputs.count; ++i) {
       if (!inputs.used(i)) continue;
-      fetch_row(task, mode, inputs.inputs[i], head, row);
       float* const to = values + used++ * selected_channels;
-      std::memcpy(to, row + at, static_cast<std::size_t>(n) * sizeof(float));
+      fetch_rows(task, mode, inputs.inputs[i], heads, channels == n ? to : row);
+      if (channels != n) std::memcpy(to, row + at, static_cast<std::size_t>(n) * sizeof(float));
       pad_row(to, n);
     }
     select_rows(fuser, mode.isa, values, used, static_cast<int>((n + row_block - 1) / row_block), fused + at);
@@ -96,7 +106,7 @@ void mix_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInp
   for (int i = 0; i < inputs.count; ++i) {
     if (!inputs.used(i)) continue;
     float* const to = values + rows.contributions * rows.stride;
-    fetch_row(task, mode, inputs.inputs[i], head, to);
+    fetch_rows(task, mode, inputs.inputs[i], {head, 1}, to);
     pad_row(to, shape.channels);
     weights[rows.contributions++] = inputs.weight(i);
   }
@@ -108,39 +118,54 @@ void mix_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInp
   }
 }
 
-/// Reduces one head of an output in the fuser's form.
+/// Channels that a fuser's form takes at once, or one head.
 template <class F>
-void fuse_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, std::int64_t head, float* row) {
+[[nodiscard]] constexpr std::int64_t channels_at_once() noexcept {
+  return SelectForm<F> ? std::int64_t{selected_channels} : MixForm<F> ? 1 : max_channels;
+}
+
+/// Reduces heads of an output in the fuser's form.
+template <class F>
+void fuse_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, HeadSpan heads, float* row) {
   if constexpr (SelectForm<F>) {
-    select_head(fuser, task, mode, inputs, head, row);
+    select_heads(fuser, task, mode, inputs, heads, row);
   } else if constexpr (MixForm<F>) {
-    mix_head(fuser, task, mode, inputs, head, row);
+    mix_head(fuser, task, mode, inputs, heads.first, row);
   } else {
-    fold_head(fuser, task, mode, inputs, head, row);
+    fold_heads(fuser, task, mode, inputs, heads, row);
   }
 }
 
-/// Renders the heads of one output one by one. A head that weights leave a single contribution takes it as it is, or turned once.
+/// Renders the heads of one output: several in one go where they lie side by side and what is done to each is the same. A head that
+/// weights leave a single contribution takes it as it is, or turned once.
 template <class F>
 void render_heads(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o, std::int64_t slot) {
+  const PlaneShape& shape = task.out.shape;
   const std::uint32_t out_shift = task.group.out_shift[o];
-  for (std::int64_t head = 0; head < task.out.shape.heads; ++head) {
-    const HeadInputs inputs = task.head_inputs(o, head);
-    alignas(64) float row[max_channels] = {};
+  const bool apart = task.head_weights != nullptr || shape.channels % row_block != 0 || !contiguous_heads(task.out);
+  const std::int64_t most = apart || shape.channels > channels_at_once<F>() ? 1 : channels_at_once<F>() / shape.channels;
+  alignas(64) float row[max_channels];
+  for (HeadSpan heads; heads.first < shape.heads; heads.first += heads.count) {
+    heads.count = shape.heads - heads.first < most ? shape.heads - heads.first : most;
+    const HeadInputs inputs = task.head_inputs(o, heads.first);
     if (inputs.weights != nullptr && task.keeps(inputs, keeps_single<F>())) {
       const int only = inputs.first_used();
       const RowInput& input = inputs.inputs[only];
       const std::uint32_t shift = task.group.direct[task.group.row_begin[o] + static_cast<std::uint32_t>(only)];
       if (!task.turns(shift)) {
-        scatter_row(task.out, slot, head, task.input(input, head));
+        scatter_row(task.out, slot, heads.first, task.input(input, heads.first));
         continue;
       }
-      fetch_row(task, mode, {input.source, input.row, input.weight, shift}, head, row);
+      fetch_rows(task, mode, {input.source, input.row, input.weight, shift}, heads, row);
     } else {
-      fuse_head(fuser, task, mode, inputs, head, row);
-      if (task.turns(out_shift)) turn_row(turn_of(task, out_shift), mode.isa, row);
+      fuse_heads(fuser, task, mode, inputs, heads, row);
+      for (std::int64_t h = 0; h < heads.count && task.turns(out_shift); ++h) turn_row(turn_of(task, out_shift), mode.isa, row + h * shape.channels);
     }
-    put_row(task, mode, slot, head, row);
+    if (apart) {
+      put_row(task, mode, slot, heads.first, row);
+    } else {
+      store_row(shape.type, mode.isa, row, heads.count * shape.channels, row_address(task, slot, heads.first));
+    }
   }
 }
 
@@ -195,6 +220,7 @@ void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::i
   const auto blocks = [](std::int64_t n) { return static_cast<int>((n + row_block - 1) / row_block); };
   if (!turns && task.head_weights == nullptr && contiguous_heads(task.out)) {  // heads are one long row
     const std::int64_t all = static_cast<std::int64_t>(shape.heads) * shape.channels;
+    const std::ptrdiff_t ahead = prefetch_bytes(count);
     alignas(64) float fused[selected_channels];
     alignas(64) std::byte stage[selected_channels * sizeof(double)];
     for (std::int64_t at = 0; at < all; at += selected_channels) {
@@ -202,7 +228,7 @@ void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::i
       const std::int64_t offset = byte_size(shape.type, at);
       for (int i = 0; i < count; ++i) {
         const std::byte* const in = task.input(inputs[i], 0) + offset;
-        for (std::int64_t b = 0; b < byte_size(shape.type, n); b += 64) __builtin_prefetch(in + 2048 + b);  // the next tokens' rows
+        for (std::int64_t b = 0; b < byte_size(shape.type, n); b += 64) __builtin_prefetch(in + ahead + b);  // the next tokens' rows
         load_row(shape.type, mode.isa, in, n, values + i * selected_channels);
         pad_row(values + i * selected_channels, n);
       }
