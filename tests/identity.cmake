@@ -12,9 +12,10 @@ endif()
 set(identity_builds
   "O0:-O0"
   "O3:-O3"
-  "fma_off:-O2 -mavx2 -mfma -ffp-contract=off"
-  "fma_fast:-O2 -mavx2 -mfma -ffp-contract=fast"
-  "native:-O3 -march=native")
+  "native:-O3 -march=native -ffp-contract=fast")
+if(KVMELD_TEST_LONG)
+  list(APPEND identity_builds "fma_off:-O2 -mavx2 -mfma -ffp-contract=off" "fma_fast:-O2 -mavx2 -mfma -ffp-contract=fast")
+endif()
 
 # The instruction sets above are x86's; elsewhere only the portable builds are compared.
 if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
