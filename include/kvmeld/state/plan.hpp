@@ -8,6 +8,7 @@
 
 #include <kvmeld/state/merger.hpp>
 #include <kvmeld/state/plan_check.hpp>
+#include <kvmeld/state/plan_compile.hpp>
 #include <kvmeld/state/plan_core.hpp>
 #include <kvmeld/state/plan_local.hpp>
 #include <kvmeld/state/plan_rows.hpp>
