@@ -468,6 +468,34 @@ TEST_CASE("variables that are alike are told apart in a bounded number of passes
     CHECK(normal(text, renaming).size() < 1000);
     CHECK(static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC < 5);
   }
+  // The same over and over, to 4 KB: those of a sum can all be exchanged, those of a ring take more passes than steps are given.
+  const auto repeated = [](const std::string& text) {
+    std::string out = text;
+    while (out.size() + text.size() < 4095) out += "+" + text;
+    return out;
+  };
+  const auto with_other_names = [](std::string text) {
+    for (char& c : text) {
+      if (c >= 'j' && c < 'j' + 12) c = static_cast<char>('j' + (c - 'j') * 5 % 12); else if (c >= 'A' && c < 'A' + 12) c = static_cast<char>('A' + (c - 'A') * 7 % 12);
+    }
+    return text;
+  };
+  CHECK(normal(repeated(sum), renaming) == normal(with_other_names(repeated(sum)), renaming));
+  for (const std::string& text : {repeated(ring), repeated(pairs), with_other_names(repeated(ring))}) {
+    const std::clock_t begun = std::clock();
+    const auto formula = parse_formula(text, renaming);
+    REQUIRE_FALSE(formula.ok());
+    CHECK(formula.error().code() == ErrorCode::oversized);
+    CHECK(formula.error().message().find("max_renaming_steps") != std::string::npos);
+    CHECK(static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC < 2);
+    CHECK(parse_formula(text).ok());
+  }
+  const FormulaOptions patient{.rename_free = true, .max_renaming_steps = std::size_t{1} << 30U};
+  CHECK(normal(pairs + "+" + pairs, patient) == normal(with_other_names(pairs + "+" + pairs), patient));
+  CHECK(normal(ring, patient) == normal(with_other_names(ring), renaming));
+  // Two squares with a spoke each: exchanged pairwise nothing is the same, turned it is.
+  CHECK(normal("x(a+b+c+d)+ab+bc+cd+da", renaming) == normal("u(p+r+q+s)+pq+qr+rs+sp", renaming));
+  CHECK(normal("x(a+b+c+d)+ab+bc+cd+da", renaming) != normal("x(a+b+c+d)+ab+ac+ad+da", renaming));
 }
 
 TEST_CASE("a chain without braces goes no deeper than braces do") {

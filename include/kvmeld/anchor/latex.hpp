@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <string>
 #include <string_view>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include <kvmeld/anchor/latex_normal.hpp>
+#include <kvmeld/anchor/latex_renaming.hpp>
 #include <kvmeld/cache/hash.hpp>
 #include <kvmeld/status.hpp>
 
@@ -18,6 +20,7 @@ struct FormulaOptions {
   std::size_t max_bytes = 4096;       ///< of one formula
   std::size_t max_depth = 48;         ///< of parts within parts
   std::size_t max_free = 24;          ///< variables that `rename_free` tells apart
+  std::size_t max_renaming_steps = 700'000;  ///< parts put together for that, over and over where variables are alike
 };
 
 /// A formula in the form in which equal ones are equal.
@@ -31,7 +34,7 @@ namespace detail {
 
 KVMELD_LAZY [[nodiscard]] Digest128 formula_hash(std::string_view normal) {
   Hasher hasher;
-  hasher.text("kvmeld.formula.1");
+  hasher.text("kvmeld.formula.2");
   hasher.text(normal);
   return hasher.digest();
 }
@@ -58,8 +61,8 @@ KVMELD_LAZY [[nodiscard]] std::vector<std::uint32_t> formula_steps(LatexTree& tr
 /// Reads a formula in the subset of LaTeX and Unicode that docs/formulas.md describes, and brings it into normal form.
 ///
 /// A hint for retrieval, no proof: products commute though matrices do not, and no law but those of docs/formulas.md is known.
-/// Takes any bytes. O(n log n) for n bytes and a bounded depth; with `rename_free` as often as there are variables, and where those are alike
-/// at most some 3 v² times for v of them, `max_free` at most.
+/// Takes any bytes. O(n log n) for n bytes and a bounded depth; with `rename_free` as often as there are variables, twice that where all can be
+/// exchanged, and otherwise, where they are alike, within `max_renaming_steps`.
 /// Errors: `corrupt` (no UTF-8, or not a formula), `truncated`, `unsupported` (environments, line breaks), `oversized` (a bound of the options).
 KVMELD_LAZY [[nodiscard]] Result<Formula> parse_formula(std::string_view text, const FormulaOptions& options = {}) {
   if (text.size() > options.max_bytes) return detail::error(ErrorCode::oversized, "a formula of ", text.size(), " bytes; at most ", options.max_bytes);
@@ -69,10 +72,17 @@ KVMELD_LAZY [[nodiscard]] Result<Formula> parse_formula(std::string_view text, c
   const auto root = parser.parse();
   if (!root) return root.error();
   detail::LatexTree& tree = parser.tree();
+  std::size_t steps_left = options.max_renaming_steps;
   const auto normal = [&](std::uint32_t part) -> Result<std::string> {
-    detail::LatexNormal<> form(tree);
-    if (!options.rename_free || form.rename_free(part, options.max_free)) return form.text(part);
-    return detail::error(ErrorCode::oversized, "more than ", options.max_free, " free variables; raise max_free");
+    if (!options.rename_free) return detail::LatexNormal<>(tree).text(part);
+    const detail::LatexFree free = detail::find_free(tree, part);
+    detail::LatexRenaming<> renaming(tree, part, free, steps_left);
+    const auto numbers = renaming.run(options.max_free);
+    if (!numbers) return numbers.error();
+    steps_left -= (std::min)(steps_left, renaming.steps());
+    detail::LatexNormal<> form(tree, free);
+    for (std::size_t v = 0; v < numbers->size(); ++v) form.call(v, "$" + std::to_string((*numbers)[v]));
+    return form.text(part);
   };
   auto whole = normal(*root);
   if (!whole) return whole.error();

@@ -3,126 +3,77 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <map>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include <kvmeld/anchor/latex_parser.hpp>
+#include <kvmeld/anchor/latex_free.hpp>
+#include <kvmeld/anchor/latex_writers.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
 /// Writes a tree so that formulas that mean the same read the same: bound variables by the number of binders between (de Bruijn, 1972),
 /// operands of what commutes in order of their text, nested sums and products as one.
-template <class = void>
+///
+/// @tparam Writer  `LatexText`, or what gives equal values where that does, in some order.
+template <class Writer = LatexText>
 class LatexNormal {
   using Kind = LatexNode::Kind;
 
-  /// A part's text, and whether it stands negated: signs travel up to the sum that takes them.
-  struct Part {
-    std::string text;
-    bool negative = false;
-    bool either = false;  // the text is its own negative, as that of a − a, or of a − b while both go by one class: no sign is kept
-
-    void negate() noexcept { negative = !negative && !either; }
-    [[nodiscard]] std::string signed_text() const { return negative ? "(- " + text + ')' : text; }
-  };
-
  public:
-  explicit LatexNormal(const LatexTree& tree) : tree_(tree) {}
+  using Text = typename Writer::type;
 
-  [[nodiscard]] std::string text(std::uint32_t node) { return part(node).signed_text(); }
-
-  /// The text with free variables called by numbers, the same for every consistent choice of their names; with distinct names for distinct
-  /// variables. Each variable is told apart by what stands around it, round after round (colour refinement); of variables that stay
-  /// alike one is taken, which is any where they can be exchanged. False: more than `most` variables.
-  [[nodiscard]] bool rename_free(std::uint32_t root, std::size_t most) {
-    collect_free(root);
-    if (free_.size() > most) return false;
-    std::vector<std::size_t> rank(free_.size(), 0);  // by name's place in `free_`
-    for (bool settled = free_.empty(); !settled;) {
-      rank = refined(root, std::move(rank));
-      settled = true;
-      std::vector<std::size_t> members(free_.size() + 1, 0);
-      for (const std::size_t r : rank) ++members[r];
-      for (std::size_t r = 0; r < members.size() && settled; ++r) {
-        if (members[r] < 2) continue;
-        // One of the class goes before the rest; ranks leave room, as a class of n spans n numbers.
-        const auto one = std::find(rank.begin(), rank.end(), r);
-        for (std::size_t& other : rank) other += other == r ? 1 : 0;
-        *one = r;
-        settled = false;
-      }
-    }
-    std::size_t i = 0;
-    for (auto& [name, called] : free_) called = "$" + std::to_string(rank[i++]);
-    return true;
+  explicit LatexNormal(const LatexTree& tree) : tree_(tree) {
+    for (const LatexNode& node : tree) ops_.push_back(op_of(node));
   }
+  /// Variables that are free in the formula go by what `call` says.
+  LatexNormal(const LatexTree& tree, const LatexFree& free) : LatexNormal(tree) {
+    free_ = &free;
+    called_.resize(free.names.size());
+  }
+
+  void call(std::size_t variable, std::string_view name) { called_[variable] = Writer::leaf(name); }
+  [[nodiscard]] Text text(std::uint32_t node) { return part(node).signed_text(); }
+  /// Parts put together so far.
+  [[nodiscard]] std::size_t steps() const noexcept { return steps_; }
 
  private:
   static constexpr std::string_view binder_mark = "#";
 
-  [[nodiscard]] static bool constant(const std::string& name) {
-    for (const std::string_view told : {"text:", "double:", "big:", "fn:", "U:"}) {
-      if (name.starts_with(told)) return true;
-    }
-    return std::find(std::begin(latex_constants), std::end(latex_constants), name) != std::end(latex_constants);
-  }
-  [[nodiscard]] std::string symbol(const std::string& name) const {
-    for (std::size_t i = bound_.size(); i-- > 0;) {
-      if (bound_[i] == name) return std::string(binder_mark) + std::to_string(bound_.size() - 1 - i);
-    }
-    const auto renamed = free_.find(name);
-    return renamed == free_.end() ? name : renamed->second;
-  }
-  void collect_free(std::uint32_t at) {
-    const LatexNode& node = tree_[at];
-    if (node.kind == Kind::symbol && !constant(node.name) && std::find(bound_.begin(), bound_.end(), node.name) == bound_.end()) free_[node.name];
-    within(node, [&](std::uint32_t child) { collect_free(child); });
-  }
-  /// Calls for each child, with what the node binds where it does.
-  template <class Visit>
-  void within(const LatexNode& node, const Visit& visit) {
-    for (std::size_t i = 0; i < node.children.size(); ++i) {
-      const bool inside = node.kind == Kind::binder && i >= node.scope;
-      if (inside) bound_.insert(bound_.end(), node.words.begin(), node.words.end());
-      visit(node.children[i]);
-      if (inside) bound_.resize(bound_.size() - node.words.size());
-    }
-  }
-  /// Classes of variables told apart by the text around each, where the others go by their class. A class's rank is how many come before it.
-  [[nodiscard]] std::vector<std::size_t> refined(std::uint32_t root, std::vector<std::size_t> rank) {
-    for (std::size_t classes = 0;;) {
-      std::vector<std::pair<std::size_t, std::string>> around(rank.size());
-      std::vector<std::size_t> members(rank.size(), 0);
-      for (const std::size_t r : rank) ++members[r];
-      std::size_t v = 0;
-      for (auto& [name, called] : free_) called = "?" + std::to_string(rank[v++]);
-      v = 0;
-      for (auto& [name, called] : free_) {
-        around[v].first = rank[v];
-        if (members[rank[v]] > 1) {
-          const std::string before = std::exchange(called, "!");
-          around[v].second = text(root);
-          called = before;
-        }
-        ++v;
-      }
-      auto sorted = around;
-      std::sort(sorted.begin(), sorted.end());
-      for (v = 0; v < rank.size(); ++v) rank[v] = static_cast<std::size_t>(std::lower_bound(sorted.begin(), sorted.end(), around[v]) - sorted.begin());
-      sorted.erase(std::unique(sorted.begin(), sorted.end()), sorted.end());
-      if (sorted.size() == classes || sorted.size() == rank.size()) return rank;
-      classes = sorted.size();
-    }
+  /// What sums and products are made of, found once: names are read over and over else.
+  enum class Op : std::uint8_t { none, plus, minus, times, inverse };
+  [[nodiscard]] static Op op_of(const LatexNode& node) noexcept {
+    if (node.kind != Kind::operation) return Op::none;
+    return node.name == "+" ? Op::plus : node.name == "neg" ? Op::minus : node.name == "*" ? Op::times : node.name == "inv" ? Op::inverse : Op::none;
   }
 
-  [[nodiscard]] static std::string call(std::string_view name, const std::vector<std::string>& parts) {
-    std::string out = "(" + std::string(name);
-    for (const std::string& p : parts) out += ' ' + p;
-    return out + ')';
+  /// A part's text, and whether it stands negated: signs travel up to the sum that takes them.
+  struct Part {
+    Text text{};
+    bool negative = false;
+    bool either = false;  // the text is its own negative, as that of a − a, or of a − b while both go by one class: no sign is kept
+
+    void negate() noexcept { negative = !negative && !either; }
+    [[nodiscard]] Text signed_text() const { return negative ? Writer::call("-", {&text, 1}) : text; }
+  };
+
+  [[nodiscard]] Text symbol(std::uint32_t at) const {
+    const std::string& name = tree_[at].name;
+    for (std::size_t i = bound_.size(); i-- > 0;) {
+      if (*bound_[i] == name) return Writer::leaf(std::string(binder_mark) + std::to_string(bound_.size() - 1 - i));
+    }
+    return free_ == nullptr || free_->of[at] == LatexFree::none ? Writer::leaf(name) : called_[free_->of[at]];
+  }
+  [[nodiscard]] Text put(std::string_view name, std::span<const Text> parts) {
+    steps_ += parts.size() + 1;
+    return Writer::call(name, parts);
+  }
+  [[nodiscard]] Text put_unordered(std::string_view name, std::vector<Text>& parts) {
+    steps_ += parts.size() + 1;
+    return Writer::call_unordered(name, parts);
   }
   [[nodiscard]] static bool commutes(const std::string& name) {
     return name == "cup" || name == "cap" || name == "and" || name == "or" || name == "oplus";
@@ -141,42 +92,45 @@ class LatexNormal {
     return relation + "'";
   }
   /// Members with relations between them, in whichever direction reads first.
-  [[nodiscard]] static std::string chained(std::vector<std::string> members, std::vector<std::string> relations) {
-    const auto written = [&] {
-      std::string out = "(rel " + members[0];
-      for (std::size_t i = 0; i < relations.size(); ++i) out += ' ' + relations[i] + ' ' + members[i + 1];
-      return out + ')';
+  [[nodiscard]] Text chained(std::vector<Text> members, std::vector<std::string> relations) {
+    const auto joined = [&] {
+      std::vector<Text> parts{members[0]};
+      for (std::size_t i = 0; i < relations.size(); ++i) parts.insert(parts.end(), {Writer::leaf(relations[i]), members[i + 1]});
+      return put("rel", parts);
     };
-    const std::string forth = written();
+    const Text forth = joined();
     std::reverse(members.begin(), members.end());
     std::reverse(relations.begin(), relations.end());
     for (std::string& r : relations) r = reversed(r);
-    return (std::min)(forth, written());
+    return (std::min)(forth, joined());
   }
 
   /// Comes to every node once: what a kind of node wants of its children is settled before they are read, as twice a level is 2^depth.
   [[nodiscard]] Part part(std::uint32_t at) {
     const LatexNode& node = tree_[at];
-    if (node.kind == Kind::number) return {node.name};
-    if (node.kind == Kind::symbol) return {symbol(node.name)};
-    if (node.kind == Kind::operation && (node.name == "+" || node.name == "neg")) return sum(at);
-    if (node.kind == Kind::operation && (node.name == "*" || node.name == "inv")) return product(at);
-    std::vector<std::string> parts;
+    if (node.kind == Kind::number) return {Writer::leaf(node.name)};
+    if (node.kind == Kind::symbol) return {symbol(at)};
+    const Op op = ops_[at];
+    if (op == Op::plus || op == Op::minus) return sum(at);
+    if (op == Op::times || op == Op::inverse) return product(at);
+    std::vector<Text> parts;
     if (node.kind == Kind::operation && commutes(node.name)) {
       flatten(at, node.name, parts);
-      std::sort(parts.begin(), parts.end());
-      return {call(node.name, parts)};
+      return {put_unordered(node.name, parts)};
     }
-    if (node.kind == Kind::operation && (node.name == "abs" || node.name == "norm")) return {call(node.name, {part(node.children[0]).text})};  // |a − b| is |b − a|
+    if (node.kind == Kind::operation && (node.name == "abs" || node.name == "norm")) {  // |a − b| is |b − a|
+      const Text inside = part(node.children[0]).text;
+      return {put(node.name, {&inside, 1})};
+    }
     const auto list = [&](std::uint32_t n) { return tree_[n].kind == Kind::operation && tree_[n].name == "list"; };
     const bool elements = node.kind == Kind::operation && node.name == "set" && list(node.children[0]);
-    within(elements ? tree_[node.children[0]] : node, [&](std::uint32_t child) { parts.push_back(part(child).signed_text()); });
-    if (elements) std::sort(parts.begin(), parts.end());
+    visit_children(elements ? tree_[node.children[0]] : node, bound_, [&](std::uint32_t child) { parts.push_back(part(child).signed_text()); });
+    if (elements) return {put_unordered(node.name, parts)};
     if (node.kind == Kind::chain) return {chained(std::move(parts), node.words)};
-    if (node.kind == Kind::binder) return {call(node.name + "#" + std::to_string(node.words.size()), parts)};
-    return {call(node.name, parts)};
+    if (node.kind == Kind::binder) return {put(node.name + "#" + std::to_string(node.words.size()), parts)};
+    return {put(node.name, parts)};
   }
-  void flatten(std::uint32_t at, const std::string& name, std::vector<std::string>& parts) {
+  void flatten(std::uint32_t at, const std::string& name, std::vector<Text>& parts) {
     const LatexNode& node = tree_[at];
     if (node.kind != Kind::operation || node.name != name) return parts.push_back(part(at).signed_text());
     for (const std::uint32_t c : node.children) flatten(c, name, parts);
@@ -185,30 +139,29 @@ class LatexNormal {
     std::vector<Part> terms;
     add_terms(at, false, terms);
     if (terms.size() == 1) return std::move(terms[0]);
-    const auto written = [&] {
-      std::vector<std::string> texts;
+    const auto signed_sum = [&] {
+      std::vector<Text> texts;
+      texts.reserve(terms.size());
       for (const Part& t : terms) texts.push_back(t.signed_text());
-      std::sort(texts.begin(), texts.end());
-      return call("+", texts);
+      return put_unordered("+", texts);
     };
     // Of a − b and b − a one is the other's negative: the one with more minus signs, or of equally many the one that reads later.
     std::size_t minus = 0, plus = 0;
     for (const Part& t : terms) {
       if (!t.either) ++(t.negative ? minus : plus);
     }
-    const std::string forth = written();
-    if (minus < plus) return {forth};
+    if (minus < plus) return {signed_sum()};
+    const Text forth = minus == plus ? signed_sum() : Text{};
     for (Part& t : terms) t.negate();
-    const std::string back = written();
+    Text back = signed_sum();
     if (minus == plus && back == forth) return {forth, false, true};
-    return minus > plus || back < forth ? Part{back, true} : Part{forth};
+    return minus > plus || back < forth ? Part{std::move(back), true} : Part{forth};
   }
   void add_terms(std::uint32_t at, bool negative, std::vector<Part>& terms) {
     const LatexNode& node = tree_[at];
-    const bool operation = node.kind == Kind::operation;
-    if (operation && node.name == "+") {
+    if (ops_[at] == Op::plus) {
       for (const std::uint32_t c : node.children) add_terms(c, negative, terms);
-    } else if (operation && node.name == "neg") {
+    } else if (ops_[at] == Op::minus) {
       add_terms(node.children[0], !negative, terms);
     } else {
       Part term = part(at);
@@ -217,35 +170,36 @@ class LatexNormal {
     }
   }
   [[nodiscard]] Part product(std::uint32_t at) {
-    std::vector<std::string> factors;
+    std::vector<Text> factors;
     Part out;
     add_factors(at, false, out, factors);
-    std::sort(factors.begin(), factors.end());
-    out.text = factors.size() == 1 ? factors[0] : call("*", factors);
+    out.text = factors.size() == 1 ? factors[0] : put_unordered("*", factors);
     out.negative = out.negative && !out.either;
     return out;
   }
-  void add_factors(std::uint32_t at, bool inverse, Part& sign, std::vector<std::string>& factors) {
+  void add_factors(std::uint32_t at, bool inverse, Part& sign, std::vector<Text>& factors) {
     const LatexNode& node = tree_[at];
-    const bool operation = node.kind == Kind::operation;
-    if (operation && node.name == "*") {
+    if (ops_[at] == Op::times) {
       for (const std::uint32_t c : node.children) add_factors(c, inverse, sign, factors);
-    } else if (operation && node.name == "inv") {
+    } else if (ops_[at] == Op::inverse) {
       add_factors(node.children[0], !inverse, sign, factors);
-    } else if (operation && node.name == "neg") {
+    } else if (ops_[at] == Op::minus) {
       sign.negative = !sign.negative;
       add_factors(node.children[0], inverse, sign, factors);
     } else {
       Part factor = part(at);
       sign.negative = sign.negative != factor.negative;
       sign.either = sign.either || factor.either;
-      factors.push_back(inverse ? "(/ " + factor.text + ')' : std::move(factor.text));
+      factors.push_back(inverse ? Writer::call("/", {&factor.text, 1}) : std::move(factor.text));
     }
   }
 
   const LatexTree& tree_;
-  std::vector<std::string> bound_;            // innermost last
-  std::map<std::string, std::string> free_;   // what a free variable is called; empty: by its own name
+  std::vector<Op> ops_{};                      // (nodes)
+  const LatexFree* free_ = nullptr;
+  std::vector<Text> called_{};                 // (free variables)
+  std::vector<const std::string*> bound_{};    // innermost last
+  std::size_t steps_ = 0;
 };
 
 }  // namespace detail
