@@ -87,6 +87,25 @@ TEST_CASE("bases are un-rotated once, offsets hold no layer that depends on the 
   REQUIRE(most < 1e-5F);
 }
 
+TEST_CASE("layers that are said to depend on the token alone take the base, though an offset has rows for them") {
+  const Segment alone(shape, 4, 1), other(shape, 4, 9);
+  const auto delta = kvmeld::measure_offset(other.at(0), alone.at(0), {.context_free_layers = 0});
+  REQUIRE(delta.ok());
+  REQUIRE(delta->payloads()[0].layer_tokens(0) == 4);
+  const ReusePart blended{.base = alone.at(0), .position = 6, .offsets = {{test::anchor_id(1), *delta}}}, bare{.base = alone.at(0), .position = 6, .rotated_only = true};
+  const auto base = rendered({&bare, 1}, shape);
+  const auto all = rendered({&blended, 1}, shape, {.context_free_layers = 0, .compute_last = false});
+  REQUIRE((base.size() == 6 && all.size() == 6));
+  for (std::int32_t layers = 0; layers <= 3; ++layers) {
+    const auto some = rendered({&blended, 1}, shape, {.context_free_layers = layers, .compute_last = false});
+    REQUIRE(some.size() == 6);
+    for (std::size_t p = 0; p < 6; ++p) {
+      REQUIRE(all[p] != base[p]);
+      REQUIRE(some[p] == (p < 2 * static_cast<std::size_t>(layers) ? base[p] : all[p]));
+    }
+  }
+}
+
 TEST_CASE("offsets are refused where they would mean nothing") {
   const Segment s(shape, 5, 1);
   REQUIRE(kvmeld::measure_offset({}, s.at(0)).status().code() == ErrorCode::invalid_argument);
