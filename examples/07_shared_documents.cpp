@@ -8,6 +8,7 @@
 #include "support/anchored.hpp"
 #include "support/anchored_texts.hpp"
 #include "support/asking.hpp"
+#include "support/lead_in.hpp"
 #include "support/prompt.hpp"
 #include "support/question_prompt.hpp"
 #include "support/series.hpp"
@@ -42,6 +43,8 @@ struct Flags {
   std::size_t questions = 1;
   std::size_t long_tokens = 1000;
   std::size_t long_agents = 1;
+  std::size_t long_questions = 42;
+  std::size_t lead_in = 16;
   std::uint64_t seed = 2;
   double temperature = 0;
   double gamma = 1;
@@ -52,6 +55,7 @@ struct Flags {
 constexpr const char* request_text = "Complete the statement as the document says.";
 constexpr llama_seq_id first_branch = 16;
 constexpr std::size_t agents = agent_instructions.size();
+constexpr std::size_t led_bases = agents + 1;  ///< The prefix for bases of documents that will stand behind others.
 
 /// What one request took until its first token, in milliseconds.
 struct Times {
@@ -122,7 +126,20 @@ constexpr std::array<Mode, 3> blends{{{"blended", true, false, false}, {"blended
 struct Known {
   Document document;
   kvmeld::Anchor anchor;  // without offsets
+  kvmeld::AnchorSpace space;
   double base_ms = 0;
+};
+
+/// How the documents of a long prompt are known, those of anchors and those that are asked about.
+struct Bases {
+  const char* suffix;
+  std::vector<Known> before, all;
+  Pool* pool;  // anchors of documents that stood behind others
+  [[nodiscard]] double milliseconds() const {
+    double sum = 0;
+    for (const Known& known : all) sum += known.base_ms;
+    return sum;
+  }
 };
 
 /// What full prefill made of one request: the others are compared with it.
@@ -138,7 +155,7 @@ class Study {
  public:
   Study(const Flags& flags, Engine& engine, Anchored& anchored, Frame frame) : flags_(flags), engine_(engine), anchored_(anchored), frame_(std::move(frame)) {
     middle_ = engine_.tokens(frame_.middle, true);
-    space_ = kvmeld::AnchorSpace::of(*anchored_.geometry());
+    space_ = anchored_.space();
   }
 
   kvmeld::Status all() {
@@ -316,13 +333,14 @@ class Study {
 
   // ---- one request
 
-  kvmeld::Result<Known> learn(Document document) {
+  kvmeld::Result<Known> learn(Document document, std::size_t prefix = 0) {
     Known known;
     const Stopwatch watch;
-    auto base = anchored_.base_of(document.tokens);
+    auto base = anchored_.base_of(document.tokens, prefix);
     if (!base) return base.error();
     known.base_ms = watch.milliseconds();
     known.anchor = *std::move(base);
+    known.space = anchored_.space(prefix);
     known.document = std::move(document);
     return known;
   }
@@ -375,7 +393,7 @@ class Study {
 
   [[nodiscard]] kvmeld::AnchorLookup look_up(const Pool& pool, const kvmeld::ReuseRule& rule, const Known& known, std::size_t agent, std::size_t slot = 0) const {
     const std::vector<float>& vector = known.anchor.vector;
-    kvmeld::AnchorQuery query{.space = &space_, .signature = {known.anchor.base.tokens(), vector}, .vector = vector, .context = place_of(agent, slot), .request = {}};
+    kvmeld::AnchorQuery query{.space = &known.space, .signature = {known.anchor.base.tokens(), vector}, .vector = vector, .context = place_of(agent, slot), .request = {}};
     query.request.tokens = known.anchor.base.token_count();
     query.request.last_position = static_cast<std::int64_t>(anchored_.prefix(agent + 1).size()) + query.request.tokens - 1;
     query.request.trained_context = llama_model_n_ctx_train(engine_.model());
@@ -540,17 +558,30 @@ class Study {
     }
     return first;
   }
+  /// The same documents, known behind a lead-in where they stand behind others.
+  kvmeld::Result<std::vector<Known>> led(const std::vector<Known>& documents) {
+    std::vector<Known> out;
+    for (const Known& known : documents) {
+      auto again = out.empty() ? kvmeld::Result<Known>(known) : learn(known.document, led_bases);
+      if (!again) return again.error();
+      out.push_back(*std::move(again));
+      progress("long prompt: documents behind a lead-in");
+    }
+    return out;
+  }
   /// An agent reads a prompt of documents one after the other; what stands before them is their context.
-  kvmeld::Status measure_behind(Pool& pool, const std::vector<Known>& documents, std::size_t agent) {
+  kvmeld::Status measure_behind(const std::array<Bases, 2>& kinds, std::size_t agent) {
     anchored_.start(agent + 1);
-    for (std::size_t d = 0; d < documents.size(); ++d) {
-      const auto real = anchored_.encode(documents[d].document.tokens);
+    for (std::size_t d = 0; d < kinds[0].before.size(); ++d) {
+      const auto real = anchored_.encode(kinds[0].before[d].document.tokens);
       if (!real) return real.error();
       if (d == 0) continue;  // measured before
-      auto segment = kvmeld::measure_offset(*real, documents[d].anchor.base);
-      if (!segment) return segment.error();
-      kvmeld::ContextOffset offset{place_of(agent, d), *std::move(segment), {}};
-      if (kvmeld::Status status = commit(pool, documents[d].anchor, offset); !status) return status;
+      for (const Bases& bases : kinds) {
+        auto segment = kvmeld::measure_offset(*real, bases.before[d].anchor.base);
+        if (!segment) return segment.error();
+        kvmeld::ContextOffset offset{place_of(agent, d), *std::move(segment), {}};
+        if (kvmeld::Status status = commit(*bases.pool, bases.before[d].anchor, offset); !status) return status;
+      }
     }
     const auto following = anchored_.encode(middle_);
     if (!following) return following.error();
@@ -562,26 +593,36 @@ class Study {
 
   kvmeld::Status long_prompt(std::vector<Known> seen, std::vector<Known> held_out, Pool& pool, const kvmeld::ReuseRule& rule, double token_temperature) {
     std::size_t next = seen.size() + held_out.size();
-    const auto before = gather(std::move(seen), next);
+    auto before = gather(std::move(seen), next);
     if (!before) return before.error();
-    const auto all = gather(std::move(held_out), next);
+    auto all = gather(std::move(held_out), next);
     if (!all) return all.error();
+    auto led_before = led(*before), led_all = led(*all);
+    if (!led_before) return led_before.error();
+    if (!led_all) return led_all.error();
+    const kvmeld::AnchorPreset preset = kvmeld::presets::heavy(flags_.budget_mib << 20);
+    Pool led_pool(anchored_.space(led_bases), preset.capacity, kvmeld::EmbeddingHash{}, preset.eviction);
+    const std::array<Bases, 2> kinds{{{"", *std::move(before), *std::move(all), &pool}, {"_lead_in", *std::move(led_before), *std::move(led_all), &led_pool}}};
+    const std::vector<Known>& documents = kinds[0].all;
     Known whole;
-    double bases_ms = 0;
-    for (const Known& known : *all) {
-      bases_ms += known.base_ms;
-      append(whole.document.tokens, known.document.tokens);
-    }
+    for (const Known& known : documents) append(whole.document.tokens, known.document.tokens);
     std::vector<Ask> asks;
-    for (std::size_t q = 0; q < std::min<std::size_t>(8, all->size()); ++q) asks.push_back((*all)[q * all->size() / 8].document.asks[q % 4]);
+    for (std::size_t q = 0; q < flags_.long_questions; ++q) {
+      const std::size_t d = q * documents.size() / flags_.long_questions;
+      asks.push_back(documents[d].document.asks[q % 4]);
+    }
 
-    Row full = row("full_prefill", "long", "structured", 0), rotated = row("rotated_reuse", "long", "structured", 0);
-    std::array<Row, blends.size()> rows;
-    for (std::size_t m = 0; m < blends.size(); ++m) rows[m] = row(blends[m].name, "long", "structured", before->size());
+    Row full = row("full_prefill", "long", "structured", 0);
+    std::vector<Row> rows;  // for each kind: turned, then the blends
+    for (const Bases& bases : kinds) {
+      rows.push_back(row("rotated_reuse", "long", "structured", 0));
+      for (const Mode& blend : blends) rows.push_back(row(blend.name, "long", "structured", bases.before.size()));
+      for (std::size_t r = rows.size() - 1 - blends.size(); r < rows.size(); ++r) rows[r].mode += bases.suffix;
+    }
     Series measuring_ms;
     for (std::size_t agent = 0; agent < std::min(flags_.long_agents, agents); ++agent) {
       const Stopwatch measuring;
-      if (kvmeld::Status status = measure_behind(pool, *before, agent); !status) return status;
+      if (kvmeld::Status status = measure_behind(kinds, agent); !status) return status;
       measuring_ms.add(measuring.milliseconds());
       progress("long prompt: what documents do to each other");
       auto reference = read(whole, agent, asks);
@@ -591,67 +632,80 @@ class Study {
       score(full, asks, reference->answers, *reference);
       full.key.add(0), full.value.add(0);
       progress("long prompt: full prefill");
-      const auto placed = [&](llama_pos at, auto&& part) {
-        std::vector<kvmeld::ReusePart> out;
-        for (std::size_t d = 0; d < all->size(); ++d) {
-          out.push_back(part(d, at));
-          at += static_cast<llama_pos>((*all)[d].document.tokens.size());
+      Row* of_kind = rows.data();
+      for (const Bases& bases : kinds) {
+        if (kvmeld::Status status = long_request(bases, agent, asks, rule, pool, token_temperature, *reference, of_kind); !status) return status;
+        of_kind += 1 + blends.size();
+      }
+    }
+    full.documents = documents.size();
+    rows_.push_back(full);
+    Json ratios;
+    for (std::size_t r = 0; r < rows.size(); ++r) {
+      const Bases& bases = kinds[r / (1 + blends.size())];
+      rows[r].documents = documents.size();
+      if (rows[r].anchors > 0 && rows[r].first_token.median() > 0) ratios[rows[r].mode] = paid(rows[r], full, bases, static_cast<double>(agents) * measuring_ms.mean());
+      rows_.push_back(std::move(rows[r]));
+    }
+    figures_["speed"] = {{"shared_tokens", whole.document.tokens.size()},
+                         {"documents", documents.size()},
+                         {"anchors", kinds[0].before.size()},
+                         {"full_prefill_ms", full.first_token.median()},
+                         {"bases_ms", kinds[0].milliseconds()},
+                         {"blends", ratios}};
+    return {};
+  }
+  /// One prompt of many documents, from bases of one kind: turned, then blended in each mode. `pool` has the anchors of what stands first.
+  kvmeld::Status long_request(const Bases& bases, std::size_t agent, const std::vector<Ask>& asks, const kvmeld::ReuseRule& rule, const Pool& pool,
+                              double token_temperature, const Reference& reference, Row* rows) {
+    const auto placed = [&](llama_pos at, auto&& part) {
+      std::vector<kvmeld::ReusePart> out;
+      for (std::size_t d = 0; d < bases.all.size(); ++d) {
+        out.push_back(part(d, at));
+        at += static_cast<llama_pos>(bases.all[d].document.tokens.size());
+      }
+      return out;
+    };
+    ++rows[0].requests, ++rows[0].reused;
+    const auto turned = [&](llama_pos at) { return placed(at, [&](std::size_t d, llama_pos where) { return rotated_part(bases.all[d].anchor.base, where); }); };
+    if (kvmeld::Status status = reuse(rows[0], {}, turned, agent, asks, false, reference); !status) return status;
+    for (std::size_t m = 0; m < blends.size(); ++m) {
+      Row& r = rows[1 + m];
+      const Stopwatch watch;
+      std::vector<kvmeld::AnchorLookup> found;
+      for (std::size_t d = 0; d < bases.all.size(); ++d) found.push_back(look_up(d == 0 ? pool : *bases.pool, rule, bases.all[d], agent, d));
+      const Times times{.look_up = watch.milliseconds()};
+      for (const kvmeld::AnchorLookup& one : found) count(r, one);
+      if (std::any_of(found.begin(), found.end(), [](const kvmeld::AnchorLookup& one) { return !one.decision.reuses(); })) continue;  // the row says why
+      const auto parts = [&](llama_pos at) {
+        auto out = placed(at, [&](std::size_t d, llama_pos where) {
+          kvmeld::ReusePart part = blended_part(bases.all[d].anchor.base, where, found[d], place_of(agent, d));
+          if (blends[m].by_token) weigh_by_token(part, found[d], token_temperature);
+          return part;
+        });
+        if (blends[m].following) {  // measured once behind a prompt like this one
+          kvmeld::ReusePart behind{.base = following_, .position = at + static_cast<llama_pos>(reference.real.token_count())};
+          behind.offsets.push_back({.anchor = bases.before.back().anchor.id, .delta = following_long_[agent]});
+          out.push_back(std::move(behind));
         }
         return out;
       };
-      ++rotated.requests, ++rotated.reused;
-      const auto turned = [&](llama_pos at) { return placed(at, [&](std::size_t d, llama_pos where) { return rotated_part((*all)[d].anchor.base, where); }); };
-      if (kvmeld::Status status = reuse(rotated, {}, turned, agent, asks, false, *reference); !status) return status;
-      for (std::size_t m = 0; m < blends.size(); ++m) {
-        const Stopwatch watch;
-        std::vector<kvmeld::AnchorLookup> found;
-        for (std::size_t d = 0; d < all->size(); ++d) found.push_back(look_up(pool, rule, (*all)[d], agent, d));
-        const Times times{.look_up = watch.milliseconds()};
-        for (const kvmeld::AnchorLookup& one : found) count(rows[m], one);
-        if (std::any_of(found.begin(), found.end(), [](const kvmeld::AnchorLookup& one) { return !one.decision.reuses(); })) continue;  // the row says why
-        const auto parts = [&](llama_pos at) {
-          auto out = placed(at, [&](std::size_t d, llama_pos where) {
-            kvmeld::ReusePart part = blended_part((*all)[d].anchor.base, where, found[d], place_of(agent, d));
-            if (blends[m].by_token) weigh_by_token(part, found[d], token_temperature);
-            return part;
-          });
-          if (blends[m].following) {  // measured once behind a prompt like this one
-            kvmeld::ReusePart behind{.base = following_, .position = at + static_cast<llama_pos>(whole.document.tokens.size())};
-            behind.offsets.push_back({.anchor = before->back().anchor.id, .delta = following_long_[agent]});
-            out.push_back(std::move(behind));
-          }
-          return out;
-        };
-        if (kvmeld::Status status = reuse(rows[m], times, parts, agent, asks, blends[m].following, *reference); !status) return status;
-        progress(std::string("long prompt: ") + blends[m].name);
-      }
+      if (kvmeld::Status status = reuse(r, times, parts, agent, asks, blends[m].following, reference); !status) return status;
+      progress("long prompt: " + r.mode);
     }
-    Json ratios;
-    const double n = static_cast<double>(agents), full_ms = full.first_token.median();
-    double anchors_ms = n * measuring_ms.mean();
-    for (const Known& known : *before) anchors_ms += known.base_ms;
-    for (Row* r : {&full, &rotated, &rows[0], &rows[1], &rows[2]}) r->documents = all->size();
-    for (const Row& r : rows) {
-      const double blended = r.first_token.median();
-      if (blended == 0) continue;
-      const double saved = n * full_ms - (bases_ms + n * blended);
-      ratios[r.mode] = {{"first_token_ms", blended},
-                        {"sooner", full_ms / blended},
-                        {"five_agents_with_bases", n * full_ms / (bases_ms + n * blended)},
-                        {"five_agents_with_bases_and_anchors", n * full_ms / (bases_ms + n * blended + anchors_ms)},
-                        {"prompts_until_anchors_pay", saved > 0 ? Json(std::ceil(anchors_ms / saved)) : Json()}};
-    }
-    figures_["speed"] = {{"shared_tokens", whole.document.tokens.size()},
-                         {"documents", all->size()},
-                         {"anchors", before->size()},
-                         {"full_prefill_ms", full_ms},
-                         {"bases_ms", bases_ms},
-                         {"anchors_ms", anchors_ms},
-                         {"blends", ratios}};
-    rows_.push_back(full);
-    rows_.push_back(rotated);
-    for (Row& r : rows) rows_.push_back(std::move(r));
     return {};
+  }
+  /// Against every agent reading the whole prompt itself.
+  static Json paid(const Row& blended, const Row& full, const Bases& bases, double measuring_ms) {
+    const double n = static_cast<double>(agents), full_ms = full.first_token.median(), one = blended.first_token.median(), bases_ms = bases.milliseconds();
+    double anchors_ms = measuring_ms;
+    for (const Known& known : bases.before) anchors_ms += known.base_ms;
+    const double saved = n * full_ms - (bases_ms + n * one);
+    return {{"first_token_ms", one},
+            {"sooner", full_ms / one},
+            {"five_agents_with_bases", n * full_ms / (bases_ms + n * one)},
+            {"five_agents_with_bases_and_anchors", n * full_ms / (bases_ms + n * one + anchors_ms)},
+            {"prompts_until_anchors_pay", saved > 0 ? Json(std::ceil(anchors_ms / saved)) : Json()}};
   }
 
   // ---- progress, in tokens that the engine decodes
@@ -665,7 +719,8 @@ class Study {
       const double held = static_cast<double>(flags_.documents);
       expected_ += (most + held) * length * (n + 1) + most * n * static_cast<double>(middle_.size()) + held * n * (8 * q + 18) + n * length;
       if (text == "structured" && flags_.long_tokens > 0)
-        expected_ += static_cast<double>(flags_.long_tokens) * static_cast<double>(1 + 2 * flags_.long_agents) + static_cast<double>(flags_.long_agents) * 5 * 120;
+        expected_ += static_cast<double>(flags_.long_tokens) * static_cast<double>(3 + 2 * flags_.long_agents) +
+                     static_cast<double>(flags_.long_agents * 9 * flags_.long_questions) * 18;
     }
   }
   void progress(const std::string& what) {
@@ -736,6 +791,9 @@ kvmeld::Status run(const Flags& flags) {
   if (auto added = anchored.add_prefix(prefix(base_instructions)); !added) return added.error();
   for (const std::string_view text : agent_instructions)
     if (auto added = anchored.add_prefix(prefix(text)); !added) return added.error();
+  Tokens led = prefix(base_instructions);
+  append(led, engine->tokens(lead_in(flags.lead_in)));
+  if (auto added = anchored.add_prefix(std::move(led)); !added) return added.error();
 
   Study study(flags, *engine, anchored, make_frame(*engine, std::string(base_instructions), request_text));
   if (kvmeld::Status status = study.all(); !status) return status;
@@ -757,6 +815,8 @@ int main(int argc, char** argv) {
   app.add_option("--texts", flags.texts, "structured, free")->delimiter(',')->check(CLI::IsMember({"structured", "free"}))->capture_default_str();
   app.add_option("--long-tokens", flags.long_tokens, "least tokens of the prompt of many documents; 0: leave it out")->check(CLI::Range(0, 3000))->capture_default_str();
   app.add_option("--long-agents", flags.long_agents, "agents that read it in full, to compare")->check(CLI::Range(1, 5))->capture_default_str();
+  app.add_option("--long-questions", flags.long_questions, "about that prompt")->check(CLI::Range(1, 84))->capture_default_str();
+  app.add_option("--lead-in", flags.lead_in, "neutral sentences before the bases of documents that stand behind others there")->check(CLI::Range(0, 16))->capture_default_str();
   app.add_option("--temperature", flags.temperature, "of the weights; 0: the mean distance between documents")->capture_default_str();
   app.add_option("--gamma", flags.gamma, "a new anchor where H(w) > gamma log |A|; 1: never for that")->capture_default_str();
   app.add_option("--budget", flags.budget_mib, "MiB of K/V that a pool may hold")->check(CLI::Range(1, 1 << 20))->capture_default_str();

@@ -8,6 +8,7 @@
 #include "support/anchored.hpp"
 #include "support/anchored_texts.hpp"
 #include "support/asking.hpp"
+#include "support/lead_in.hpp"
 #include "support/prompt.hpp"
 #include "support/question_prompt.hpp"
 #include "support/series.hpp"
@@ -43,6 +44,7 @@ struct Flags {
   std::size_t questions = 2;
   std::size_t facts = 8;
   std::int32_t min_anchors = 4;
+  std::size_t lead_in = 0;
   double temperature = 0;
   double gamma = 1;
   std::size_t budget_mib = 1024;
@@ -163,9 +165,7 @@ kvmeld::Result<kvmeld::Fragment> cut(const kvmeld::Fragment& from, std::int64_t 
 
 class Chain {
  public:
-  Chain(const Flags& flags, Engine& engine, Anchored& anchored) : flags_(flags), engine_(engine), anchored_(anchored) {
-    space_ = kvmeld::AnchorSpace::of(*anchored_.geometry());
-  }
+  Chain(const Flags& flags, Engine& engine, Anchored& anchored) : flags_(flags), engine_(engine), anchored_(anchored) {}
 
   kvmeld::Status all() {
     const auto tokenizer = [this](std::string_view text) -> kvmeld::Result<std::vector<kvmeld::TokenId>> {
@@ -177,7 +177,9 @@ class Chain {
     head_ = engine_.tokens(frame_.prefix, true, true);
     Tokens base = head_;
     append(base, engine_.tokens(base_text));
+    append(base, engine_.tokens(lead_in(flags_.lead_in)));
     if (auto added = anchored_.add_prefix(std::move(base)); !added) return added.error();
+    space_ = anchored_.space();
     for (const Role& role : roles) {
       auto parsed = kvmeld::PromptTemplate::parse(role.text, tokenizer);
       if (!parsed) return parsed.error();
@@ -555,6 +557,7 @@ int main(int argc, char** argv) {
   app.add_option("--questions", flags.questions, "about each document, under heavy load")->check(CLI::Range(1, 8))->capture_default_str();
   app.add_option("--facts", flags.facts, "in a document")->check(CLI::Range(2, 16))->capture_default_str();
   app.add_option("--min-anchors", flags.min_anchors, "before a slot is reused")->check(CLI::Range(1, 64))->capture_default_str();
+  app.add_option("--lead-in", flags.lead_in, "neutral sentences before the bases of all pieces")->check(CLI::Range(0, 16))->capture_default_str();
   app.add_option("--temperature", flags.temperature, "of the weights; 0: a quarter of the mean distance between documents")->capture_default_str();
   app.add_option("--gamma", flags.gamma, "a new anchor where H(w) > gamma log |A|; 1: never for that")->capture_default_str();
   app.add_option("--budget", flags.budget_mib, "MiB of K/V that a pool may hold")->check(CLI::Range(1, 1 << 20))->capture_default_str();

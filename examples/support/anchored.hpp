@@ -69,6 +69,11 @@ class Anchored {
     return kvmeld::place_digest({.prefix = {}, .lead_in = kvmeld::lead_in_digest(prefixes_[number])}, {}, slot);
   }
 
+  /// Of anchors whose bases stood behind a prefix.
+  [[nodiscard]] kvmeld::AnchorSpace space(std::size_t number = 0) const {
+    return kvmeld::AnchorSpace::of(*geometry_, {.prefix = {}, .lead_in = kvmeld::lead_in_digest(prefixes_[number])});
+  }
+
   /// Sequence 0 becomes a kept prefix; its cells are shared, so this costs nothing.
   void start(std::size_t number) {
     engine_.forget(0);
@@ -101,9 +106,9 @@ class Anchored {
     return kvmeld::seal(state->view(), {.tokens = tokens, .positions = positions, .context = {.lead_in = kvmeld::lead_in_digest(Tokens(before_.begin(), head))}});
   }
 
-  /// A segment alone, behind the bases' prefix: an anchor without offsets, its vector the mean value row of layer `vector_layer`.
-  kvmeld::Result<kvmeld::Anchor> base_of(const Tokens& tokens, std::size_t vector_layer = 1) {
-    start(0);
+  /// A segment alone, behind a prefix for bases: an anchor without offsets, its vector the mean value row of layer `vector_layer`.
+  kvmeld::Result<kvmeld::Anchor> base_of(const Tokens& tokens, std::size_t number = 0, std::size_t vector_layer = 1) {
+    start(number);
     const auto sealed = encode(tokens);
     if (!sealed) return sealed.error();
     auto vector = kvmeld::mean_value_row(*sealed, vector_layer);
