@@ -32,7 +32,8 @@ kvmeld::Status remember(kvmeld::AnchorPool<>& pool, const kvmeld::Fragment& alon
 kvmeld::Result<kvmeld::ReusePlan> reuse(const kvmeld::AnchorPool<>& pool, const kvmeld::Fragment& alone, const kvmeld::Digest128& place, std::int64_t position) {
   const auto vector = kvmeld::mean_value_row(alone);
   if (!vector) return vector.error();
-  const kvmeld::AnchorLookup found = pool.look_up({}, {.space = &pool.space(),
+  const kvmeld::AnchorSpace space = kvmeld::AnchorSpace::of(alone);
+  const kvmeld::AnchorLookup found = pool.look_up({}, {.space = &space,
                                                        .signature = {alone.tokens(), *vector},
                                                        .vector = *vector,
                                                        .context = place,

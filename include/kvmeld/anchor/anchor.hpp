@@ -37,7 +37,7 @@ struct AnchorSpace {
     hash_append(hasher, shape);
     return {geometry.model, geometry.tokenizer, hasher.digest(), geometry.tenant, base};
   }
-  /// The space that a base belongs to.
+  /// The space that a base, which is valid(), belongs to. O(layers).
   [[nodiscard]] static AnchorSpace of(const Fragment& base) {
     return of(base.geometry(), {.prefix = base.prefix(), .lead_in = base.payloads()[0].lead_in});
   }
