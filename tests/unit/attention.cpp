@@ -492,10 +492,11 @@ TEST_CASE("the first span's weights come from the encoding that is mixed: the on
 }
 
 TEST_CASE("inner loops give the same bytes in every instruction set") {
+  constexpr std::size_t n = 160, most_rows = kvmeld::detail::attended_rows, most = 9;
+  constexpr float untouched = 77.0F;
   test::Random random(5);
-  const std::size_t n = 160;
-  std::vector<float> queries(n * 7), dots(kvmeld::detail::attended_block), rows(n * 4);
-  for (auto* v : {&queries, &dots, &rows}) {
+  std::vector<float> queries(n * most), dots(kvmeld::detail::attended_block), values(n * most_rows), weights(most * most_rows);
+  for (auto* v : {&queries, &dots, &values, &weights}) {
     for (float& x : *v) x = random.value();
   }
   dots[9] = -infinity;
@@ -503,43 +504,69 @@ TEST_CASE("inner loops give the same bytes in every instruction set") {
   std::vector<std::vector<float>> results;
   std::vector<double> sums;
   for (const kvmeld::Isa isa : test::instruction_sets()) {
-    const auto steps = kvmeld::detail::attention_steps(isa);
-    std::vector<float> out(7 * 5, 0.0F), weights(kvmeld::detail::attended_block), acc(n * 7, 0.5F);
-    std::vector<double> total(n * 7, 0.25);
-    const std::byte* four[4];
-    for (std::size_t i = 0; i < 4; ++i) four[i] = reinterpret_cast<const std::byte*>(rows.data() + i * n);
-    steps.dots(queries.data(), 7, four, 4, 0, n, out.data(), 5);
-    steps.dots(queries.data(), 7, four + 1, 1, 0, n, out.data() + 4, 5);
-    for (const auto type : {ElementType::f16, ElementType::bf16}) {  // rows in their own type, against the same rows as f32
-      const auto own = kvmeld::detail::attention_steps(isa, type);
-      std::vector<std::byte> stored(4 * n * 2);
-      std::vector<float> widened(4 * n), from_raw(7 * 4), from_wide(7 * 4), sum_raw(7 * n, 0.25F), sum_wide(7 * n, 0.25F);
-      kvmeld::detail::store_row(type, isa, rows.data(), 4 * n, stored.data());
-      kvmeld::detail::load_row(type, isa, stored.data(), 4 * n, widened.data());
-      const std::byte *narrow[4], *wide[4];
-      for (std::size_t i = 0; i < 4; ++i) {
-        narrow[i] = stored.data() + 2 * i * n;
-        wide[i] = reinterpret_cast<const std::byte*>(widened.data() + i * n);
+    INFO(kvmeld::to_string(isa));
+    auto& all = results.emplace_back();
+    // Blocks of queries, keys and rows, and what is left of them; f32, and stored as f16 and bf16, as they lie and widened.
+    for (const auto type : {ElementType::f32, ElementType::f16, ElementType::bf16}) {
+      const auto steps = kvmeld::detail::attention_steps(isa, type);
+      const auto size = static_cast<std::size_t>(kvmeld::block_bytes(type));
+      std::vector<std::byte> stored(values.size() * size);
+      std::vector<float> as_f32(values.size());
+      kvmeld::detail::store_row(type, isa, values.data(), static_cast<std::ptrdiff_t>(values.size()), stored.data());
+      kvmeld::detail::load_row(type, isa, stored.data(), static_cast<std::ptrdiff_t>(values.size()), as_f32.data());
+      std::vector<const std::byte*> lie, wide;
+      for (std::size_t i = 0; i < most_rows; ++i) {
+        lie.push_back(stored.data() + i * n * size);
+        wide.push_back(reinterpret_cast<const std::byte*>(as_f32.data() + i * n));
       }
-      if (own.raw_dots == nullptr) continue;
-      for (const std::size_t count : {std::size_t{1}, std::size_t{7}}) {
-        own.raw_dots(queries.data(), count, narrow, 3, 0, n, from_raw.data(), 4);
-        own.dots(queries.data(), count, wide, 3, 0, n, from_wide.data(), 4);
-        CHECK(same_bits(from_raw, from_wide));
-        own.raw_add(queries.data(), 4, count, narrow, 64, n - 32, sum_raw.data());
-        own.add(queries.data(), 4, count, wide, 128, n - 32, sum_wide.data());
-        CHECK(same_bits(sum_raw, sum_wide));
+      for (const std::size_t count : {std::size_t{1}, std::size_t{3}, std::size_t{4}, most}) {
+        for (std::size_t rows = 1; rows <= most_rows; ++rows) {
+          CAPTURE(kvmeld::to_string(type), count, rows);
+          const kvmeld::detail::RowParts raw_part{lie.data(), rows, static_cast<std::ptrdiff_t>(32 * size), n - 32, static_cast<std::ptrdiff_t>(rows * n)};
+          const kvmeld::detail::RowParts part{wide.data(), rows, 128, n - 32, 0};
+          std::vector<float> out(count * (rows + 1), untouched), acc(count * (n - 32), 0.5F);
+          auto from_raw = out, acc_raw = acc;
+          steps.dots(queries.data(), count, part, out.data(), rows + 1);
+          for (std::size_t q = 0; q < count; ++q) {
+            CHECK(out[q * (rows + 1) + rows] == untouched);
+            double dot = 0;
+            for (std::size_t c = 0; c < n - 32; ++c) dot += static_cast<double>(queries[q * (n - 32) + c]) * static_cast<double>(as_f32[(rows - 1) * n + 32 + c]);
+            CHECK(static_cast<double>(out[q * (rows + 1) + rows - 1]) == Approx(dot).margin(1e-3));
+          }
+          all.insert(all.end(), out.begin(), out.end());
+          const bool adds = rows % kvmeld::detail::added_rows == 0;
+          if (adds) {
+            steps.add(weights.data(), most_rows, count, part, acc.data());
+            all.insert(all.end(), acc.begin(), acc.end());
+            double sum = 0.5;
+            for (std::size_t r = 0; r < rows; ++r) sum += static_cast<double>(weights[(count - 1) * most_rows + r]) * static_cast<double>(as_f32[r * n + n - 1]);
+            CHECK(static_cast<double>(acc.back()) == Approx(sum).margin(1e-3));
+          }
+          if (steps.widen != nullptr) {
+            std::vector<float> widened(rows * (n - 32), untouched), expected;
+            for (std::size_t r = 0; r < rows; ++r) {
+              const auto row = as_f32.begin() + static_cast<std::ptrdiff_t>(r * n);
+              expected.insert(expected.end(), row + 32, row + n);
+            }
+            steps.widen(raw_part, widened.data());
+            CHECK(same_bits(widened, expected));
+          }
+          if (steps.raw_dots == nullptr) continue;
+          steps.raw_dots(queries.data(), count, raw_part, from_raw.data(), rows + 1);
+          CHECK(same_bits(from_raw, out));
+          if (adds) steps.raw_add(weights.data(), most_rows, count, raw_part, acc_raw.data());
+          if (adds) CHECK(same_bits(acc_raw, acc));
+        }
       }
     }
+    const auto steps = kvmeld::detail::attention_steps(isa);
+    std::vector<float> made(kvmeld::detail::attended_block), block = values;
+    std::vector<double> total(values.size(), 0.25);
     CHECK(steps.largest(dots.data()) == *std::max_element(dots.begin(), dots.end()));
-    sums.push_back(steps.weigh(dots.data(), 0.3, 1.1, weights.data()));
-    steps.add(weights.data(), 4, 7, four, 0, n, acc.data());
-    std::vector<float> block = acc;
-    steps.carry(block.data(), 0.7, n * 7, total.data());
+    sums.push_back(steps.weigh(dots.data(), 0.3, 1.1, made.data()));
+    steps.carry(block.data(), 0.7, block.size(), total.data());
     CHECK(std::all_of(block.begin(), block.end(), [](float x) { return x == 0.0F; }));
-    auto& all = results.emplace_back(out);
-    all.insert(all.end(), weights.begin(), weights.end());
-    all.insert(all.end(), acc.begin(), acc.end());
+    all.insert(all.end(), made.begin(), made.end());
     for (const double x : total) all.push_back(static_cast<float>(x));
     CHECK(same_bits(all, results[0]));
     CHECK(sums.back() == sums[0]);

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include <kvmeld/align/aligner.hpp>
+#include <kvmeld/align/attention_layer.hpp>
 #include <kvmeld/align/attention_rows.hpp>
-#include <kvmeld/align/attention_steps.hpp>
 #include <kvmeld/cache/fragment_view.hpp>
 #include <kvmeld/tensor/float_environment.hpp>
 
@@ -130,25 +130,26 @@ struct Attention {
   KVMELD_LAZY [[nodiscard]] Status weigh_layer(const detail::AttentionReader& reader, std::size_t l, std::span<const Source> ordered,
                                                std::span<const std::size_t> begin, float* weights) const {
     const detail::AttentionReader::Layer& layer = reader.layer(l);
-    const detail::AttentionSteps steps = detail::attention_steps(best_isa(), layer.key_type);
-    const bool raw = steps.raw_dots != nullptr && count <= 4;
+    detail::RowsInHand keys(reader, l, 0, static_cast<std::size_t>(count));
     const auto m = static_cast<std::size_t>(count);
     const std::size_t n = begin.back();
-    detail::AlignedRows<float> scratch(layer.heads * layer.key_width);
     std::vector<detail::AttendedToken> held;
     std::vector<std::span<const std::size_t>> ranges;  // that hold tokens: their begin and end
     for (std::size_t s = 0; s < ordered.size(); ++s) {
       held.clear();
       reader.tokens(l, s, held);
       if (!held.empty()) ranges.push_back(begin.subspan(s, 2));
+      const auto stands_at = [&](std::size_t i, std::size_t k) {
+        return ordered[s].selected_token(static_cast<std::int64_t>(i - begin[s])) == static_cast<std::int64_t>(held[k].token);
+      };
       std::size_t i = begin[s];
-      for (const detail::AttendedToken at : held) {
-        while (ordered[s].selected_token(static_cast<std::int64_t>(i - begin[s])) != static_cast<std::int64_t>(at.token)) ++i;
-        const detail::AttendedRow row = reader.keys(l, at, raw, scratch.data());
-        const auto stride = static_cast<std::ptrdiff_t>(layer.key_width) * block_bytes(row.raw ? layer.key_type : ElementType::f32);
+      for (std::size_t k = 0, some = 0; k < held.size(); k += some, i += some) {
+        while (!stands_at(i, k)) ++i;
+        for (some = 1; some < detail::attended_rows && k + some < held.size() && stands_at(i + some, k + some);) ++some;
+        keys.take(std::span(held).subspan(k, some), detail::attended_rows);
         for (std::size_t h = 0; h < layer.heads; ++h) {
-          (row.raw ? steps.raw_dots : steps.dots)(layer.queries.data() + h * m * layer.key_width, m, &row.data, 1, static_cast<std::ptrdiff_t>(h) * stride,
-                                                  layer.key_width, weights + h * m * n + i, n);
+          const detail::RowParts& rows = keys.head(h);
+          keys.dots()(layer.queries.data() + h * m * layer.key_width, m, rows, weights + h * m * n + i, n);
         }
       }
     }
@@ -156,10 +157,10 @@ struct Attention {
     for (std::size_t r = 0; r < layer.heads * m; ++r) {
       const std::span<float> row(weights + r * n, n);
       bool finite = true;
-      if (exact && !ranges.empty()) finite = detail::softmax_range(steps, layer.factor, 1.0, row);
+      if (exact && !ranges.empty()) finite = detail::softmax_range(keys.steps(), layer.factor, 1.0, row);
       for (std::size_t k = 0; k < ranges.size() && !exact; ++k) {
         const std::size_t first = ranges[k][0];
-        finite = detail::softmax_range(steps, layer.factor, 1.0 / static_cast<double>(ranges.size()), row.subspan(first, ranges[k][1] - first)) && finite;
+        finite = detail::softmax_range(keys.steps(), layer.factor, 1.0 / static_cast<double>(ranges.size()), row.subspan(first, ranges[k][1] - first)) && finite;
       }
       if (!finite) {
         return detail::error(ErrorCode::non_finite, "Attention: query ", r % m, " at layer ", l, " head ", r / m, ": q·k leaves f32; scale the queries");

@@ -7,116 +7,14 @@
 #include <span>
 #include <vector>
 
+#include <kvmeld/align/attention_layer.hpp>
 #include <kvmeld/align/attention_rows.hpp>
 #include <kvmeld/align/attention_state.hpp>
-#include <kvmeld/align/attention_steps.hpp>
 #include <kvmeld/config.hpp>
 #include <kvmeld/status.hpp>
 #include <kvmeld/tensor/float_environment.hpp>
 
 KVMELD_NAMESPACE_BEGIN
-namespace detail {
-
-/// One layer's running softmax: blocks of 64 tokens in f32, their sums in f64.
-class LayerAttention {
- public:
-  LayerAttention(const AttentionReader& reader, std::size_t layer, std::size_t queries)
-      : reader_(reader), layer_(reader.layer(layer)), index_(layer), rows_(layer_.heads * queries), queries_(queries),
-        key_steps_(attention_steps(best_isa(), layer_.key_type)), value_steps_(attention_steps(best_isa(), layer_.value_type)),
-        dots_(rows_ * attended_block), weights_(rows_ * attended_block), block_(rows_ * layer_.value_width), scales_(rows_),
-        key_rows_(attended_rows * layer_.heads * layer_.key_width), value_rows_(attended_rows * layer_.heads * layer_.value_width),
-        zeros_(layer_.heads * layer_.value_width), at_once_(rows_ * layer_.key_width > most_cached ? attended_rows : added_rows),
-        outputs(rows_ * layer_.value_width), sums(rows_), tops(rows_, -INFINITY) {}
-
-  /// Adds up to `attended_block` tokens.
-  void add(std::span<const AttendedToken> tokens) {
-    if (tokens.size() < attended_block) std::fill_n(dots_.data(), dots_.size(), -INFINITY);
-    for (std::size_t j = 0; j < tokens.size(); j += at_once_) add_dots(tokens.subspan(j, (std::min)(at_once_, tokens.size() - j)), j);
-    for (std::size_t r = 0; r < rows_; ++r) {
-      const float* const dots = dots_.data() + r * attended_block;
-      const double here = fma(static_cast<double>(key_steps_.largest(dots)), layer_.factor, 0.0);
-      const double top = here > tops[r] ? here : tops[r];
-      scales_[r] = math::exp(tops[r] - top);
-      tops[r] = top;
-      sums[r] = fma(sums[r], scales_[r], key_steps_.weigh(dots, layer_.factor, top, weights_.data() + r * attended_block));
-    }
-    for (std::size_t j = 0; j < tokens.size(); j += at_once_) add_values(tokens.subspan(j, (std::min)(at_once_, tokens.size() - j)), j);
-    for (std::size_t r = 0; r < rows_; ++r) {
-      value_steps_.carry(block_.data() + r * layer_.value_width, scales_[r], layer_.value_width, outputs.data() + r * layer_.value_width);
-    }
-  }
-
- private:
-  // Rows are converted in registers where few queries read them, and once into memory where many do.
-  static constexpr std::size_t most_raw_dots = 4, most_raw_sums = 1;
-  // Queries of all heads that stay in the first cache beside the rows: beyond, more tokens are taken in hand for each walk over them.
-  static constexpr std::size_t most_cached = 4096;
-
-  void add_dots(std::span<const AttendedToken> tokens, std::size_t at) {
-    const bool wanted = key_steps_.raw_dots != nullptr && (queries_ <= most_raw_dots || layer_.key_type == ElementType::f32);
-    const std::byte* rows[attended_rows] = {};
-    const bool raw = gather(tokens, wanted, rows, key_rows_, layer_.heads * layer_.key_width,
-                            [this](AttendedToken t, bool r, float* scratch) { return reader_.keys(index_, t, r, scratch); });
-    const auto stride = static_cast<std::ptrdiff_t>(layer_.key_width) * (raw ? block_bytes(layer_.key_type) : block_bytes(ElementType::f32));
-    const AttentionSteps::Dots dots = raw ? key_steps_.raw_dots : key_steps_.dots;
-    for (std::size_t h = 0; h < layer_.heads; ++h) {
-      dots(layer_.queries.data() + h * queries_ * layer_.key_width, queries_, rows, tokens.size(), static_cast<std::ptrdiff_t>(h) * stride, layer_.key_width,
-           dots_.data() + h * queries_ * attended_block + at, attended_block);
-    }
-  }
-  void add_values(std::span<const AttendedToken> tokens, std::size_t at) {
-    const bool wanted = value_steps_.raw_add != nullptr && (queries_ <= most_raw_sums || layer_.value_type == ElementType::f32);
-    const std::size_t width = layer_.heads * layer_.value_width;
-    const std::byte* rows[attended_rows] = {};
-    const bool raw = gather(tokens, wanted, rows, value_rows_, width,
-                            [this](AttendedToken t, bool r, float* scratch) { return reader_.values(index_, t, r, scratch); });
-    // Behind the last token: zeros, of every type, whose weights are 0.
-    const std::size_t end = (tokens.size() + added_rows - 1) / added_rows * added_rows;
-    for (std::size_t i = tokens.size(); i < end; ++i) rows[i] = reinterpret_cast<const std::byte*>(zeros_.data());
-    const auto stride = static_cast<std::ptrdiff_t>(layer_.value_width) * (raw ? block_bytes(layer_.value_type) : block_bytes(ElementType::f32));
-    const AttentionSteps::Add sum = raw ? value_steps_.raw_add : value_steps_.add;
-    for (std::size_t h = 0; h < layer_.heads; ++h) {
-      for (std::size_t i = 0; i < end; i += added_rows) {
-        sum(weights_.data() + h * queries_ * attended_block + at + i, attended_block, queries_, rows + i, static_cast<std::ptrdiff_t>(h) * stride,
-            layer_.value_width, block_.data() + h * queries_ * layer_.value_width);
-      }
-    }
-  }
-  /// Rows of a few tokens, all raw or all f32; whether they are raw.
-  template <class Read>
-  static bool gather(std::span<const AttendedToken> tokens, bool raw, const std::byte** rows, AlignedRows<float>& scratch, std::size_t width, const Read& read) {
-    for (std::size_t i = 0; i < tokens.size();) {
-      const AttendedRow row = read(tokens[i], raw, scratch.data() + i * width);
-      rows[i++] = row.data;
-      if (row.raw == raw) continue;
-      raw = false;
-      i = 0;  // caches of several layouts: all over again
-    }
-    return raw;
-  }
-
-  const AttentionReader& reader_;
-  const AttentionReader::Layer& layer_;
-  std::size_t index_;
-  std::size_t rows_;                // head · queries + query
-  std::size_t queries_;
-  AttentionSteps key_steps_, value_steps_;
-  AlignedRows<float> dots_;         // (row, attended_block)
-  AlignedRows<float> weights_;      // (row, attended_block)
-  AlignedRows<float> block_;        // (row, value_width)
-  std::vector<double> scales_;      // (row)
-  AlignedRows<float> key_rows_;     // (attended_rows, head, key_width)
-  AlignedRows<float> value_rows_;   // (attended_rows, head, value_width)
-  AlignedRows<float> zeros_;        // (head, value_width)
-  std::size_t at_once_;             // tokens
-
- public:
-  AlignedRows<double> outputs;      // (row, value_width) not yet divided by `sums`
-  std::vector<double> sums;         // (row) of e^(logit − top)
-  std::vector<double> tops;         // (row) largest logit
-};
-
-}  // namespace detail
 
 /// Context vectors: what each query reads from all caches together, in one pass over their keys and values (online softmax,
 /// Milakov & Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, FlashAttention, arXiv:2205.14135).
@@ -170,12 +68,8 @@ KVMELD_LAZY [[nodiscard]] Status attend(const AttentionQueries& queries, std::sp
         const std::size_t row = h * m + q;
         const std::size_t to = q * heads + first + h;
         lse[to] = static_cast<float>(attention.tops[row] + math::log(attention.sums[row]));
-        bool finite = std::isfinite(lse[to]);
-        for (std::size_t c = 0; c < channels; ++c) {
-          outputs[to * channels + c] = static_cast<float>(attention.outputs[row * layer.value_width + c] / attention.sums[row]);
-          finite = finite && std::isfinite(outputs[to * channels + c]);
-        }
-        if (!finite) {
+        attention.finish(row, channels, outputs.data() + to * channels);
+        if (!std::isfinite(lse[to]) || detail::has_non_finite(best_isa(), outputs.data() + to * channels, channels)) {
           return detail::error(ErrorCode::non_finite, "attention: query ", q, " at layer ", l, " head ", h, " gives ", lse[to],
                                " as log-sum-exp: keys, values or logits are not finite");
         }

@@ -16,8 +16,10 @@ namespace detail {
 
 /// Tokens whose weights are made together. Sums within a block are f32, sums of blocks f64, so it is part of the result.
 inline constexpr std::size_t attended_block = 64;
-/// Value rows that are added in one go: an accumulator is loaded and stored once for so many.
+/// Value rows that are added in one go, and keys that are multiplied: what is loaded of sums or of queries serves so many.
 inline constexpr std::size_t added_rows = 4;
+/// Queries that share what is loaded of a row.
+inline constexpr std::size_t paired_queries = 4;
 /// Tokens whose rows are in hand at once, at most.
 inline constexpr std::size_t attended_rows = 16;
 
@@ -66,26 +68,42 @@ class AlignedRows {
   return select(x == x, select(x < -104.0, 0.0, value), x);
 }
 
-/// One instruction set's loops. Query rows and accumulators have `n` floats, a multiple of 32, and follow each other n apart. Keys and
-/// values are rows of f32, or in the `raw` forms of their own type, from `offset` bytes on in each.
-struct AttentionSteps {
-  using Dots = void (*)(const float* queries, std::size_t count, const std::byte* const* keys, std::size_t keys_count, std::ptrdiff_t offset, std::size_t n,
-                        float* out, std::size_t stride) noexcept;
-  using Add = void (*)(const float* weights, std::size_t stride, std::size_t count, const std::byte* const* rows, std::ptrdiff_t offset, std::size_t n,
-                       float* acc) noexcept;
+/// Parts of a few rows: `n` elements from `offset` bytes on in each, n a multiple of 32. What lies `ahead` bytes from there is read soon.
+struct RowParts {
+  const std::byte* const* rows = nullptr;
+  std::size_t count = 0;  ///< at most `attended_rows`
+  std::ptrdiff_t offset = 0;
+  std::size_t n = 0;
+  std::ptrdiff_t ahead = 0;
+};
 
-  /// out[q · stride + k] = queries[q] · keys[k], k < keys_count ≤ attended_rows
+/// Asks for what will be read later; where nothing is, the address may be anything.
+KVMELD_ALWAYS_INLINE void ask_for(const std::byte* at, std::ptrdiff_t ahead) noexcept {
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(at) + static_cast<std::uintptr_t>(ahead)));
+}
+
+/// One instruction set's loops. Query rows and accumulators have as many floats as the parts of rows, and follow each other without
+/// gaps. Keys and values are f32, or in the `raw` forms of their own type.
+struct AttentionSteps {
+  using Dots = void (*)(const float* queries, std::size_t count, const RowParts& keys, float* out, std::size_t stride) noexcept;
+  using Add = void (*)(const float* weights, std::size_t stride, std::size_t count, const RowParts& rows, float* acc) noexcept;
+
+  /// out[q · stride + k] = queries[q] · keys[k], k < keys.count
   Dots dots = nullptr;
   /// weights[i] = e^(dots[i] · factor − top) for one block; returns their sum in eight strands.
   double (*weigh)(const float* dots, double factor, double top, float* weights) noexcept = nullptr;
   /// The largest of one block; −infinity where none is.
   float (*largest)(const float* dots) noexcept = nullptr;
-  /// acc[q] += weights[q · stride + j] · rows[j], j < added_rows in order
+  /// acc[q] += weights[q · stride + j] · rows[j], j < rows.count in order, a multiple of `added_rows`
   Add add = nullptr;
   /// total[i] = total[i] · scale + block[i]; block[i] = 0
   void (*carry)(float* block, double scale, std::size_t n, double* total) noexcept = nullptr;
+  /// out[i] = total[i] / sum, n of them
+  void (*finish)(const double* total, double sum, std::size_t n, float* out) noexcept = nullptr;
   Dots raw_dots = nullptr;  ///< null: this type has none
   Add raw_add = nullptr;
+  /// Raw parts as f32, one behind the other: where many queries read them, each is converted once.
+  void (*widen)(const RowParts& rows, float* out) noexcept = nullptr;
 };
 
 KVMELD_ALWAYS_INLINE double weigh_body(const float* __restrict dots, double factor, double top, float* __restrict weights) noexcept {
@@ -118,19 +136,26 @@ KVMELD_ALWAYS_INLINE void carry_body(float* __restrict block, double scale, std:
     for (std::size_t c = at; c < at + 32; ++c) block[c] = 0.0F;
   }
 }
+KVMELD_ALWAYS_INLINE void finish_body(const double* __restrict total, double sum, std::size_t n, float* __restrict out) noexcept {
+  std::size_t c = 0;
+  for (; c + 8 <= n; c += 8) {
+    for (std::size_t i = 0; i < 8; ++i) out[c + i] = static_cast<float>(total[c + i] / sum);
+  }
+  for (; c < n; ++c) out[c] = static_cast<float>(total[c] / sum);
+}
 
 KVMELD_NOINLINE inline double weigh_baseline(const float* dots, double factor, double top, float* weights) noexcept {
   return weigh_body(dots, factor, top, weights);
 }
 KVMELD_NOINLINE inline void carry_baseline(float* block, double scale, std::size_t n, double* total) noexcept { carry_body(block, scale, n, total); }
+KVMELD_NOINLINE inline void finish_baseline(const double* total, double sum, std::size_t n, float* out) noexcept { finish_body(total, sum, n, out); }
 KVMELD_NOINLINE inline float largest_baseline(const float* dots) noexcept { return largest_body(dots); }
-KVMELD_NOINLINE inline void dots_baseline(const float* queries, std::size_t count, const std::byte* const* keys, std::size_t keys_count,
-                                          std::ptrdiff_t offset, std::size_t n, float* out, std::size_t stride) noexcept {
-  for (std::size_t q = 0; q < count; ++q, queries += n) {
-    for (std::size_t k = 0; k < keys_count; ++k) {
-      const float* const key = reinterpret_cast<const float*>(keys[k] + offset);
+KVMELD_NOINLINE inline void dots_baseline(const float* queries, std::size_t count, const RowParts& keys, float* out, std::size_t stride) noexcept {
+  for (std::size_t q = 0; q < count; ++q, queries += keys.n) {
+    for (std::size_t k = 0; k < keys.count; ++k) {
+      const float* const key = reinterpret_cast<const float*>(keys.rows[k] + keys.offset);
       float lanes[32] = {};
-      for (std::size_t at = 0; at < n; at += 32) {
+      for (std::size_t at = 0; at < keys.n; at += 32) {
         for (std::size_t l = 0; l < 32; ++l) lanes[l] = fma(queries[at + l], key[at + l], lanes[l]);
       }
       for (std::size_t half = 16; half > 0; half /= 2) {
@@ -140,13 +165,12 @@ KVMELD_NOINLINE inline void dots_baseline(const float* queries, std::size_t coun
     }
   }
 }
-KVMELD_NOINLINE inline void add_baseline(const float* weights, std::size_t stride, std::size_t count, const std::byte* const* rows, std::ptrdiff_t offset,
-                                         std::size_t n, float* acc) noexcept {
-  for (std::size_t q = 0; q < count; ++q, acc += n) {
-    for (std::size_t j = 0; j < added_rows; ++j) {
-      const float* const row = reinterpret_cast<const float*>(rows[j] + offset);
+KVMELD_NOINLINE inline void add_baseline(const float* weights, std::size_t stride, std::size_t count, const RowParts& rows, float* acc) noexcept {
+  for (std::size_t q = 0; q < count; ++q, acc += rows.n) {
+    for (std::size_t j = 0; j < rows.count; ++j) {
+      const float* const row = reinterpret_cast<const float*>(rows.rows[j] + rows.offset);
       const float w = weights[q * stride + j];
-      for (std::size_t c = 0; c < n; ++c) acc[c] = fma(w, row[c], acc[c]);
+      for (std::size_t c = 0; c < rows.n; ++c) acc[c] = fma(w, row[c], acc[c]);
     }
   }
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 
+#include <kvmeld/align/non_finite.hpp>
 #include <kvmeld/cache/fragment.hpp>
 #include <kvmeld/cache/kv_cache_ref.hpp>
 #include <kvmeld/config.hpp>
@@ -62,6 +63,7 @@ KVMELD_LAZY Status check_query_numbers(const AttentionQueries& queries, std::siz
     return error(ErrorCode::invalid_argument, "attention: ", queries.values.size(), " numbers for ", queries.count, " queries; this model takes ", width,
                  " for each (layer, KV head, channel)");
   }
+  if (!has_non_finite(best_isa(), queries.values.data(), queries.values.size())) return {};
   for (std::size_t i = 0; i < queries.values.size(); ++i) {
     if (!std::isfinite(queries.values[i])) {
       return error(ErrorCode::non_finite, "attention: query ", i / width, " holds NaN or infinity at number ", i % width, " of ", width);

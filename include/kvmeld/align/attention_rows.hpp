@@ -32,12 +32,6 @@ struct AttendedToken {
   std::uint32_t token = 0;
 };
 
-/// All heads of one token: f32 with heads padded to 32 channels, or as the cache has them.
-struct AttendedRow {
-  const std::byte* data = nullptr;
-  bool raw = false;
-};
-
 [[nodiscard]] constexpr std::size_t padded_channels(std::int32_t channels) noexcept { return (static_cast<std::size_t>(channels) + 31) / 32 * 32; }
 
 /// Checked queries and caches; rows as f32 with heads padded to 32 channels, keys in the queries' frame.
@@ -93,52 +87,71 @@ class AttentionReader {
     }
   }
 
-  /// A token's keys in the queries' frame, (head, key_width): copied to `scratch`, unless they may come raw and can.
-  [[nodiscard]] AttendedRow keys(std::size_t l, AttendedToken at, bool raw, float* scratch) const noexcept {
+  /// Keys (plane 0, in the queries' frame) or values (plane 1) of some tokens: all heads of each, (head, width). `rows` points to where
+  /// they lie, if they may come raw and all can, and otherwise to f32 copies in `scratch`, which gets room for `attended_rows` tokens. Whether they are raw.
+  KVMELD_LAZY bool gather(std::size_t l, std::size_t p, std::span<const AttendedToken> tokens, bool raw, const std::byte** rows,
+                          AlignedRows<float>& scratch) const {
     const Layer& layer = layers_[l];
-    const PlaneRef& plane = sources_[at.source].cache.plane(l, 0);
-    if (layer.table < 0) return read(plane, at.token, layer.key_width, raw, scratch);
-    const RopeSpec& rope = sources_[at.source].cache.geometry().layers[l].rope;
-    const Turn turn{tables_[static_cast<std::size_t>(layer.table)].row(shift_of_[at.source][at.token]), plane.shape.channels, rope.first_channel,
-                    rope.rotary_channels, rope.pairing};
-    if (layer.key_width == static_cast<std::size_t>(plane.shape.channels) && contiguous_heads(plane)) {
-      load_turned(plane.shape.type, isa_, turn, plane.data + plane.byte_offset(plane.row_offset(plane.slots.slot(at.token), 0)), plane.shape.heads, scratch);
-      return {reinterpret_cast<const std::byte*>(scratch), false};
+    const std::size_t width = p == 0 ? layer.key_width : layer.value_width;
+    const bool turned = p == 0 && layer.table >= 0;
+    raw = raw && !turned;
+    for (std::size_t i = 0; i < tokens.size();) {
+      const PlaneRef& plane = sources_[tokens[i].source].cache.plane(l, p);
+      const bool lies = width == static_cast<std::size_t>(plane.shape.channels) && contiguous_heads(plane);
+      if (raw && !lies) {  // caches of several layouts: all over again
+        raw = false;
+        i = 0;
+        continue;
+      }
+      const bool narrow = block_elements(plane.shape.type) == 1;  // others divide
+      const std::int64_t size = block_bytes(plane.shape.type);
+      for (const std::uint32_t source = tokens[i].source; i < tokens.size() && tokens[i].source == source; ++i) {
+        const std::int64_t row = plane.row_offset(plane.slots.slot(tokens[i].token), 0);
+        const std::byte* const from = plane.data + (narrow ? row * size : plane.byte_offset(row));
+        rows[i] = from;
+        if (raw) continue;
+        // The loops ask for what lies behind copies: so here for the rows of later tokens.
+        for (std::int64_t b = 0; lies && narrow && b < plane.shape.heads * plane.shape.channels * size; b += 64) {
+          ask_for(from + b, plane.token_stride * size * static_cast<std::int64_t>(attended_rows));
+        }
+        if (scratch.size() == 0) scratch = AlignedRows<float>(attended_rows * layer.heads * width);
+        float* const to = scratch.data() + i * layer.heads * width;
+        rows[i] = reinterpret_cast<const std::byte*>(to);
+        Turn turn;
+        if (turned) {
+          const RopeSpec& rope = sources_[source].cache.geometry().layers[l].rope;
+          turn = {tables_[static_cast<std::size_t>(layer.table)].row(shift_of_[source][tokens[i].token]), plane.shape.channels, rope.first_channel,
+                  rope.rotary_channels, rope.pairing};
+        }
+        if (!lies) {
+          copy(plane, tokens[i].token, width, turned ? &turn : nullptr, to);
+        } else if (turned) {
+          load_turned(plane.shape.type, isa_, turn, from, plane.shape.heads, to);
+        } else {
+          load_row(plane.shape.type, isa_, from, static_cast<std::ptrdiff_t>(width) * plane.shape.heads, to);
+        }
+      }
     }
-    const AttendedRow row = read(plane, at.token, layer.key_width, false, scratch);
-    for (std::size_t h = 0; h < layer.heads; ++h) turn_row(turn, isa_, scratch + h * layer.key_width);
-    return row;
-  }
-  /// A token's values, (head, value_width).
-  [[nodiscard]] AttendedRow values(std::size_t l, AttendedToken at, bool raw, float* scratch) const noexcept {
-    return read(sources_[at.source].cache.plane(l, 1), at.token, layers_[l].value_width, raw, scratch);
+    return raw;
   }
 
  private:
-  [[nodiscard]] AttendedRow read(const PlaneRef& plane, std::uint32_t token, std::size_t width, bool raw, float* scratch) const noexcept {
-    const AttendedRow copied{reinterpret_cast<const std::byte*>(scratch), false};
+  /// One token's rows as f32, head by head, padded with zeros and turned.
+  void copy(const PlaneRef& plane, std::uint32_t token, std::size_t width, const Turn* turn, float* to) const noexcept {
     const std::int64_t slot = plane.slots.slot(token);
     const PlaneShape& shape = plane.shape;
-    const bool whole = width == static_cast<std::size_t>(shape.channels);
-    if (whole && contiguous_heads(plane)) {
-      const std::byte* const from = plane.data + plane.byte_offset(plane.row_offset(slot, 0));
-      if (raw) return {from, true};
-      load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width) * shape.heads, scratch);
-      return copied;
-    }
-    for (std::int32_t h = 0; h < shape.heads; ++h) {
-      float* const to = scratch + static_cast<std::size_t>(h) * width;
+    for (std::int32_t h = 0; h < shape.heads; ++h, to += width) {
+      const std::int64_t row = plane.row_offset(slot, h);
       if (plane.contiguous_rows()) {
-        load_row(shape.type, isa_, plane.data + plane.byte_offset(plane.row_offset(slot, h)), shape.channels, to);
+        load_row(shape.type, isa_, plane.data + plane.byte_offset(row), shape.channels, to);
       } else {
-        const std::int64_t row = plane.row_offset(slot, h);
         for (std::int32_t c = 0; c < shape.channels; ++c) {
           to[c] = load_element(shape.type, plane.data + plane.byte_offset(row + plane.channel_offset(c)), 0);
         }
       }
       std::fill(to + shape.channels, to + width, 0.0F);
+      if (turn != nullptr) turn_row(*turn, isa_, to);
     }
-    return copied;
   }
 
   KVMELD_LAZY Status add_layer(const AttentionQueries& queries, std::size_t l, std::size_t width, std::size_t& first) {
