@@ -15,6 +15,7 @@
 #include <kvmeld/anchor/anchor_pool.hpp>
 #include <kvmeld/session/anchor_tier_intake.hpp>
 #include <kvmeld/session/anchor_tier_moves.hpp>
+#include <kvmeld/session/anchor_tier_turns.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
