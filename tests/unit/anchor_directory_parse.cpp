@@ -125,6 +125,10 @@ TEST_CASE("an anchor's list: round trips, every cut is refused, damage and noise
   std::vector<kvmeld::Anchor> anchors{test::anchor(1), test::anchor(2, {2}), test::anchor(3, {}), test::anchor(4, {1, 2}, 1)};
   anchors[1].approximate = true;
   anchors[1].embedding = {1, 2, 3};
+  auto behind = std::make_shared<kvmeld::Fragment::Body>(*anchors[1].base.body());
+  behind->prefix = anchors[0].id;
+  behind->payloads[0].lead_in = {5, 6};
+  anchors[1].base = kvmeld::Fragment(std::move(behind));
   const std::vector<kvmeld::Digest128> contexts{test::place(1), test::place(2), {}, test::place(2)};
   kvmeld::testing::Random random(2);
   for (std::size_t a = 0; a < anchors.size(); ++a) {
@@ -137,6 +141,7 @@ TEST_CASE("an anchor's list: round trips, every cut is refused, damage and noise
     CHECK(list->anchor.embedding == anchors[a].embedding);
     CHECK(list->anchor.approximate == anchors[a].approximate);
     CHECK(list->context == contexts[a]);
+    CHECK(kvmeld::AnchorSpace::of(list->anchor.base) == kvmeld::AnchorSpace::of(anchors[a].base));
     for (std::size_t n = 0; n < bytes.size(); ++n) {
       REQUIRE_FALSE(kvmeld::decode_anchor_list(std::vector<std::byte>(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(n))).ok());
     }
