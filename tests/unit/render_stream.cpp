@@ -1,14 +1,78 @@
-// Streamed copies at every alignment of either side: outputs above the cache's size go through them.
+// Outputs above the cache's size: streamed copies and streamed turns at every alignment write the bytes of plain ones, and no other.
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <utility>
 #include <vector>
 
+#include <kvmeld/cache/host_cache.hpp>
+#include <kvmeld/cache/rope_table.hpp>
 #include <kvmeld/cache/stream_copy.hpp>
+#include <kvmeld/state/render_single.hpp>
 
 #include "support/catch.hpp"
 
+namespace {
+
+using kvmeld::ElementType;
+using kvmeld::Isa;
+using kvmeld::RopePairing;
+
+constexpr std::byte kept{1};
+
+struct Head {
+  int channels, first, rotary;
+};
+
+// Rows of normal numbers in `type`.
+std::vector<std::byte> keys(ElementType type, int channels, std::int64_t rows) {
+  std::mt19937 bits(static_cast<unsigned>(channels));
+  std::vector<float> row(static_cast<std::size_t>(channels));
+  const std::int64_t bytes = kvmeld::byte_size(type, channels);
+  std::vector<std::byte> out(static_cast<std::size_t>(rows * bytes));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    for (float& x : row) x = static_cast<float>(bits()) / 2147483648.0F - 1.0F;
+    kvmeld::detail::store_row(type, Isa::baseline, row.data(), channels, out.data() + r * bytes);
+  }
+  return out;
+}
+
+// Bytes that differ from plain turns in the baseline, or lie outside of them and changed.
+std::size_t wrong_bytes(ElementType type, RopePairing pairing, const Head& head, std::int64_t rows, std::size_t offset, Isa isa) {
+  kvmeld::RopeSpec rope;
+  rope.kind = kvmeld::RopeKind::rotary;
+  rope.pairing = pairing;
+  rope.first_channel = head.first;
+  rope.rotary_channels = head.rotary;
+  const std::vector<std::int64_t> shifts{37};
+  const auto table = kvmeld::RopeTable::build(rope, shifts);
+  REQUIRE(table.ok());
+  const kvmeld::detail::Turn turn{table->row(0), head.channels, head.first, head.rotary, pairing};
+  const std::vector<std::byte> in = keys(type, head.channels, rows);
+  std::vector<std::byte> expected(in.size());
+  const std::int64_t bytes = kvmeld::byte_size(type, head.channels);
+  kvmeld::detail::turn_rows(type, Isa::baseline, turn, in.data(), bytes, expected.data(), bytes, rows);
+
+  std::vector<std::byte> buffer(in.size() + 256, kept);
+  std::size_t begin = 64 - reinterpret_cast<std::uintptr_t>(buffer.data()) % 64 + offset;
+  kvmeld::detail::PlaneTask task;
+  task.out.shape.type = type;
+  task.out.shape.channels = head.channels;
+  kvmeld::detail::turn_run(task, {isa, true}, turn, in.data(), buffer.data() + begin, rows);
+  kvmeld::detail::stream_fence();
+  std::size_t wrong = 0;
+  for (std::size_t i = 0; i < buffer.size(); ++i) {
+    wrong += buffer[i] != (i >= begin && i < begin + in.size() ? expected[i - begin] : kept) ? 1U : 0U;
+  }
+  return wrong;
+}
+
+}  // namespace
+
 TEST_CASE("a streamed copy copies its bytes and no other, from and to any address") {
-  constexpr std::byte kept{1};
   std::vector<std::byte> in(1200), out(1200);
   for (std::size_t i = 0; i < in.size(); ++i) in[i] = static_cast<std::byte>(7 * i + 2);
   std::size_t wrong = 0;
@@ -24,4 +88,52 @@ TEST_CASE("a streamed copy copies its bytes and no other, from and to any addres
     }
   }
   CHECK(wrong == 0);
+}
+
+TEST_CASE("a streamed copy longer than its four stretches copies its bytes and no other") {
+  std::vector<std::byte> in(50000), out(50200);
+  for (std::size_t i = 0; i < in.size(); ++i) in[i] = static_cast<std::byte>(i / 251 + 3 * i);
+  std::size_t wrong = 0;
+  for (const std::size_t to : {64U, 65U, 80U, 127U}) {
+    for (const std::size_t size : {16384U, 16447U, 33000U, 49999U}) {
+      std::fill(out.begin(), out.end(), kept);
+      kvmeld::detail::stream_copy(out.data() + to, in.data(), size);
+      kvmeld::detail::stream_fence();
+      for (std::size_t i = 0; i < size; ++i) wrong += out[to + i] != in[i] ? 1U : 0U;
+      wrong += out[to - 1] != kept || out[to + size] != kept ? 1U : 0U;
+    }
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("streamed turns write the bytes of plain ones, straight from registers and through a stage") {
+  const auto type = GENERATE(ElementType::f16, ElementType::bf16, ElementType::f32, ElementType::f8_e4m3);
+  const auto pairing = GENERATE(RopePairing::half_split, RopePairing::interleaved);
+  const auto head = GENERATE(Head{32, 0, 32}, Head{64, 0, 64}, Head{96, 0, 96}, Head{64, 8, 40}, Head{80, 0, 80}, Head{1024, 0, 1024});
+  CAPTURE(kvmeld::to_string(type), static_cast<int>(pairing), head.channels, head.rotary);
+  for (const Isa isa : {Isa::baseline, Isa::avx2, Isa::avx512}) {
+    if (isa > kvmeld::best_isa()) continue;
+    for (const std::int64_t rows : {1, 35, 300}) {
+      for (const std::size_t offset : {0U, 4U, 16U}) {
+        CAPTURE(kvmeld::to_string(isa), rows, offset);
+        CHECK(wrong_bytes(type, pairing, head, rows, offset, isa) == 0);
+      }
+    }
+  }
+}
+
+TEST_CASE("planes of a host cache begin with a line, also where rows are odd, and all bytes are inside") {
+  auto geometry = std::make_shared<kvmeld::Geometry>();
+  for (const int channels : {3, 64, 7}) geometry->layers.push_back(kvmeld::attention_layer(ElementType::f16, 1, channels, kvmeld::RopeSpec{}));
+  for (const std::int64_t tokens : {0, 1, 5}) {
+    kvmeld::HostCache cache(geometry, tokens);
+    const kvmeld::HostCache moved = std::move(cache);
+    const std::byte* const begin = moved.bytes().data();
+    const kvmeld::KvCacheRef ref = moved.kv_cache_ref();
+    for (const kvmeld::PlaneRef& plane : ref.planes()) {
+      CHECK(reinterpret_cast<std::uintptr_t>(plane.data) % 64 == 0);
+      CHECK(plane.data >= begin);
+      CHECK(plane.data + tokens * kvmeld::byte_size(ElementType::f16, plane.shape.channels) <= begin + moved.bytes().size());
+    }
+  }
 }

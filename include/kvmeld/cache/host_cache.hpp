@@ -11,7 +11,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Owns a cache in host memory, in canonical order (layer, plane, token, head, channel), zero-filled.
+/// Owns a cache in host memory, in canonical order (layer, plane, token, head, channel), zero-filled. Planes begin at multiples of 64
+/// bytes, as whole lines can be written past the processor's caches.
 ///
 /// For hosts that have no cache of their own to render into, and for tests. O(bytes) to build.
 class HostCache {
@@ -19,7 +20,8 @@ class HostCache {
   KVMELD_LAZY HostCache(std::shared_ptr<const Geometry> geometry, std::int64_t tokens) {
     std::vector<std::size_t> offsets;
     std::size_t total = 0;
-    const auto align = [](std::size_t bytes) { return (bytes + 63) / 64 * 64; };
+    constexpr std::size_t line = 64;
+    const auto align = [](std::size_t bytes) { return (bytes + line - 1) / line * line; };
     for (const LayerShape& layer : geometry->layers) {
       for (const PlaneShape& shape : layer.planes) {
         const auto rows = static_cast<std::size_t>(tokens * shape.heads);
@@ -29,13 +31,17 @@ class HostCache {
         total += align(rows * static_cast<std::size_t>(detail::row_scales(shape)) * sizeof(float));
       }
     }
-    bytes_.resize(total);
+    bytes_.resize(total + line);
+    void* begin = bytes_.data();
+    std::size_t space = bytes_.size();
+    std::align(line, total, begin, space);
+    used_ = detail::span_of(static_cast<std::byte*>(begin), total);
     std::vector<MutablePlaneRef> planes;
     std::size_t index = 0;
     for (const LayerShape& layer : geometry->layers) {
       for (const PlaneShape& shape : layer.planes) {
-        planes.push_back(detail::canonical_plane(shape, bytes_.data() + offsets[index],
-                                                 reinterpret_cast<const float*>(bytes_.data() + offsets[index + 1]), tokens));
+        planes.push_back(detail::canonical_plane(shape, used_.data() + offsets[index],
+                                                 reinterpret_cast<const float*>(used_.data() + offsets[index + 1]), tokens));
         index += 2;
       }
     }
@@ -48,11 +54,12 @@ class HostCache {
 
   KVMELD_LAZY [[nodiscard]] KvCacheRef kv_cache_ref() const { return ref_; }
   [[nodiscard]] const MutableKvCacheRef& mutable_ref() noexcept { return ref_; }
-  KVMELD_LAZY [[nodiscard]] std::span<std::byte> bytes() noexcept { return detail::span_of(bytes_); }
-  KVMELD_LAZY [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return detail::span_of(bytes_); }
+  KVMELD_LAZY [[nodiscard]] std::span<std::byte> bytes() noexcept { return used_; }
+  KVMELD_LAZY [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return used_; }
 
  private:
   std::vector<std::byte> bytes_;
+  std::span<std::byte> used_;
   MutableKvCacheRef ref_;
 };
 

@@ -15,11 +15,13 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// Bytes of output from which on streaming pays: three quarters of the last-level cache that a core can have.
+/// Bytes of output from which on streaming pays: a quarter of the last-level cache that a core can have, and 4 MiB at least.
 ///
-/// Smaller outputs are better left in the cache, where the engine reads them next. Found once a process.
+/// A copy reads as much as it writes, and what it wrote is read next: from a quarter on, streaming and reading back from memory
+/// takes less time than writing through the caches and finding part of it there. Found once a process.
 [[nodiscard]] inline std::int64_t stream_threshold_bytes() noexcept {
   static const std::int64_t threshold = [] {
+    constexpr std::int64_t least = 4 << 20;
     std::int64_t cache = 32 << 20;
 #if KVMELD_X86_DISPATCH
     unsigned a = 0, b = 0, c = 0, d = 0;
@@ -28,10 +30,13 @@ namespace detail {
       if ((a >> 5 & 7U) == 3) cache = bytes / ((a >> 14 & 0xfffU) + 1);  // that many logical processors share it
     }
 #endif
-    return cache / 4 * 3;
+    return cache / 4 > least ? cache / 4 : least;
   }();
   return threshold;
 }
+
+/// Bytes of each of the four stretches that are streamed in turn: one core then waits for four pages at once.
+inline constexpr std::int64_t stream_stretch = 4096;
 
 #if KVMELD_X86_DISPATCH
 
@@ -60,8 +65,7 @@ KVMELD_LAZY inline void stream_copy(std::byte* out, const std::byte* in, std::si
     __builtin_ia32_movntdq(to + 3, d);
 #endif
   };
-  // Lines of four stretches of 4 KiB in turn: one core then waits for four pages at once.
-  constexpr std::size_t stretch = 4096;
+  constexpr std::size_t stretch = stream_stretch;
   std::size_t at = head;
   for (; at + 4 * stretch <= bytes; at += 4 * stretch) {
     const std::size_t ahead = at + 8 * stretch <= bytes ? 4 * stretch : 0;

@@ -56,8 +56,7 @@ KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void turn_row_wide(bool halves, std::i
   }
 }
 
-/// Turns rows that follow each other on both sides by one angle. Where they stream, `out` is a multiple of 64, and rows of four
-/// stretches of 4 KiB are turned alternately: one core then waits for four pages at once.
+/// Turns rows that follow each other on both sides by one angle. Where they stream, `out` is a multiple of 64.
 KVMELD_LAZY KVMELD_TARGET_AVX512 KVMELD_NOINLINE void turn_rows_wide(const Turn& turn, const std::byte* in, std::byte* out, std::int64_t rows,
                                                                      bool streams) noexcept {
   constexpr std::int32_t most = 512;
@@ -76,11 +75,12 @@ KVMELD_LAZY KVMELD_TARGET_AVX512 KVMELD_NOINLINE void turn_rows_wide(const Turn&
     for (; row < rows; ++row) turn_row_wide<false>(halves, half, cos, sin, in + row * bytes, out + row * bytes);
     return;
   }
-  const std::int64_t stretch = bytes < 4096 ? 4096 / bytes : 1;
+  const std::int64_t stretch = bytes < stream_stretch ? stream_stretch / bytes : 1;
   for (; row + 4 * stretch <= rows; row += 4 * stretch) {
+    const std::int64_t ahead = row + 8 * stretch <= rows ? 4 * stretch * bytes : 0;
     for (std::int64_t k = row; k < row + stretch; ++k) {
       for (std::int64_t at = k * bytes, i = 0; i < 4; ++i, at += stretch * bytes) {
-        for (std::int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(in + at + 4 * stretch * bytes + line);
+        for (std::int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(in + at + ahead + line);
         turn_row_wide<true>(halves, half, cos, sin, in + at, out + at);
       }
     }

@@ -28,13 +28,12 @@ inline constexpr std::int64_t stage_bytes = 16 << 10;
   return task.out.data + task.out.byte_offset(task.out.row_offset(slot, head));
 }
 
-/// Turns rows that follow each other on both sides, through a stage where the output streams.
+/// Turns rows that follow each other on both sides, where the output streams straight from registers or through a stage.
 KVMELD_LAZY inline void turn_run(const PlaneTask& task, RowMode mode, const Turn& turn, const std::byte* in, std::byte* out, std::int64_t rows) noexcept {
   const std::int64_t bytes = row_bytes(task.out.shape);
 #if KVMELD_X86_DISPATCH
-  if (mode.streams && mode.isa == Isa::avx512 && task.out.shape.type == ElementType::bf16 && turns_wide(turn) &&
-      reinterpret_cast<std::uintptr_t>(out) % 64 == 0) {
-    return turn_rows_wide(turn, in, out, rows, true);
+  if (mode.streams && mode.isa != Isa::baseline && streams_whole(task.out.shape.type, turn, out)) {
+    return stream_turned_rows(task.out.shape.type, mode.isa, turn, in, out, rows);
   }
 #endif
   if (!mode.streams || bytes > stage_bytes) return turn_rows(task.out.shape.type, mode.isa, turn, in, bytes, out, bytes, rows);
@@ -43,6 +42,8 @@ KVMELD_LAZY inline void turn_run(const PlaneTask& task, RowMode mode, const Turn
   for (std::int64_t at = 0; at < rows; at += most) {
     const std::int64_t part = rows - at < most ? rows - at : most;
     turn_rows(task.out.shape.type, mode.isa, turn, in + at * bytes, bytes, stage, bytes, part);
+    const std::int64_t next = at + 2 * most <= rows ? most * bytes : 0;  // read while this piece is written
+    for (std::int64_t line = 0; line < next; line += 64) __builtin_prefetch(in + at * bytes + next + line);
     stream_copy(out + at * bytes, stage, static_cast<std::size_t>(part * bytes));
   }
 }
