@@ -87,6 +87,9 @@ struct FoldRows {
 [[nodiscard]] constexpr std::ptrdiff_t prefetch_bytes(int inputs) noexcept {
   return inputs <= 4 ? 4096 : inputs >= 16 ? 1024 : 16384 / inputs / 64 * 64;
 }
+/// Bytes ahead of the stores that are asked for: a line is fetched before it is written.
+inline constexpr std::ptrdiff_t written_ahead = 1024;
+
 
 // Folds bytes [at, at + bytes) of one or more inputs' rows into `out`. A macro, because a function that calls another for
 // a wider instruction set must itself be compiled for it.
@@ -103,27 +106,28 @@ struct FoldRows {
       alignas(64) decltype(fuser.init()) acc[32];                                                                              \
       alignas(64) float x[32];                                                                                                 \
       LANES<type>::load(inputs.rows[0] + at + done, x);                                                                        \
-      KVMELD_FUSE_AHEAD(inputs.rows[0] + at + done + ahead);                                                                   \
+      KVMELD_FUSE_AHEAD(inputs.rows[0] + at + done + ahead, 0)                                                                 \
       float weight = inputs.weights[0];                                                                                        \
       KVMELD_KEEP_LOOP                                                                                                         \
       for (int c = 0; c < 32; ++c) acc[c] = fuser.absorb(fuser.init(), x[c], weight);                                          \
       for (int i = 1; i < count; ++i) {                                                                                        \
         const std::byte* const in = inputs.rows[i] + at + done;                                                                \
         LANES<type>::load(in, x);                                                                                              \
-        KVMELD_FUSE_AHEAD(in + ahead);                                                                                         \
+        KVMELD_FUSE_AHEAD(in + ahead, 0)                                                                                       \
         weight = inputs.weights[i];                                                                                            \
         KVMELD_KEEP_LOOP                                                                                                       \
         for (int c = 0; c < 32; ++c) acc[c] = fuser.absorb(acc[c], x[c], weight);                                              \
       }                                                                                                                        \
       KVMELD_KEEP_LOOP                                                                                                         \
       for (int c = 0; c < 32; ++c) x[c] = fuser.finish(acc[c], total, count);                                                  \
+      KVMELD_FUSE_AHEAD(out + done + written_ahead, 1)                                                                         \
       LANES<type>::store(x, out + done);                                                                                       \
     }                                                                                                                          \
   }
-// A step of f32 may be two lines.
-#define KVMELD_FUSE_AHEAD(ADDRESS)  \
-  __builtin_prefetch(ADDRESS);      \
-  if constexpr (block_bytes(type) == 4) __builtin_prefetch((ADDRESS) + 64)
+// Asks for what lies ahead of a step: one of f32 may be two lines.
+#define KVMELD_FUSE_AHEAD(ADDRESS, WRITTEN)  \
+  __builtin_prefetch(ADDRESS, WRITTEN);      \
+  if constexpr (block_bytes(type) == 4) __builtin_prefetch((ADDRESS) + 64, WRITTEN);
 KVMELD_FUSE_LANES(fuse_avx2, KVMELD_TARGET_AVX2, Avx2Lanes32)
 KVMELD_FUSE_LANES(fuse_avx512, KVMELD_TARGET_AVX512, Avx512Lanes32)
 #undef KVMELD_FUSE_AHEAD

@@ -57,10 +57,27 @@ struct BlendAvx512 {
   }
   template <ElementType type>
   KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(Vector a, Vector b, std::byte* out) noexcept {
-    alignas(64) float x[32];
-    store_wide(a, x);
-    store_wide(b, x + 16);
-    Avx512Lanes32<type>::store(x, out);
+    if constexpr (type == ElementType::bf16) {
+      *reinterpret_cast<unaligned_vector_t<unsigned, 64>*>(out) = (round(a) >> 16) | (round(b) & 0xffff0000U);
+    } else {
+      alignas(64) float x[32];
+      store_wide(a, x);
+      store_wide(b, x + 16);
+      Avx512Lanes32<type>::store(x, out);
+    }
+  }
+  /// To nearest even. A NaN that bf16 and finite factors give is quiet and has no low bits, so that it stays what it is.
+  [[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static WideWords round(Vector x) noexcept {
+    const auto bits = reinterpret_cast<WideWords>(x);
+#if defined(__clang__)
+    const WideWords up = bits + 0x7fffU;
+    return (bits & 0x10000U) != 0U ? up + 1U : up;
+#else  // g++ tests bits by two operations
+    using Ints = vector_t<int, 64>;
+    const auto up = reinterpret_cast<Ints>(bits + 0x7fffU);
+    const unsigned short odd = __builtin_ia32_ptestmd512(reinterpret_cast<Ints>(bits), Ints{} + 0x10000, 0xffff);
+    return reinterpret_cast<WideWords>(__builtin_ia32_paddd512_mask(up, Ints{} + 1, up, odd));
+#endif
   }
   KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static Vector load(const float* in) noexcept { return load_wide(in); }
   KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static Vector fma(Vector a, Vector b, Vector c) noexcept { return fma_wide(a, b, c); }
@@ -115,6 +132,8 @@ struct BlendAvx512 {
         }                                                                                                                      \
         const Vector c = Form::load(cosines + i), c2 = Form::load(cosines + i + lanes);                                        \
         const Vector s = Form::load(sines + i), s2 = Form::load(sines + i + lanes);                                            \
+        KVMELD_BLEND_AHEAD(out + at + written_ahead, 1)                                                                        \
+        KVMELD_BLEND_AHEAD(out + other + written_ahead, 1)                                                                     \
         Form::store<type>(Form::fma(a, c, -(b * s)), Form::fma(a2, c2, -(b2 * s2)), out + at);                                 \
         Form::store<type>(Form::fma(a, s, b * c), Form::fma(a2, s2, b2 * c2), out + other);                                    \
       }                                                                                                                        \
@@ -138,21 +157,26 @@ struct BlendAvx512 {
       } else {                                                                                                                 \
         for (int k = 0; k < count; ++k) KVMELD_BLEND_ADD(inputs.rows[k] + at, inputs.weights[k] - Vector{}, a, a2)             \
       }                                                                                                                        \
+      KVMELD_BLEND_AHEAD(out + at + written_ahead, 1)                                                                          \
       Form::store<type>(a, a2, out + at);                                                                                      \
     }                                                                                                                          \
   }
-// Adds a step of one row to two sums, and asks for what lies ahead: a step of f32 may be two lines.
+// Asks for what lies ahead of a step: one of f32 may be two lines.
+#define KVMELD_BLEND_AHEAD(ADDRESS, WRITTEN)                                          \
+  __builtin_prefetch(ADDRESS, WRITTEN);                                               \
+  if constexpr (block_bytes(type) == 4) __builtin_prefetch((ADDRESS) + 64, WRITTEN);
+// Adds a step of one row to two sums.
 #define KVMELD_BLEND_ADD(ADDRESS, WEIGHT, SUM, SUM2)                                  \
   {                                                                                   \
-    Form::load<type>(ADDRESS, x, x2);                                        \
-    __builtin_prefetch((ADDRESS) + ahead);                                            \
-    if constexpr (block_bytes(type) == 4) __builtin_prefetch((ADDRESS) + ahead + 64); \
+    Form::load<type>(ADDRESS, x, x2);                                                 \
+    KVMELD_BLEND_AHEAD((ADDRESS) + ahead, 0)                                          \
     SUM = Form::fma(WEIGHT, x, SUM);                                                  \
     SUM2 = Form::fma(WEIGHT, x2, SUM2);                                               \
   }
 KVMELD_BLEND(blend_avx2, KVMELD_TARGET_AVX2, BlendAvx2)
 KVMELD_BLEND(blend_avx512, KVMELD_TARGET_AVX512, BlendAvx512)
 #undef KVMELD_BLEND_ADD
+#undef KVMELD_BLEND_AHEAD
 #undef KVMELD_BLEND
 
 /// Sums, and turns where `turn` is not null, all heads of one output.
