@@ -466,6 +466,15 @@ TEST_CASE("pooled tokens agree with plain loops, in every executor") {
     render_case({.model = {.channels = 1, .rotary = 0}, .count = 1}, mode);
     render_case({.model = {.channels = 96}, .count = 9}, mode);
   }
+  // Sharper and sharper: weights of 0 for one output and not for the next, until a head is left a single token. Rows, lanes and threads agree.
+  const Case c{.model = {.type = ElementType::bf16}, .count = 5};
+  const auto g = geometry_of(c);
+  const auto set = test::set_of(test::by_id(spans_of(c, g, {20, 1, 150})));
+  for (const float scale : {1.0F, 5.0F, 25.0F, 300.0F}) {
+    auto policy = policy_of(c, *g);
+    policy.scale = scale;
+    test::render_everywhere(set, merger_of(policy), at(g, 9));
+  }
 }
 
 TEST_CASE("the first span's weights come from the encoding that is mixed: the one without lead-in") {

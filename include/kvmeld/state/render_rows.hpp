@@ -12,6 +12,7 @@
 #include <kvmeld/cache/stream_copy.hpp>
 #include <kvmeld/fuse/fold_rows.hpp>
 #include <kvmeld/fuse/select_rows.hpp>
+#include <kvmeld/state/render_pooled.hpp>
 #include <kvmeld/state/render_single.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -262,6 +263,10 @@ void render_rows(const F& fuser, const PlaneTask* tasks, std::int64_t outputs, R
           const std::int64_t slot = count == 0 ? -1 : task.out.slots.slot(o);
           if (slot >= 0) render_heads(fuser, task, mode, o, slot);
         } else {
+          if (const std::int64_t pooled = count == 0 ? 0 : render_pooled(fuser, task, mode, o, last); pooled > 0) {
+            o += pooled;
+            continue;
+          }
           if (count != 0) render_fused(fuser, task, mode, o);
         }
         ++o;
