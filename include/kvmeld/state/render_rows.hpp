@@ -235,7 +235,6 @@ void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::i
       }
       select_rows(fuser, mode.isa, values, count, blocks(n), fused);
       std::byte* const out = row_address(task, slot, 0) + offset;
-      for (std::int64_t b = 0; b < byte_size(shape.type, n); b += 64) __builtin_prefetch(out + written_ahead + b, 1);
       store_row(shape.type, mode.isa, fused, n, mode.streams ? stage : out);
       if (mode.streams) stream_copy(out, stage, static_cast<std::size_t>(byte_size(shape.type, n)));
     }
