@@ -49,13 +49,18 @@ static_assert(std::endian::native == std::endian::little, "kvmeld stores little-
 #define KVMELD_KEEP_LOOP
 #endif
 
-/// 1 where functions can be compiled for AVX2 and AVX-512 beside the baseline and chosen at run time.
+/// 1 where functions can be compiled for AVX2 and AVX-512 beside the baseline and chosen at run time; define it as 0 to do without.
+#ifndef KVMELD_X86_DISPATCH
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDA_ARCH__)
 #define KVMELD_X86_DISPATCH 1
+#else
+#define KVMELD_X86_DISPATCH 0
+#endif
+#endif
+#if KVMELD_X86_DISPATCH
 #define KVMELD_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define KVMELD_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
 #else
-#define KVMELD_X86_DISPATCH 0
 #define KVMELD_TARGET_AVX2
 #define KVMELD_TARGET_AVX512
 #endif

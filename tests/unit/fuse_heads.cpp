@@ -339,4 +339,27 @@ TEST_CASE("head masks over planes of unlike heads, and heads without channels") 
   test::render_everywhere(none, kvmeld::merger(ById{}, match, Fuser{kvmeld::Median{}}), plain);
   test::render_everywhere(none, kvmeld::merger(ById{}, match, Fuser{kvmeld::Medoid{}}), plain);
   test::render_everywhere(none, kvmeld::merger(ById{}, match), plain);
+
+  kvmeld::Alignment two;  // outputs of two contributions each, whose values are turned, fused and stored though there are none
+  kvmeld::AlignmentGroup& rows = two.groups.emplace_back();
+  for (std::uint32_t o = 0; o < 3; ++o) {
+    two.positions.push_back(7 + o);
+    two.tokens.push_back(-1);
+    rows.contributions.push_back({0, o});
+    rows.contributions.push_back({1, o});
+    rows.end_row();
+  }
+  const Aligner given{test::Given{std::make_shared<const kvmeld::Alignment>(two)}};
+  rows.head_weights.assign(2 * rows.contributions.size(), 0.5F);
+  const Aligner by_head{test::Given{std::make_shared<const kvmeld::Alignment>(two)}};
+  for (const kvmeld::ElementType type : {kvmeld::ElementType::f32, kvmeld::ElementType::f16, kvmeld::ElementType::f8_e5m2}) {
+    const auto g = test::geometry({.type = type, .layers = 1, .heads = 2, .channels = 32, .value_channels = 0});
+    const auto spans = test::set_of({test::sealed(g, 3, 1), test::sealed(g, 3, 2)});
+    const kvmeld::Target here{*g};
+    test::render_everywhere(spans, kvmeld::merger(ById{}, given), here);
+    test::render_everywhere(spans, kvmeld::merger(ById{}, by_head), here);
+    test::render_everywhere(spans, kvmeld::merger(ById{}, given, Fuser{kvmeld::Median{}}), here);
+    test::render_everywhere(spans, kvmeld::merger(ById{}, by_head, Fuser{kvmeld::Median{}}), here);
+    test::render_everywhere(spans, kvmeld::merger(ById{}, given, Fuser{kvmeld::NormPreservingMean{}}), here);
+  }
 }

@@ -54,12 +54,12 @@ class HostCache {
 
   KVMELD_LAZY [[nodiscard]] KvCacheRef kv_cache_ref() const { return ref_; }
   [[nodiscard]] const MutableKvCacheRef& mutable_ref() noexcept { return ref_; }
-  KVMELD_LAZY [[nodiscard]] std::span<std::byte> bytes() noexcept { return used_; }
-  KVMELD_LAZY [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return used_; }
+  KVMELD_LAZY [[nodiscard]] std::span<std::byte> bytes() noexcept { return bytes_.empty() ? std::span<std::byte>() : used_; }
+  KVMELD_LAZY [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return bytes_.empty() ? std::span<std::byte>() : used_; }
 
  private:
   std::vector<std::byte> bytes_;
-  std::span<std::byte> used_;
+  std::span<std::byte> used_;  // of them, from the first whole line on
   MutableKvCacheRef ref_;
 };
 

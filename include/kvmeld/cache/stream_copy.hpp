@@ -18,19 +18,21 @@ namespace detail {
 /// Bytes of output from which on streaming pays: a quarter of the last-level cache that a core can have, and 4 MiB at least.
 ///
 /// A copy reads as much as it writes, and what it wrote is read next: from a quarter on, streaming and reading back from memory
-/// takes less time than writing through the caches and finding part of it there. Found once a process.
+/// takes less time than writing through the caches and finding part of it there. Found once a process; without streaming stores never.
 [[nodiscard]] inline std::int64_t stream_threshold_bytes() noexcept {
   static const std::int64_t threshold = [] {
+#if KVMELD_X86_DISPATCH
     constexpr std::int64_t least = 4 << 20;
     std::int64_t cache = 32 << 20;
-#if KVMELD_X86_DISPATCH
     unsigned a = 0, b = 0, c = 0, d = 0;
     for (unsigned i = 0; i < 8 && __get_cpuid_count(4, i, &a, &b, &c, &d) != 0 && (a & 31U) != 0; ++i) {
       const std::int64_t bytes = (std::int64_t{b >> 22} + 1) * ((b >> 12 & 0x3ffU) + 1) * ((b & 0xfffU) + 1) * (std::int64_t{c} + 1);
       if ((a >> 5 & 7U) == 3) cache = bytes / ((a >> 14 & 0xfffU) + 1);  // that many logical processors share it
     }
-#endif
     return cache / 4 > least ? cache / 4 : least;
+#else
+    return std::int64_t{1} << 62;  // no stores past the caches: a stage would only cost
+#endif
   }();
   return threshold;
 }

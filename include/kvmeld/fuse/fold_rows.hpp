@@ -80,8 +80,6 @@ struct FoldRows {
   return KVMELD_X86_DISPATCH != 0 && n % row_block == 0 && (type == ElementType::f32 || type == ElementType::f16 || type == ElementType::bf16);
 }
 
-#if KVMELD_X86_DISPATCH
-
 /// Bytes ahead of the loads that are asked for where `inputs` rows are read side by side: rows of consecutive tokens follow each other in
 /// a payload. Far enough to be in the next page, near enough for all inputs together to stay in the first cache.
 [[nodiscard]] constexpr std::ptrdiff_t prefetch_bytes(int inputs) noexcept {
@@ -90,6 +88,7 @@ struct FoldRows {
 /// Bytes ahead of the stores that are asked for: a line is fetched before it is written.
 inline constexpr std::ptrdiff_t written_ahead = 1024;
 
+#if KVMELD_X86_DISPATCH
 
 // Folds bytes [at, at + bytes) of one or more inputs' rows into `out`. A macro, because a function that calls another for
 // a wider instruction set must itself be compiled for it.

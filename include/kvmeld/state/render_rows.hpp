@@ -142,6 +142,7 @@ void fuse_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadI
 template <class F>
 void render_heads(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o, std::int64_t slot) {
   const PlaneShape& shape = task.out.shape;
+  if (shape.channels == 0) return;
   const std::uint32_t out_shift = task.group.out_shift[o];
   const bool apart = task.head_weights != nullptr || shape.channels % row_block != 0 || !contiguous_heads(task.out);
   const std::int64_t most = apart || shape.channels > channels_at_once<F>() ? 1 : channels_at_once<F>() / shape.channels;
