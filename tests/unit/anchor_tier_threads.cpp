@@ -3,6 +3,7 @@
 #include <atomic>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -60,6 +61,13 @@ bool same_bytes(const Fragment& a, const Fragment& b) {
   return x.bytes != nullptr && x.byte_count == y.byte_count && std::equal(x.bytes.get(), x.bytes.get() + x.byte_count, y.bytes.get());
 }
 
+/// A base with the bytes of another anchor's, under its own name.
+Anchor same_base(std::uint8_t n, const Anchor& other) {
+  Anchor out = anchor(n, other.base.token_count(), 0);
+  out.base = kvmeld::detail::with_bytes(out.base, other.base.payloads()[0].bytes);
+  return out;
+}
+
 /// Host memory in place of an accelerator's, which counts what it holds.
 struct Device {
   using handle = std::shared_ptr<std::vector<std::byte>>;
@@ -106,6 +114,15 @@ struct Moody {
   kvmeld::Status add_record(std::span<const std::byte> bytes) { return inner.add_record(bytes); }
   kvmeld::Result<kvmeld::RecordBatch> records(std::uint64_t cursor) { return inner.records(cursor); }
   kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) { return inner.replace_records(cursor, bytes); }
+};
+
+/// A store beside which somebody does something each time before it takes a payload.
+struct Meanwhile : Moody {
+  std::shared_ptr<std::function<void()>> what = std::make_shared<std::function<void()>>();
+  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+    if (*what) (*what)();
+    return Moody::put(key, bytes);
+  }
 };
 
 std::vector<std::filesystem::path> files(const test::TempFolder& folder) {
@@ -483,6 +500,49 @@ TEST_CASE("a commit that the pool or the store refuses late displaces nothing") 
     REQUIRE(tiers.bytes(Tier::file) == store.inner.used_bytes());
     REQUIRE(tiers.take(twice.base, out) == TierAnswer::here);
     REQUIRE(same_bytes(out, twice.base));
+  }
+}
+
+TEST_CASE("a file that leaves with the second of two payloads that have it is room for the rest of the commit") {
+  // In the file two of equal bytes, and another; in host memory three that all have to go there.
+  const Anchor x = anchor(1, 4, 0), y = same_base(2, x), z = anchor(3, 2, 0), passing = anchor(4, 6, 0), large = anchor(5, 6, 0);
+  const std::vector<Anchor> falling{anchor(6, 2, 0), anchor(7, 2, 0), anchor(8, 2, 0)};
+  Pool pool = pool_for(10);
+  Meanwhile store;
+  AnchorTiers tiers(store, {.host_bytes = 3 * base_bytes, .file_bytes = 3 * base_bytes, .host_hits = 1U << 30U});
+  Fragment out;
+  for (const Anchor* a : {&x, &y, &z, &passing}) REQUIRE(tiers.commit(pool, *a).ok());
+  REQUIRE(tiers.bytes(Tier::file) == 3 * base_bytes);  // x and y share theirs
+  pool.erase(passing.id);
+  tiers.retain(pool.snapshot()->table);
+  for (int i = 0; i < 9; ++i) REQUIRE(tiers.take(y.base, out) == TierAnswer::being_fetched);
+  for (const Anchor& a : falling) REQUIRE(tiers.commit(pool, a).ok());
+  for (int i = 0; i < 10; ++i) {
+    for (const Anchor& a : falling) REQUIRE(tiers.take(a.base, out) == TierAnswer::here);
+  }
+  REQUIRE(tiers.counts().lost == 0);
+  // The first goes in the room of x, which has none, and z; the second in that of y, which has more than it takes. By then the first two are used
+  // so much that none of them would leave the file again for the third.
+  int puts = 0;
+  *store.what = [&] {
+    if (++puts != 2) return;
+    for (int i = 0; i < 100; ++i) {
+      for (std::size_t a = 0; a < 2; ++a) (void)tiers.take(falling[a].base, out);
+    }
+  };
+  REQUIRE(tiers.commit(pool, large).ok());
+  *store.what = nullptr;
+  REQUIRE(puts == 3);
+  REQUIRE(tiers.counts().lost == 3);
+  for (const Anchor* a : {&x, &y, &z}) REQUIRE(tiers.take(a->base, out) == TierAnswer::gone);
+  REQUIRE(tiers.bytes(Tier::host) == 3 * base_bytes);
+  REQUIRE(tiers.bytes(Tier::file) == 3 * base_bytes);
+  REQUIRE(store.inner.used_bytes() == 3 * base_bytes);
+  for (const Anchor& a : falling) {
+    REQUIRE(tiers.take(a.base, out) == TierAnswer::being_fetched);
+    const auto whole = tiers.fetch(a.base);
+    REQUIRE(whole.ok());
+    REQUIRE(same_bytes(*whole, a.base));
   }
 }
 

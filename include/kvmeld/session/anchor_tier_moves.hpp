@@ -149,11 +149,10 @@ class TierMoves : public TierSpace<Store, typename Device::handle> {
     if (!d.cell->leaving[index(d.tier)]) {  // else by `choose`
       d.cell->leaving[index(d.tier)] = true;
       if (d.tier == Tier::file) files_.leave(d.cell->key, true);
+      d.freed = freed_by(*d.cell, d.tier);
     }
-    const bool again = d.tier == Tier::file && std::any_of(room.drops.begin(), room.drops.end(), [&](const Drop& other) {
-      return other.tier == Tier::file && other.cell->key == d.cell->key;
-    });
-    if (!again) room.freed[index(d.tier)] += freed_by(*d.cell, d.tier);
+    d.freed = (std::min)(d.freed, freed_by(*d.cell, d.tier));  // a payload of the same bytes may have come meanwhile
+    room.freed[index(d.tier)] += d.freed;
     room.drops.push_back(std::move(d));
   }
 

@@ -24,6 +24,7 @@ template <class Cell>
 struct TierDrop {
   std::shared_ptr<Cell> cell;
   Tier tier = Tier::host;
+  std::size_t freed = 0;  // bytes of the tier that go with it: none where another payload, which stays or was chosen later, has the same file
 };
 
 /// What a commit lets leave once it is certain, and what it lets come before that; all of it can be taken back.
@@ -131,8 +132,8 @@ class TierSpace {
       const CellPtr& cell = *heap.back().cell;
       cell->leaving[index(tier)] = true;
       if (tier == Tier::file) files_.leave(cell->key, true);
-      chosen.push_back({cell, tier});
-      freed += freed_by(*cell, tier);
+      chosen.push_back({cell, tier, freed_by(*cell, tier)});
+      freed += chosen.back().freed;
     }
     return true;
   }
@@ -162,7 +163,7 @@ class TierSpace {
   /// counts then; those of payloads that were forgotten meanwhile in any case.
   void let_go(std::span<const Drop> drops, Tier tier, bool certain, std::size_t borrowed) {
     for (const bool dead : {true, false}) {
-      for (const auto& [cell, from] : drops) {
+      for (const auto& [cell, from, freed] : drops) {
         if (from != tier || cell->dead != dead || !cell->held[index(tier)]) continue;
         if (!dead && (!certain || fits(tier, borrowed))) continue;
         if (!dead && cell->copies() == 1) {
@@ -174,7 +175,7 @@ class TierSpace {
         }
       }
     }
-    for (const auto& [cell, from] : drops) {
+    for (const auto& [cell, from, freed] : drops) {
       if (from == tier) cell->moving = false;
     }
   }

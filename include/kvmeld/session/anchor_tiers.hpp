@@ -76,7 +76,8 @@ struct TierStep {
 ///
 /// Every base and every Δ moves by itself. Copies rise by hits or when asked for, and leave a full tier by bytes · age / frequency, those
 /// that a faster tier has as well before all others; age counts uses of any payload. What has a copy elsewhere leaves as it is, what has none is
-/// copied first; and nothing leaves, is copied or is lost for what cannot come. `take` never waits: what is not in memory is a miss, and asked for; `step` copies, on any thread, on several if they like.
+/// copied first; and nothing leaves, is copied or is lost for what cannot come. `take` never waits: what is not in memory is a miss, and asked
+/// for; `step` copies, on any thread, on several if they like.
 /// What somebody holds stays whole and no longer counts. Tokens and positions stay in memory and do not count.
 /// The store is theirs alone: payloads lie in it under the digest of their bytes, verified when they come back, and a later process does
 /// not find them. One `AnchorTiers` serves one pool.
