@@ -99,6 +99,14 @@ FragmentId publish(Exchange& exchange, const kvmeld::Anchor& anchor) {
   return kvmeld::record_key(*record);
 }
 
+void rot(MemoryStore& store, const BlobKey& blob) {
+  const kvmeld::Blob had = *store.get(blob);
+  std::vector<std::byte> bytes(had.bytes().begin(), had.bytes().end());
+  bytes[bytes.size() / 2] ^= std::byte{4};
+  REQUIRE(store.erase(blob).ok());
+  REQUIRE(*store.put(blob, bytes));
+}
+
 /// Every form: K/V goes over as it was, forged pieces are refused and asked for again, what rotted in a store goes to nobody.
 template <class Hash, class C>
 void go_over() {
@@ -128,13 +136,6 @@ void go_over() {
 
   // A blob that rotted where the pull finds it is erased and asked for; one that rotted at its owner's is not sent.
   const auto chunks = kvmeld::detail::load_list(two, record, net.peer(2).options().format)->chunks;
-  const auto rot = [](MemoryStore& store, const BlobKey& blob) {
-    const kvmeld::Blob had = *store.get(blob);
-    std::vector<std::byte> bytes(had.bytes().begin(), had.bytes().end());
-    bytes[bytes.size() / 2] ^= std::byte{4};
-    REQUIRE(store.erase(blob).ok());
-    REQUIRE(*store.put(blob, bytes));
-  };
   rot(two, chunks[1][0]);
   const auto again = net.pull(2, key);
   REQUIRE(again.anchor.ok());
@@ -250,4 +251,36 @@ TEST_CASE("where three share a folder only records cross, nobody erases for the 
   net.run(60);
   CHECK(net.peer(3).directory().find(key) == nullptr);
   CHECK(files().size() >= count);
+}
+
+TEST_CASE("an anchor whose chunks are rotten, absent and equal to each other mends in two rounds") {
+  MemoryStore store;
+  Net<MemoryStore> net({&store, &store, &store}, true);
+  kvmeld::Anchor anchor = owned_by(net.peer(1), 1);
+  auto blank = std::make_shared<kvmeld::Fragment::Body>(*anchor.base.body());  // all of its chunks but the last are one blob
+  blank->payloads[0].bytes = std::shared_ptr<const std::byte[]>(new std::byte[blank->payloads[0].byte_count]{});
+  anchor.base = kvmeld::Fragment(std::move(blank));
+  const FragmentId key = publish(net.peer(1), anchor);
+  const auto record = *net.peer(1).directory().find(key);
+  net.run(60);
+  const auto list = *kvmeld::detail::load_list(store, record, net.peer(1).options().format);
+  REQUIRE(list.chunks.size() == 3);
+  REQUIRE(list.chunks[0][0] == list.chunks[0][1]);
+  std::set<BlobKey> all{record.payload};
+  for (const auto& part : list.chunks) all.insert(part.begin(), part.end());
+  for (const BlobKey& blob : all) rot(store, blob);
+  REQUIRE(store.erase(list.chunks[1][1]).ok());
+  REQUIRE(store.erase(list.chunks[2][0]).ok());
+  for (int failures = 0; failures < 2; ++failures) {
+    const auto rotten = net.pull(3, key);
+    REQUIRE_FALSE(rotten.anchor.ok());
+    CHECK(rotten.anchor.error().code() == ErrorCode::not_found);
+    net.run(60);
+    REQUIRE(publish(net.peer(1), anchor) == key);
+    net.run(60);
+  }
+  const auto mended = net.pull(3, key);
+  INFO(mended.anchor.status().message());
+  REQUIRE(mended.anchor.ok());
+  CHECK(test::same_anchor(*mended.anchor, anchor, test::place(2)));
 }

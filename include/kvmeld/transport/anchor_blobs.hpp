@@ -52,6 +52,9 @@ template <ContentHash Hash, Compressor C>
   return out;
 }
 
+/// Whether an error says that a blob is not there as its key names it, and not that nobody could tell.
+[[nodiscard]] constexpr bool is_lost(ErrorCode code) noexcept { return code == ErrorCode::not_found || proves_damage(code); }
+
 /// The raw bytes of a blob, verified by its key; one that is wrong is erased.
 template <BlobStore S, ContentHash Hash, Compressor C>
 [[nodiscard]] Result<std::vector<std::byte>> read_blob(S& store, const BlobKey& key, const FragmentFormat<Hash, C>& format) {
@@ -122,7 +125,8 @@ template <BlobStore S, ContentHash Hash, Compressor C>
 }
 
 /// The bytes of one part of a list, chunk by chunk. Room grows with the bytes that came: what a list announces is not believed.
-/// A wrong chunk is no reason to stop: all that are wrong are found, and erased, at once. Errors: the first one's.
+/// A chunk that is wrong or not there is no reason to stop: all that are wrong are found, and erased, at once. Errors: the first such chunk's;
+/// the store's, behind which nothing more is looked at.
 template <BlobStore S, ContentHash Hash, Compressor C>
 [[nodiscard]] Result<Fragment> load_part(S& store, const Fragment& part, std::span<const BlobKey> chunks, std::size_t chunk_bytes,
                                          const FragmentFormat<Hash, C>& format) {
@@ -133,7 +137,7 @@ template <BlobStore S, ContentHash Hash, Compressor C>
   Status damage;
   for (std::size_t c = 0; c < chunks.size(); ++c) {
     const auto chunk = read_blob(store, chunks[c], format);
-    if (!chunk && !proves_damage(chunk.error().code())) return chunk.error();
+    if (!chunk && !is_lost(chunk.error().code())) return chunk.error();
     if (!chunk && damage.ok()) damage = chunk.error();
     if (!damage.ok()) continue;
     const std::size_t size = chunk_size(payload.byte_count, c, chunk_bytes);
@@ -159,7 +163,7 @@ template <BlobStore S, ContentHash Hash, Compressor C>
   Status damage;
   for (std::size_t p = 0; p < parts.size(); ++p) {
     auto part = load_part(store, parts[p], list.chunks[p], list.chunk_bytes, format);
-    if (!part && !proves_damage(part.error().code())) return part.error();
+    if (!part && !is_lost(part.error().code())) return part.error();
     if (part) whole.push_back(*std::move(part)); else if (damage.ok()) damage = part.error();
   }
   if (!damage.ok()) return damage;
@@ -174,7 +178,8 @@ template <BlobStore S, ContentHash Hash, Compressor C>
 
 /// The anchor that a record names, with the one Δ that it speaks of, every byte verified. O(bytes).
 ///
-/// Errors: `not_found` where a blob is not there (a wrong one is erased and its error given), the store's, `id_mismatch` for another anchor.
+/// Errors: `not_found` where a blob is not there (a wrong one is erased and its error given), of several the first; the store's; `id_mismatch`
+/// for another anchor.
 template <BlobStore S, ContentHash Hash, Compressor C>
 [[nodiscard]] Result<Anchor> load_anchor(S& store, const AnchorRecord& record, const FragmentFormat<Hash, C>& format) {
   auto list = detail::load_list(store, record, format);

@@ -105,8 +105,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::pursue(const FragmentId& key, Pull&
     if (anchor) return complete(key, AnchorRecord(*record), *list, *std::move(anchor), pull.asked);
     if (anchor.error().code() == ErrorCode::unavailable) return anchor.error();
     // What rotted in the store is erased, what another record let go of is not there: both are asked for.
-    const bool lost = anchor.error().code() == ErrorCode::not_found || detail::proves_damage(anchor.error().code());
-    if (!lost || ++pull.cycles > max_cycles) return fail(key, anchor.error());
+    if (!detail::is_lost(anchor.error().code()) || ++pull.cycles > max_cycles) return fail(key, anchor.error());
     if (const Status looked = look(); !looked) return stop(looked);
     if (pull.missing.empty()) return fail(key, anchor.error());
   }
