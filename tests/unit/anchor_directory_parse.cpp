@@ -148,8 +148,11 @@ TEST_CASE("an anchor's list: round trips, every cut is refused, damage and noise
     auto changed = bytes;
     changed.push_back(std::byte{0});
     CHECK(kvmeld::decode_anchor_list(changed).error().code() == ErrorCode::oversized);
-    changed = bytes, changed[4] = std::byte{9};
-    CHECK(kvmeld::decode_anchor_list(changed).error().code() == ErrorCode::version_mismatch);
+    CHECK(bytes[4] == std::byte{2});
+    for (const int version : {1, 3, 9}) {  // 1: parts without their prefix
+      changed = bytes, changed[4] = static_cast<std::byte>(version);
+      CHECK(kvmeld::decode_anchor_list(changed).error().code() == ErrorCode::version_mismatch);
+    }
     changed = bytes, changed[5] |= std::byte{1};
     CHECK(kvmeld::decode_anchor_list(changed).error().code() == ErrorCode::unknown_field);
     CHECK(kvmeld::decode_anchor_list(bytes, 10).error().code() == ErrorCode::oversized);
@@ -206,6 +209,37 @@ TEST_CASE("a stored anchor comes back byte for byte; what rotted, or is another 
   CHECK(kvmeld::store_anchor(store, {}, {}, format).error().code() == ErrorCode::invalid_argument);
   CHECK(kvmeld::store_anchor(store, test::anchor(1), test::place(8), format).error().code() == ErrorCode::not_found);
   CHECK(store.used_bytes() == 0);
+}
+
+TEST_CASE("of rotten and absent chunks one pass finds all, and says what was first") {
+  const kvmeld::Anchor anchor = test::anchor(5, {1, 2}, 7);
+  const kvmeld::Digest128 context = test::place(2);
+  for (const std::size_t absent : {std::size_t{0}, std::size_t{1}, std::size_t{2}}) {  // of every three
+    kvmeld::MemoryStore store;
+    const auto stored = kvmeld::store_anchor(store, anchor, context, format);
+    REQUIRE(stored.ok());
+    const AnchorRecord record{anchor.id, context, kvmeld::text_digest(anchor.base.tokens()), 0, 7, stored->bytes, stored->payload, 1, 1, false, false};
+    const auto list = kvmeld::detail::load_list(store, record, format);
+    REQUIRE(list->chunks.size() == 3);
+    for (const auto& part : list->chunks) REQUIRE(part.size() > 3);
+    const std::span chunks = std::span(stored->blobs).subspan(1);
+    for (std::size_t c = 0; c < chunks.size(); ++c) {
+      const kvmeld::Blob blob = *store.get(chunks[c]);
+      std::vector<std::byte> bytes(blob.bytes().begin(), blob.bytes().end());
+      REQUIRE(store.erase(chunks[c]).ok());
+      bytes.back() ^= std::byte{16};
+      if (c % 3 != absent) REQUIRE(*store.put(chunks[c], bytes));
+    }
+    const auto first = kvmeld::load_anchor(store, record, format);
+    REQUIRE_FALSE(first.ok());
+    CHECK((first.error().code() == ErrorCode::not_found) == (absent == 0));
+    CHECK(kvmeld::detail::proves_damage(first.error().code()) == (absent != 0));
+    CHECK(store.blob_count() == 1);  // the list
+    REQUIRE(kvmeld::store_anchor(store, anchor, context, format).ok());
+    const auto mended = kvmeld::load_anchor(store, record, format);
+    REQUIRE(mended.ok());
+    CHECK(test::same_anchor(*mended, anchor, context));
+  }
 }
 
 TEST_CASE("hostile bodies in frames that are right change no directory, and the peer goes on") {
