@@ -76,15 +76,15 @@ KVMELD_NOINLINE void turn_rest(Turn turn, std::int32_t i, const std::byte* in, s
 /// Writes one vector past the caches; `out` is a multiple of its size.
 template <int bytes>
 KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void stream_piece(const std::byte* in, std::byte* out) noexcept {
-  typedef vector_t<long long, bytes> Piece;
-  const Piece piece = *reinterpret_cast<const unaligned_vector_t<long long, bytes>*>(in);
+  typedef vector_t<long long, bytes> Stored;
+  const Stored piece = *reinterpret_cast<const unaligned_vector_t<long long, bytes>*>(in);
 #if defined(__clang__)
-  __builtin_nontemporal_store(piece, reinterpret_cast<Piece*>(out));
+  __builtin_nontemporal_store(piece, reinterpret_cast<Stored*>(out));
 #else
   if constexpr (bytes == 16) {
-    __builtin_ia32_movntdq(reinterpret_cast<Piece*>(out), piece);
+    __builtin_ia32_movntdq(reinterpret_cast<Stored*>(out), piece);
   } else {
-    __builtin_ia32_movntdq256(reinterpret_cast<Piece*>(out), piece);
+    __builtin_ia32_movntdq256(reinterpret_cast<Stored*>(out), piece);
   }
 #endif
 }
