@@ -6,8 +6,6 @@
 #include <string_view>
 #include <vector>
 
-#include <xxhash.h>
-
 #include <kvmeld/cache/hash.hpp>
 
 KVMELD_NAMESPACE_BEGIN
