@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <string>
 #include <string_view>
@@ -71,16 +70,19 @@ KVMELD_LAZY [[nodiscard]] Result<Formula> parse_formula(std::string_view text, c
   detail::LatexParser<> parser(*std::move(tokens), options.max_depth);
   const auto root = parser.parse();
   if (!root) return root.error();
-  detail::LatexTree& tree = parser.tree();
-  std::size_t steps_left = options.max_renaming_steps;
+  const std::vector<std::uint32_t> claims = detail::formula_steps(parser.tree(), *root);
+  const detail::LatexTree& tree = parser.tree();
+  const std::vector<detail::LatexOp> ops = detail::latex_ops(tree);
+  detail::LatexFree free;
+  std::size_t steps = 0;
   const auto normal = [&](std::uint32_t part) -> Result<std::string> {
-    if (!options.rename_free) return detail::LatexNormal<>(tree).text(part);
-    const detail::LatexFree free = detail::find_free(tree, part);
-    detail::LatexRenaming<> renaming(tree, part, free, steps_left);
+    if (!options.rename_free) return detail::LatexNormal<>(tree, ops).text(part);
+    detail::find_free(tree, part, free);
+    detail::LatexRenaming<> renaming(tree, ops, part, free, steps, options.max_renaming_steps);
     const auto numbers = renaming.run(options.max_free);
     if (!numbers) return numbers.error();
-    steps_left -= (std::min)(steps_left, renaming.steps());
-    detail::LatexNormal<> form(tree, free);
+    steps = renaming.steps();
+    detail::LatexNormal<> form(tree, ops, free);
     for (std::size_t v = 0; v < numbers->size(); ++v) form.call(v, "$" + std::to_string((*numbers)[v]));
     return form.text(part);
   };
@@ -89,8 +91,8 @@ KVMELD_LAZY [[nodiscard]] Result<Formula> parse_formula(std::string_view text, c
   Formula out;
   out.normal = *std::move(whole);
   out.hash = detail::formula_hash(out.normal);
-  for (const std::uint32_t step : detail::formula_steps(tree, *root)) {
-    const auto claim = normal(step);
+  for (const std::uint32_t part : claims) {
+    const auto claim = normal(part);
     if (!claim) return claim.error();
     out.steps.push_back(detail::formula_hash(*claim));
   }

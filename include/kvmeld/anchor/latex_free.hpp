@@ -24,11 +24,11 @@ void visit_children(const LatexNode& node, std::vector<const std::string*>& boun
   }
 }
 
-/// Free variables of a formula by name, and which nodes are which.
+/// Free variables of a part of a formula by name, and which nodes of that part are which.
 struct LatexFree {
   static constexpr std::uint32_t none = static_cast<std::uint32_t>(-1);
   std::vector<std::string> names{};   // ascending
-  std::vector<std::uint32_t> of{};    // (nodes of the tree) into names; none where it is no variable, or bound everywhere
+  std::vector<std::uint32_t> of{};    // (nodes of the tree) into names for symbols of the part; none where one is bound, or no variable
 };
 
 /// Whether a symbol is no variable, whatever the formula.
@@ -39,26 +39,30 @@ KVMELD_LAZY [[nodiscard]] bool is_latex_constant(const std::string& name) {
   return std::find(std::begin(latex_constants), std::end(latex_constants), name) != std::end(latex_constants);
 }
 
-KVMELD_LAZY void collect_free(const LatexTree& tree, std::uint32_t at, std::vector<const std::string*>& bound, std::vector<std::string>& names) {
+KVMELD_LAZY void collect_free(const LatexTree& tree, std::uint32_t at, std::vector<const std::string*>& bound, LatexFree& out, std::vector<std::uint32_t>& symbols) {
   const LatexNode& node = tree[at];
   const auto is_name = [&](const std::string* b) { return *b == node.name; };
-  if (node.kind == LatexNode::Kind::symbol && !is_latex_constant(node.name) && std::none_of(bound.begin(), bound.end(), is_name)) names.push_back(node.name);
-  visit_children(node, bound, [&](std::uint32_t child) { collect_free(tree, child, bound, names); });
+  if (node.kind == LatexNode::Kind::symbol) {
+    out.of[at] = LatexFree::none;
+    if (!is_latex_constant(node.name) && std::none_of(bound.begin(), bound.end(), is_name)) symbols.push_back(at);
+  }
+  visit_children(node, bound, [&](std::uint32_t child) { collect_free(tree, child, bound, out, symbols); });
 }
 
-/// The free variables of one part of a formula.
-KVMELD_LAZY [[nodiscard]] LatexFree find_free(const LatexTree& tree, std::uint32_t root) {
-  LatexFree out;
+/// The free variables of one part of a formula. `out` may hold those of another part: what it says of other nodes stays, so that many small
+/// parts of a large formula take no longer than they are together.
+KVMELD_LAZY void find_free(const LatexTree& tree, std::uint32_t root, LatexFree& out) {
   std::vector<const std::string*> bound;
-  collect_free(tree, root, bound, out.names);
+  std::vector<std::uint32_t> symbols;
+  out.of.resize(tree.size(), LatexFree::none);
+  collect_free(tree, root, bound, out, symbols);
+  out.names.clear();
+  for (const std::uint32_t s : symbols) out.names.push_back(tree[s].name);
   std::sort(out.names.begin(), out.names.end());
   out.names.erase(std::unique(out.names.begin(), out.names.end()), out.names.end());
-  out.of.assign(tree.size(), LatexFree::none);
-  for (std::size_t n = 0; n < tree.size(); ++n) {
-    const auto at = std::lower_bound(out.names.begin(), out.names.end(), tree[n].name);
-    if (tree[n].kind == LatexNode::Kind::symbol && at != out.names.end() && *at == tree[n].name) out.of[n] = static_cast<std::uint32_t>(at - out.names.begin());
+  for (const std::uint32_t s : symbols) {
+    out.of[s] = static_cast<std::uint32_t>(std::lower_bound(out.names.begin(), out.names.end(), tree[s].name) - out.names.begin());
   }
-  return out;
 }
 
 }  // namespace detail

@@ -15,6 +15,20 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
+/// What sums and products are made of.
+enum class LatexOp : std::uint8_t { none, plus, minus, times, inverse };
+
+/// (nodes) Found once for a tree: names are read over and over else, and each of many claims of a formula would have all of it looked at.
+KVMELD_LAZY [[nodiscard]] std::vector<LatexOp> latex_ops(const LatexTree& tree) {
+  std::vector<LatexOp> out(tree.size(), LatexOp::none);
+  for (std::size_t n = 0; n < tree.size(); ++n) {
+    const std::string& name = tree[n].name;
+    if (tree[n].kind != LatexNode::Kind::operation) continue;
+    out[n] = name == "+" ? LatexOp::plus : name == "neg" ? LatexOp::minus : name == "*" ? LatexOp::times : name == "inv" ? LatexOp::inverse : LatexOp::none;
+  }
+  return out;
+}
+
 /// Writes a tree so that formulas that mean the same read the same: bound variables by the number of binders between (de Bruijn, 1972),
 /// operands of what commutes in order of their text, nested sums and products as one.
 ///
@@ -22,33 +36,23 @@ namespace detail {
 template <class Writer = LatexText>
 class LatexNormal {
   using Kind = LatexNode::Kind;
+  using Op = LatexOp;
 
  public:
   using Text = typename Writer::type;
 
-  explicit LatexNormal(const LatexTree& tree) : tree_(tree) {
-    for (const LatexNode& node : tree) ops_.push_back(op_of(node));
-  }
-  /// Variables that are free in the formula go by what `call` says.
-  LatexNormal(const LatexTree& tree, const LatexFree& free) : LatexNormal(tree) {
-    free_ = &free;
-    called_.resize(free.names.size());
-  }
+  /// @param ops  `latex_ops` of the tree
+  LatexNormal(const LatexTree& tree, std::span<const LatexOp> ops) noexcept : tree_(tree), ops_(ops) {}
+  /// Variables that are free in the part that is read go by what `call` says.
+  LatexNormal(const LatexTree& tree, std::span<const LatexOp> ops, const LatexFree& free) : tree_(tree), ops_(ops), free_(&free), called_(free.names.size()) {}
 
   void call(std::size_t variable, std::string_view name) { called_[variable] = Writer::leaf(name); }
   [[nodiscard]] Text text(std::uint32_t node) { return part(node).signed_text(); }
-  /// Parts put together so far.
+  /// Parts put together so far: of one node the same number each time, whatever its variables are called.
   [[nodiscard]] std::size_t steps() const noexcept { return steps_; }
 
  private:
   static constexpr std::string_view binder_mark = "#";
-
-  /// What sums and products are made of, found once: names are read over and over else.
-  enum class Op : std::uint8_t { none, plus, minus, times, inverse };
-  [[nodiscard]] static Op op_of(const LatexNode& node) noexcept {
-    if (node.kind != Kind::operation) return Op::none;
-    return node.name == "+" ? Op::plus : node.name == "neg" ? Op::minus : node.name == "*" ? Op::times : node.name == "inv" ? Op::inverse : Op::none;
-  }
 
   /// A part's text, and whether it stands negated: signs travel up to the sum that takes them.
   struct Part {
@@ -139,11 +143,12 @@ class LatexNormal {
     std::vector<Part> terms;
     add_terms(at, false, terms);
     if (terms.size() == 1) return std::move(terms[0]);
+    steps_ += terms.size() + 1;  // once, though what follows may write two: which of them hangs on what variables are called
     const auto signed_sum = [&] {
       std::vector<Text> texts;
       texts.reserve(terms.size());
       for (const Part& t : terms) texts.push_back(t.signed_text());
-      return put_unordered("+", texts);
+      return Writer::call_unordered("+", texts);
     };
     // Of a − b and b − a one is the other's negative: the one with more minus signs, or of equally many the one that reads later.
     std::size_t minus = 0, plus = 0;
@@ -195,7 +200,7 @@ class LatexNormal {
   }
 
   const LatexTree& tree_;
-  std::vector<Op> ops_{};                      // (nodes)
+  std::span<const LatexOp> ops_;               // (nodes)
   const LatexFree* free_ = nullptr;
   std::vector<Text> called_{};                 // (free variables)
   std::vector<const std::string*> bound_{};    // innermost last

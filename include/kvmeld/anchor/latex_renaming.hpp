@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,12 +22,13 @@ namespace detail {
 template <class = void>
 class LatexRenaming {
  public:
-  /// @param most_steps  parts put together, over and over, to tell variables apart
-  LatexRenaming(const LatexTree& tree, std::uint32_t root, const LatexFree& free, std::size_t most_steps)
-      : form_(tree, free), root_(root), most_steps_(most_steps), count_(free.names.size()) {}
+  /// @param taken       steps that other parts of the formula have taken
+  /// @param most_steps  parts put together, over and over, to tell variables apart: those taken among them
+  LatexRenaming(const LatexTree& tree, std::span<const LatexOp> ops, std::uint32_t root, const LatexFree& free, std::size_t taken, std::size_t most_steps)
+      : form_(tree, ops, free), root_(root), taken_(taken), most_steps_(most_steps), count_(free.names.size()) {}
 
-  /// (free variables) distinct numbers. Errors, the same whatever the names: `oversized` for more than `most` variables, or where the steps do
-  /// not do.
+  /// (free variables) distinct numbers. Errors: `oversized` for more than `most` variables, or where the steps do not do, which is so for every
+  /// choice of names or for none where variables that stay alike have a symmetry that brings one to the other.
   [[nodiscard]] Result<std::vector<std::size_t>> run(std::size_t most) {
     if (count_ > most) return error(ErrorCode::oversized, "a formula of ", count_, " free variables, more than ", most, "; raise max_free");
     std::vector<std::size_t> rank(count_, 0);
@@ -52,7 +54,8 @@ class LatexRenaming {
     }
     return rank;
   }
-  [[nodiscard]] std::size_t steps() const noexcept { return form_.steps(); }
+  /// Steps taken so far, by other parts too.
+  [[nodiscard]] std::size_t steps() const noexcept { return taken_ + form_.steps(); }
 
  private:
   [[nodiscard]] bool spent() const noexcept { return steps() > most_steps_; }
@@ -83,26 +86,28 @@ class LatexRenaming {
       if (sorted.size() == classes || sorted.size() == count_) return;
     }
   }
-  /// Whether each two variables of a class may be exchanged: the first with every other one, which makes up all orders.
+  /// Whether each two variables of a class may be exchanged: the first with every other one, which makes up all orders. All are tried though
+  /// one fails: which one that is hangs on the names, and the steps must not.
   [[nodiscard]] bool exchangeable(const std::vector<std::size_t>& rank, std::size_t of) {
     const auto call = [&](std::size_t v, std::size_t name) { form_.call(v, "?" + std::to_string(name)); };
     for (std::size_t v = 0; v < count_; ++v) call(v, v);
     const Digest128 before = form_.text(root_);
     const auto first = static_cast<std::size_t>(std::find(rank.begin(), rank.end(), of) - rank.begin());
-    for (std::size_t v = first + 1; v < count_; ++v) {
+    bool all = true;
+    for (std::size_t v = first + 1; v < count_ && !spent(); ++v) {
       if (rank[v] != of) continue;
       call(first, v);
       call(v, first);
-      const bool same = form_.text(root_) == before;
+      all = form_.text(root_) == before && all;
       call(first, first);
       call(v, v);
-      if (!same || spent()) return false;
     }
-    return true;
+    return all;
   }
 
   LatexNormal<LatexHash> form_;
   std::uint32_t root_;
+  std::size_t taken_;
   std::size_t most_steps_;
   std::size_t count_;
 };
