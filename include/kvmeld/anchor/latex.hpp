@@ -60,8 +60,9 @@ KVMELD_LAZY [[nodiscard]] std::vector<std::uint32_t> formula_steps(LatexTree& tr
 /// Reads a formula in the subset of LaTeX and Unicode that docs/formulas.md describes, and brings it into normal form.
 ///
 /// A hint for retrieval, no proof: products commute though matrices do not, and no law but those of docs/formulas.md is known.
-/// Takes any bytes. O(n log n) for n bytes and a bounded depth; with `rename_free` as often as there are variables, twice that where all can be
-/// exchanged, and otherwise, where they are alike, within `max_renaming_steps`.
+/// Takes any bytes. O(n log n) for n bytes, a bounded depth and few bound variables (a symbol is looked up among those around it); with
+/// `rename_free` as often as there are variables, twice that where all can be exchanged, and otherwise, where they are alike, within
+/// `max_renaming_steps`.
 /// Errors: `corrupt` (no UTF-8, or not a formula), `truncated`, `unsupported` (environments, line breaks), `oversized` (a bound of the options).
 KVMELD_LAZY [[nodiscard]] Result<Formula> parse_formula(std::string_view text, const FormulaOptions& options = {}) {
   if (text.size() > options.max_bytes) return detail::error(ErrorCode::oversized, "a formula of ", text.size(), " bytes; at most ", options.max_bytes);

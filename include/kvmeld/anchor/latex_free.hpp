@@ -39,7 +39,8 @@ KVMELD_LAZY [[nodiscard]] bool is_latex_constant(const std::string& name) {
   return std::find(std::begin(latex_constants), std::end(latex_constants), name) != std::end(latex_constants);
 }
 
-KVMELD_LAZY void collect_free(const LatexTree& tree, std::uint32_t at, std::vector<const std::string*>& bound, LatexFree& out, std::vector<std::uint32_t>& symbols) {
+KVMELD_LAZY void collect_free(const LatexTree& tree, std::uint32_t at, std::vector<const std::string*>& bound, LatexFree& out,
+                              std::vector<std::uint32_t>& symbols) {
   const LatexNode& node = tree[at];
   const auto is_name = [&](const std::string* b) { return *b == node.name; };
   if (node.kind == LatexNode::Kind::symbol) {

@@ -14,11 +14,13 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// Numbers the free variables of a formula, the same way for every consistent choice of their names.
+/// Numbers the free variables of a formula, the same way for every consistent choice of their names where those that stay alike are so by a
+/// symmetry of the formula.
 ///
 /// Each variable is told apart by what stands around it, round after round (colour refinement). Variables that stay alike are numbered in
-/// any order where the formula is the same with each two of them exchanged; else one of them is taken to go before the rest, which is any
-/// where the formula has a symmetry that brings it there.
+/// any order where the formula is the same with each two of them exchanged; else the first by name is taken to go before the rest, which is as
+/// good as any where a symmetry brings each there. Without one (a triangle and a square side by side) numbers and steps hang on the names: two
+/// writings may then be missed as one formula, never two formulas be taken for one.
 template <class = void>
 class LatexRenaming {
  public:
