@@ -1,5 +1,6 @@
 // Formulas that are equal and formulas that are not; the normal form against numbers; bad input; the index.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <ctime>
@@ -195,7 +196,8 @@ TEST_CASE("free variables are renamed where it is asked for, and then consistent
       {"f(g(x))", "g(f(y))"},
       {"A \\mathbf{x} = \\mathbf{b}", "M \\mathbf{u} = \\mathbf{v}"},
       {"a+b+c+d+e", "v+w+x+y+z"},
-      // two triangles and two squares: variables that stay alike round after round
+      // two triangles, a square and a triangle: variables that stay alike round after round (those of the latter by no symmetry, so that the
+      // first by name must be in the square both times)
       {"ab+bc+ca+uv+vw+wu", "xw+wu+ux+ya+ab+by"},
       {"ab+bc+cd+da+uv+vw+wu", "xy+yz+zx+pq+qr+rs+sp"},
       {"a = b = c", "x = y = z"},
@@ -496,6 +498,95 @@ TEST_CASE("variables that are alike are told apart in a bounded number of passes
   // Two squares with a spoke each: exchanged pairwise nothing is the same, turned it is.
   CHECK(normal("x(a+b+c+d)+ab+bc+cd+da", renaming) == normal("u(p+r+q+s)+pq+qr+rs+sp", renaming));
   CHECK(normal("x(a+b+c+d)+ab+bc+cd+da", renaming) != normal("x(a+b+c+d)+ab+ac+ad+da", renaming));
+}
+
+TEST_CASE("a formula of many claims takes as long as one of its length without any, a few times over") {
+  const auto seconds = [](const std::string& unit, const FormulaOptions& options, std::size_t claims) {
+    std::string text;
+    while (text.size() < 8000) text += unit;
+    text += "b";
+    double best = 1e9;
+    for (int run = 0; run < 3; ++run) {
+      const std::clock_t begun = std::clock();
+      const auto formula = parse_formula(text, options);
+      best = (std::min)(best, static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC);
+      INFO(unit << ": " << formula.error().message());
+      REQUIRE(formula.ok());
+      REQUIRE(formula->steps.size() >= claims);
+    }
+    return best;
+  };
+  for (const bool names : {false, true}) {
+    const FormulaOptions options{.rename_free = names, .max_bytes = 1 << 15, .max_renaming_steps = std::size_t{1} << 30U};
+    for (const auto& [unit, without] : {Pair{"a,", "a+"}, Pair{"-a,", "-a-"}, Pair{"a=", "a+"}, Pair{"ab=", "ab+"}, Pair{"x<", "x+"}}) {
+      const double one = seconds(without, options, 0), many = seconds(unit, options, 2500);
+      INFO(unit << (names ? ", names changed: " : ": ") << many << " s, without claims " << one << " s");
+      CHECK(many < 12 * one);
+    }
+  }
+}
+
+TEST_CASE("what renaming takes does not depend on the names") {
+  const std::string letters = "jklmnopqrstuvwxyzABCDLMN";
+  const auto named = [](const std::string& form, const std::string& names) {  // a form's letters are a, b, c, … and A, B, C, …
+    std::string out = form;
+    for (char& c : out) c = c >= 'a' && c <= 'l' ? names[static_cast<std::size_t>(c - 'a')] : c >= 'A' && c <= 'L' ? names[static_cast<std::size_t>(12 + c - 'A')] : c;
+    return out;
+  };
+  std::mt19937_64 random(5);
+  const auto least_steps = [](const std::string& text) {
+    std::size_t refused = 0, read = 1 << 20;
+    REQUIRE(parse_formula(text, {.rename_free = true, .max_renaming_steps = read}).ok());
+    while (read - refused > 1) {
+      const std::size_t middle = refused + (read - refused) / 2;
+      (parse_formula(text, {.rename_free = true, .max_renaming_steps = middle}).ok() ? read : refused) = middle;
+    }
+    return read;
+  };
+  // Variables that stay alike here have a symmetry that brings each to the others.
+  for (const std::string form :
+       {"ab+cd", "ab+cd+ef", "a-b", "(a-b)(c-d)", "a+(b-c)+(d-e)", "(a-b)+(c-d)+(e-f)(g-h)", "ab+bc+cd+da", "ab-bc+cd-da", "ab+bc+cd+de+ef+fa",
+        "a(bc+de)+f(gh+ij)", "ab = cd", "ab+cd, ef = gh, a = b", "|a-b|+|c-d|", "a^{bc+de} - a^{fg+hi}", "AB+CD+EF+GH+IJ+KL+ab+cd+ef+gh+ij+kl"}) {
+    std::string names = letters;
+    const std::size_t steps = least_steps(named(form, names));
+    const std::string one = normal(named(form, names), renaming);
+    for (int n = 0; n < 5; ++n) {
+      std::shuffle(names.begin(), names.end(), random);
+      const std::string text = named(form, names);
+      INFO(form << " as " << text);
+      CHECK(least_steps(text) == steps);
+      CHECK(normal(text, renaming) == one);
+    }
+  }
+  // Twelve pairs, over and over, of neighbours in the alphabet, of its first half with its second, and of any.
+  std::string next, half, pairs;
+  for (std::size_t i = 0; i < 12; ++i) {
+    next += std::string("+") + letters[2 * i] + letters[2 * i + 1];
+    half += std::string("+") + letters[i] + letters[12 + i];
+    pairs += std::string("+") + static_cast<char>('a' + i) + static_cast<char>('A' + i);
+  }
+  std::size_t read = 0;
+  const std::size_t most = 44;
+  for (std::size_t times = 8; times <= most; times += 18) {
+    const auto over = [&](const std::string& text) {
+      std::string out;
+      for (std::size_t t = 0; t < times; ++t) out += text;
+      return out.substr(1);
+    };
+    std::string names = letters;
+    std::shuffle(names.begin(), names.end(), random);
+    const auto a = parse_formula(over(next), renaming), b = parse_formula(over(half), renaming), c = parse_formula(over(named(pairs, names)), renaming);
+    INFO(times << " times");
+    CHECK(a.ok() == b.ok());
+    CHECK(a.ok() == c.ok());
+    if (a.ok() && b.ok() && c.ok()) CHECK((a->hash == b->hash && a->hash == c->hash));
+    read += a.ok() ? 1U : 0U;
+  }
+  CHECK(read > 0);
+  // The error names the bound, not what earlier parts left of it.
+  const auto refused = parse_formula("ab+cd, ab+cd, ab+cd", {.rename_free = true, .max_renaming_steps = 300});
+  REQUIRE_FALSE(refused.ok());
+  CHECK(std::string(refused.error().message()).find(" 300 steps") != std::string::npos);
 }
 
 TEST_CASE("a chain without braces goes no deeper than braces do") {
