@@ -18,7 +18,7 @@ namespace detail {
 
 /// Outputs from `o` on, below `last`, that are folded together: of the same rows, of which every head takes two or more. 0: not even one.
 KVMELD_LAZY [[nodiscard]] std::int64_t pooled_outputs(const PlaneTask& task, std::int64_t o, std::int64_t last) noexcept {
-  if (task.head_weights == nullptr || task.out.shape.channels == 0) return 0;
+  if (task.head_weights == nullptr) return 0;
   const std::uint32_t* const begin = task.group.row_begin;
   const RowInput* const inputs = task.group.inputs + begin[o];
   const std::uint32_t count = begin[o + 1] - begin[o];

@@ -142,7 +142,6 @@ void fuse_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadI
 template <class F>
 void render_heads(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o, std::int64_t slot) {
   const PlaneShape& shape = task.out.shape;
-  if (shape.channels == 0) return;
   const std::uint32_t out_shift = task.group.out_shift[o];
   const bool apart = task.head_weights != nullptr || shape.channels % row_block != 0 || !contiguous_heads(task.out);
   const std::int64_t most = apart || shape.channels > channels_at_once<F>() ? 1 : channels_at_once<F>() / shape.channels;
@@ -252,6 +251,7 @@ void render_rows(const F& fuser, const PlaneTask* tasks, std::int64_t outputs, R
     const std::int64_t first = begin % outputs;
     const std::int64_t last = end - begin < outputs - first ? first + (end - begin) : outputs;
     begin += last - first;
+    if (task.out.shape.channels == 0) continue;  // nothing is stored, and what counts heads in channels could not
     for (std::int64_t o = first; o < last;) {
       const std::uint32_t count = task.group.row_begin[o + 1] - task.group.row_begin[o];
       if (count == 1 && keeps_single<F>()) {
