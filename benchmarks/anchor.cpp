@@ -139,9 +139,7 @@ struct Read {
 };
 
 void blend(benchmark::State& state, ElementType type, int heads, int channels, int anchors, std::int64_t mebibytes) {
-  kvmeld::RopeSpec rope;
-  rope.kind = kvmeld::RopeKind::rotary;
-  rope.rotary_channels = channels;
+  const auto rope = kvmeld::RopeSpec::rotary(channels, 10000.0, kvmeld::RopePairing::half_split);
   auto geometry = std::make_shared<kvmeld::Geometry>();
   for (int layer = 0; layer < 24; ++layer) geometry->layers.push_back(kvmeld::attention_layer(type, heads, channels, rope));
   const std::int64_t tokens = std::max<std::int64_t>(mebibytes * bench::mebibyte / (anchors + 1) / bench::token_bytes(*geometry), 2);

@@ -27,10 +27,7 @@ inline void fill(std::span<std::byte> bytes, std::uint32_t seed) {
 /// A model of 24 layers of 2 KV heads of 64 channels, as small models of today have them.
 inline std::shared_ptr<const kvmeld::Geometry> small_model(kvmeld::ElementType type,
                                                            kvmeld::RopePairing pairing = kvmeld::RopePairing::half_split) {
-  kvmeld::RopeSpec rope;
-  rope.kind = kvmeld::RopeKind::rotary;
-  rope.rotary_channels = 64;
-  rope.pairing = pairing;
+  const auto rope = kvmeld::RopeSpec::rotary(64, 10000.0, pairing);
   auto geometry = std::make_shared<kvmeld::Geometry>();
   for (int layer = 0; layer < 24; ++layer) geometry->layers.push_back(kvmeld::attention_layer(type, 2, 64, rope));
   return geometry;
@@ -39,8 +36,7 @@ inline std::shared_ptr<const kvmeld::Geometry> small_model(kvmeld::ElementType t
 /// One layer whose keys carry no rotation: a token's heads fuse as they lie.
 inline std::shared_ptr<const kvmeld::Geometry> plain_layer(kvmeld::ElementType type) {
   auto geometry = std::make_shared<kvmeld::Geometry>();
-  geometry->layers.push_back(kvmeld::attention_layer(type, 8, 128, kvmeld::RopeSpec{}));
-  geometry->layers[0].planes[0].rotary = false;
+  geometry->layers.push_back(kvmeld::attention_layer(type, 8, 128, kvmeld::RopeSpec::none()));
   return geometry;
 }
 

@@ -28,7 +28,7 @@ struct Shape {
 Geometry geometry(const char* model, std::int32_t layers, std::int32_t heads, std::int32_t channels) {
   Geometry g;
   g.model = model;
-  const RopeSpec rope{.kind = RopeKind::rotary, .rotary_channels = channels, .base = 1e6};
+  const RopeSpec rope = RopeSpec::rotary(channels, 1e6, RopePairing::half_split);
   for (std::int32_t l = 0; l < layers; ++l) g.layers.push_back(attention_layer(ElementType::bf16, heads, channels, rope));
   return g;
 }

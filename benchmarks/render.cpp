@@ -39,10 +39,7 @@ void mean(benchmark::State& state, ElementType type, int agents, std::int64_t me
 
 // One shift over rows of 128 channels, without the plan around it.
 void rotate(benchmark::State& state, ElementType type, kvmeld::RopePairing pairing, std::int64_t mebibytes) {
-  kvmeld::RopeSpec rope;
-  rope.kind = kvmeld::RopeKind::rotary;
-  rope.rotary_channels = 128;
-  rope.pairing = pairing;
+  const auto rope = kvmeld::RopeSpec::rotary(128, 10000.0, pairing);
   const std::vector<std::int64_t> shifts{0, 37};
   const auto table = kvmeld::RopeTable::build(rope, shifts, 0);
   if (!table) return state.SkipWithError("no table");

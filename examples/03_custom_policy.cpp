@@ -40,9 +40,7 @@ kvmeld::Fragment fragment(const std::shared_ptr<const kvmeld::Geometry>& geometr
 
 int main() {
   using namespace kvmeld;
-  RopeSpec rope;
-  rope.kind = RopeKind::rotary;
-  rope.rotary_channels = 64;
+  const RopeSpec rope = RopeSpec::rotary(64, 1e4, RopePairing::half_split);
   auto geometry = std::make_shared<Geometry>();
   geometry->layers.assign(2, attention_layer(ElementType::f32, 2, 64, rope));
 

@@ -147,8 +147,8 @@ Numbers train_gate(const Task& task, int steps, Json& progress) {
 
 std::shared_ptr<const kvmeld::Geometry> one_layer() {
   auto geometry = std::make_shared<kvmeld::Geometry>();
-  geometry->layers.push_back(kvmeld::attention_layer(kvmeld::ElementType::f32, 1, channels, kvmeld::RopeSpec{}));
-  geometry->layers[0].planes[0].rotary = false;
+  geometry->layers.push_back(
+      kvmeld::attention_layer(kvmeld::ElementType::f32, 1, channels, kvmeld::RopeSpec::none()));
   return geometry;
 }
 

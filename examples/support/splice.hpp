@@ -43,8 +43,7 @@ inline kvmeld::Result<Geometries> make_geometries(const Engine& engine, const st
   if (!geometry) return geometry.error();
   kvmeld::Geometry bare = *geometry;
   for (kvmeld::LayerShape& layer : bare.layers) {
-    layer.rope = {};
-    layer.rope.kind = kvmeld::RopeKind::none;
+    layer.rope = kvmeld::RopeSpec::none();
     for (kvmeld::PlaneShape& plane : layer.planes) plane.rotary = false;
   }
   bare.model += " without rotation";

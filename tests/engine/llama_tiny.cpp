@@ -132,7 +132,9 @@ TEST_CASE("probe refuses a rope that is not the engine's") {
   CHECK(code([](RopeSpec& rope) { rope.base *= 1.1; }) == ErrorCode::rope_mismatch);
   CHECK(code([](RopeSpec& rope) { rope.pairing = RopePairing::half_split; }) == ErrorCode::rope_mismatch);
   CHECK(code([](RopeSpec& rope) { rope.rotary_channels = 16; }) == ErrorCode::rope_mismatch);
-  CHECK(code([](RopeSpec& rope) { rope = {}; }) == ErrorCode::rope_mismatch);
+  CHECK(code([](RopeSpec& rope) { rope = {}; }) == ErrorCode::invalid_argument);  // nobody said
+  CHECK(code([](RopeSpec& rope) { rope = RopeSpec::none(); }) ==
+        ErrorCode::invalid_argument);  // the keys are marked rotary
   CHECK(code([](RopeSpec& rope) { rope.scaling = RopeScaling::linear, rope.factor = 1.05; }) ==
         ErrorCode::rope_mismatch);
 }

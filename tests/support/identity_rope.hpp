@@ -52,7 +52,7 @@ inline std::vector<float> key(std::int32_t channels, std::uint32_t seed) {
 
 /// A spec of each scaling over `rotary` channels.
 inline kvmeld::RopeSpec spec(kvmeld::RopeScaling scaling, std::int32_t rotary) {
-  kvmeld::RopeSpec rope{.kind = kvmeld::RopeKind::rotary, .rotary_channels = rotary, .base = 500000.0};
+  auto rope = kvmeld::RopeSpec::rotary(rotary, 500000.0, kvmeld::RopePairing::half_split);
   rope.scaling = scaling;
   rope.factor = 4.0;
   rope.original_context = 8192;

@@ -121,7 +121,8 @@ inline std::shared_ptr<const kvmeld::Geometry> key_value_geometry(const Setup& s
   g.model = "layout test";
   for (std::int64_t l = 0; l < case_layers; ++l) {
     kvmeld::LayerShape layer =
-        kvmeld::attention_layer(s.type, static_cast<std::int32_t>(s.heads), static_cast<std::int32_t>(s.channels), {});
+        kvmeld::attention_layer(s.type, static_cast<std::int32_t>(s.heads),
+                                static_cast<std::int32_t>(s.channels), kvmeld::RopeSpec::none());
     if (value_channels > 0) layer.planes[1].channels = static_cast<std::int32_t>(value_channels);
     g.layers.push_back(layer);
   }
@@ -326,9 +327,17 @@ inline LayoutCase latent(const Setup& s, kvmeld::LatentRow row, bool layers_in_b
   const ElementType rope_type = quantised ? ElementType::bf16 : s.type;
   for (std::int64_t l = 0; l < case_layers; ++l) {
     kvmeld::LayerShape layer;
-    layer.planes = {
-        {.plane = Plane::latent, .type = s.type, .heads = 1, .channels = static_cast<std::int32_t>(R)},
-        {.plane = Plane::rope_part, .type = rope_type, .heads = 1, .channels = static_cast<std::int32_t>(P)}};
+    layer.planes = {{.plane = Plane::latent,
+                     .type = s.type,
+                     .heads = 1,
+                     .channels = static_cast<std::int32_t>(R)},
+                    {.plane = Plane::rope_part,
+                     .type = rope_type,
+                     .heads = 1,
+                     .channels = static_cast<std::int32_t>(P),
+                     .rotary = true}};
+    layer.rope = kvmeld::RopeSpec::rotary(static_cast<std::int32_t>(P), 1e4,
+                                          kvmeld::RopePairing::interleaved);
     if (quantised) {
       layer.planes[0].scales = kvmeld::ScaleScheme::per_channel_group;
       layer.planes[0].scale_group = 32;

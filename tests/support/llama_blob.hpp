@@ -120,9 +120,7 @@ inline std::vector<std::byte> write_blob(const kvmeld::Geometry& geometry, const
 inline std::shared_ptr<const kvmeld::Geometry> blob_geometry(kvmeld::ElementType key, kvmeld::ElementType value,
                                                              std::int32_t window = 0) {
   kvmeld::Geometry geometry;
-  kvmeld::RopeSpec rope;
-  rope.kind = kvmeld::RopeKind::rotary;
-  rope.rotary_channels = 32;
+  const auto rope = kvmeld::RopeSpec::rotary(32, 10000.0, kvmeld::RopePairing::half_split);
   for (int l = 0; l < 3; ++l) {
     kvmeld::LayerShape layer = kvmeld::attention_layer(key, 2, 32, rope);
     layer.planes[1].type = value;

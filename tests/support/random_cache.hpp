@@ -51,10 +51,11 @@ inline std::shared_ptr<kvmeld::Geometry> geometry(const Model& m = {}) {
   auto g = std::make_shared<kvmeld::Geometry>();
   g->model = "test model";
   g->tokenizer = "test tokenizer";
-  kvmeld::RopeSpec rope;
+  kvmeld::RopeSpec rope = kvmeld::RopeSpec::none();
   const int rotary = m.rotary < 0 ? m.channels - m.first : m.rotary;
   if (rotary > 0) {
-    rope = {.kind = kvmeld::RopeKind::rotary, .pairing = m.pairing, .first_channel = m.first, .rotary_channels = rotary, .base = m.base};
+    rope = kvmeld::RopeSpec::rotary(rotary, m.base, m.pairing);
+    rope.first_channel = m.first;
   }
   for (int l = 0; l < m.layers; ++l) {
     g->layers.push_back(kvmeld::attention_layer(m.type, m.heads, m.channels, rope));

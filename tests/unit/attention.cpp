@@ -761,6 +761,8 @@ TEST_CASE("attention refuses what it cannot read, with the number, and leaves th
   edited([](kvmeld::Geometry& o) { o.layers[0].planes[1].scales = kvmeld::ScaleScheme::per_tensor; }, ErrorCode::unsupported, "scales");
   edited([](kvmeld::Geometry& o) { o.layers[0].planes[1].heads = 1; }, ErrorCode::unsupported, "2 planes");
   edited([](kvmeld::Geometry& o) { o.layers[0].planes.pop_back(); }, ErrorCode::unsupported, "1 planes");
+  edited([](kvmeld::Geometry& o) { o.layers[1].rope = {}; }, ErrorCode::invalid_argument,
+         "layer 1: rope: nobody said");
   edited([](kvmeld::Geometry& o) { o.layers[0].planes[0].channels = 0; }, ErrorCode::invalid_argument, "0 key");
   {
     auto o = std::make_shared<kvmeld::Geometry>(*g);
@@ -769,8 +771,9 @@ TEST_CASE("attention refuses what it cannot read, with the number, and leaves th
     other.fill(2);
     const AttendSource both[] = {source, {other.ref(), positions, {}}};
     CHECK(kvmeld::attend(good, both, out.out()).code() == ErrorCode::geometry_mismatch);
-    for (auto& layer : o->layers) layer.rope = {.kind = kvmeld::RopeKind::rotary, .rotary_channels = 8, .scaling = kvmeld::RopeScaling::dynamic_ntk,
-                                                .factor = 2.0, .original_context = 6};
+    for (auto& layer : o->layers)
+      layer.rope = kvmeld::RopeSpec::dynamic_ntk(
+          kvmeld::RopeSpec::rotary(8, 10000.0, kvmeld::RopePairing::half_split), 2.0, 6);
     test::TestCache grown(o, 5);
     grown.fill(2);
     refused(good, {grown.ref(), positions, {}}, out.out(), ErrorCode::rope_length_dependent, "original context 6");

@@ -258,13 +258,31 @@ TEST_CASE("a geometry that no cache can have is refused, with the layer") {
     void (*change)(kvmeld::Geometry&);
   };
   for (const Case& c : {
-           Case{"enumerator", ErrorCode::unknown_field, [](kvmeld::Geometry& g) { g.layers[1].planes[0].plane = static_cast<kvmeld::Plane>(17); }},
-           Case{"key form", ErrorCode::unknown_field, [](kvmeld::Geometry& g) { g.layers[1].key_form = static_cast<kvmeld::KeyForm>(9); }},
-           Case{"window", ErrorCode::invalid_argument, [](kvmeld::Geometry& g) { g.layers[1].window = -3; }},
-           Case{"canonical order", ErrorCode::invalid_argument, [](kvmeld::Geometry& g) { std::swap(g.layers[1].planes[0], g.layers[1].planes[1]); }},
-           Case{"Hadamard", ErrorCode::invalid_argument, [](kvmeld::Geometry& g) { g.layers[1].planes[1].hadamard = 24; }},
-           Case{"M-RoPE", ErrorCode::rope_unsupported, [](kvmeld::Geometry& g) { g.layers[1].rope.kind = kvmeld::RopeKind::multi_axis; }},
-           Case{"pairing", ErrorCode::unknown_field, [](kvmeld::Geometry& g) { g.layers[1].rope.pairing = static_cast<kvmeld::RopePairing>(5); }},
+           Case{"enumerator", ErrorCode::unknown_field,
+                [](kvmeld::Geometry& g) {
+                  g.layers[1].planes[0].plane = static_cast<kvmeld::Plane>(17);
+                }},
+           Case{
+               "key form", ErrorCode::unknown_field,
+               [](kvmeld::Geometry& g) { g.layers[1].key_form = static_cast<kvmeld::KeyForm>(9); }},
+           Case{"window", ErrorCode::invalid_argument,
+                [](kvmeld::Geometry& g) { g.layers[1].window = -3; }},
+           Case{"canonical order", ErrorCode::invalid_argument,
+                [](kvmeld::Geometry& g) {
+                  std::swap(g.layers[1].planes[0], g.layers[1].planes[1]);
+                }},
+           Case{"Hadamard", ErrorCode::invalid_argument,
+                [](kvmeld::Geometry& g) { g.layers[1].planes[1].hadamard = 24; }},
+           Case{"M-RoPE", ErrorCode::rope_unsupported,
+                [](kvmeld::Geometry& g) { g.layers[1].rope.kind = kvmeld::RopeKind::multi_axis; }},
+           Case{"layer 1: rope: nobody said", ErrorCode::invalid_argument,
+                [](kvmeld::Geometry& g) { g.layers[1].rope = {}; }},
+           Case{"layer 1 plane 0 is marked rotary", ErrorCode::invalid_argument,
+                [](kvmeld::Geometry& g) { g.layers[1].rope = kvmeld::RopeSpec::none(); }},
+           Case{"pairing", ErrorCode::unknown_field,
+                [](kvmeld::Geometry& g) {
+                  g.layers[1].rope.pairing = static_cast<kvmeld::RopePairing>(5);
+                }},
        }) {
     auto g = test::geometry({.channels = 32});
     c.change(*g);

@@ -97,6 +97,11 @@ TEST_CASE("gather refuses what it cannot do, with the number, and writes nothing
   refused(in.ref(), {0}, {}, ErrorCode::invalid_argument, "no geometry");
   TestCache other(test::geometry({.heads = 3}), 4);
   refused(other.ref(), {0}, out.out(), ErrorCode::geometry_mismatch, "3");
+  auto undeclared = std::make_shared<kvmeld::Geometry>(*g);
+  undeclared->layers[1].rope = {};
+  TestCache nobody_said(undeclared, 4);
+  refused(nobody_said.ref(), {0}, nobody_said.out(), ErrorCode::invalid_argument,
+          "layer 1: rope: nobody said");
 
   const std::vector<std::vector<std::byte>> before = in.buffers();
   refused(in.ref(), {1, 0}, in.out(), ErrorCode::aliasing, "another cache");

@@ -21,14 +21,19 @@ using namespace kvmeld;
 // Two layers of two heads of 32 f16 channels.
 std::shared_ptr<const Geometry> make_geometry() {
   Geometry g;
-  g.layers.assign(2, attention_layer(ElementType::f16, 2, 32, {}));
+  g.layers.assign(2, attention_layer(ElementType::f16, 2, 32, RopeSpec::none()));
   return std::make_shared<const Geometry>(g);
 }
 std::shared_ptr<const Geometry> make_latent_geometry() {
   Geometry g;
   LayerShape layer;
   layer.planes = {{.plane = Plane::latent, .type = ElementType::bf16, .heads = 1, .channels = 512},
-                  {.plane = Plane::rope_part, .type = ElementType::bf16, .heads = 1, .channels = 64}};
+                  {.plane = Plane::rope_part,
+                   .type = ElementType::bf16,
+                   .heads = 1,
+                   .channels = 64,
+                   .rotary = true}};
+  layer.rope = RopeSpec::rotary(64, 1e4, RopePairing::interleaved);
   g.layers.assign(2, layer);
   return std::make_shared<const Geometry>(g);
 }

@@ -116,6 +116,11 @@ TEST_CASE("what every factory refuses") {
   refused(kvmeld::contiguous_view(std::shared_ptr<const kvmeld::Geometry>(bad_type), kv,
                                   kvmeld::ContiguousOptions{.max_tokens = 8}),
           Code::unknown_field);
+  const auto undeclared = std::make_shared<kvmeld::Geometry>(*geometry);
+  undeclared->layers[1].rope = {};
+  refused(kvmeld::contiguous_view(std::shared_ptr<const kvmeld::Geometry>(undeclared), kv,
+                                  kvmeld::ContiguousOptions{.max_tokens = 8}),
+          Code::invalid_argument, "layer 1: rope: nobody said");
   refused(kvmeld::contiguous_view(
               geometry, kv, kvmeld::ContiguousOptions{.max_tokens = 8, .order = static_cast<kvmeld::AxisOrder>(7)}),
           Code::unknown_layout, "7");

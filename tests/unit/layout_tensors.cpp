@@ -165,7 +165,8 @@ TEST_CASE("DLPack: latent rows without a head axis; 8-bit floats kept as raw byt
   kvmeld::Geometry g;
   g.layers.resize(1);
   g.layers[0].planes = {{.plane = Plane::latent, .heads = 1, .channels = 8},
-                        {.plane = Plane::rope_part, .heads = 1, .channels = 4}};
+                        {.plane = Plane::rope_part, .heads = 1, .channels = 4, .rotary = true}};
+  g.layers[0].rope = kvmeld::RopeSpec::rotary(4, 10000.0, kvmeld::RopePairing::interleaved);
   const auto geometry = std::make_shared<const kvmeld::Geometry>(g);
   const DlpackAxes row{.token = 1, .head = -1, .channel = 2, .block = 0},
       rope{.token = 1, .head = -1, .channel = 2, .block = 0, .first_channel = 8};

@@ -368,7 +368,12 @@ TEST_CASE("vLLM's 656-byte latent row: 512 e4m3, four scales, 64 bf16") {
                          .channels = 512,
                          .scales = kvmeld::ScaleScheme::per_channel_group,
                          .scale_group = 128},
-                        {.plane = Plane::rope_part, .type = ElementType::bf16, .heads = 1, .channels = 64}};
+                        {.plane = Plane::rope_part,
+                         .type = ElementType::bf16,
+                         .heads = 1,
+                         .channels = 64,
+                         .rotary = true}};
+  g.layers[0].rope = kvmeld::RopeSpec::rotary(64, 10000.0, kvmeld::RopePairing::interleaved);
   const auto geometry = std::make_shared<const kvmeld::Geometry>(g);
   constexpr std::size_t B = 3, N = 64, row = 656;
   alignas(16) static std::byte memory[B * N * row] = {};

@@ -268,6 +268,14 @@ TEST_CASE("keys whose frequencies would change with the length are refused") {
   fixed.context_length = 4096;  // the engine chose its list when the context was made
   CHECK(kvmeld::plan(longrope, concat, fixed).ok());
 
+  // Channels given and the kind forgotten; nobody said anything.
+  auto undeclared = test::geometry({.channels = 32});
+  undeclared->layers[1].rope.kind = kvmeld::RopeSpec{}.kind;
+  refused(kvmeld::FragmentSet{}, concat, at(undeclared), ErrorCode::invalid_argument,
+          {"layer 1", "RopeSpec::none()"});
+  undeclared->layers[1] = {};
+  refused(kvmeld::FragmentSet{}, concat, at(undeclared), ErrorCode::invalid_argument,
+          {"layer 1", "RopeSpec::none()"});
   auto axes = test::geometry({.channels = 32});
   axes->layers[1].rope.kind = kvmeld::RopeKind::multi_axis;
   refused(kvmeld::FragmentSet{}, concat, at(axes), ErrorCode::rope_unsupported, {"M-RoPE"});

@@ -157,9 +157,11 @@ TEST_CASE("frequencies are checked for every source") {
 TEST_CASE("a rope that no plane follows is a forgotten flag") {
   auto g = std::make_shared<Geometry>(*test::geometry());
   g->layers[1].planes[0].rotary = false;
-  const Status status = validate(*g);
-  CHECK(status.code() == ErrorCode::invalid_argument);
-  g->layers[1].key_form = KeyForm::pre_rope;
+  for (const KeyForm form : {KeyForm::post_rope, KeyForm::pre_rope}) {
+    g->layers[1].key_form = form;
+    CHECK(validate(*g).code() == ErrorCode::invalid_argument);
+  }
+  g->layers[1].planes[0].rotary = true;
   CHECK(validate(*g));
 }
 

@@ -163,7 +163,7 @@ TEST_CASE("layers may hold fewer tokens, keep keys before rotation, or have no p
   auto g = test::geometry({.layers = 4, .heads = 2, .channels = 32});
   g->layers[1].window = 4;
   g->layers[2].key_form = kvmeld::KeyForm::pre_rope;
-  g->layers[3].rope = {};
+  g->layers[3].rope = kvmeld::RopeSpec::none();
   g->layers[3].planes[0].rotary = false;
   std::vector<Sealed> spans;
   for (std::uint64_t s = 0; s < 3; ++s) {

@@ -42,11 +42,8 @@ std::vector<std::byte> keys(ElementType type, int channels, std::int64_t rows) {
 
 // Bytes that differ from plain turns in the baseline, or lie outside of them and changed.
 std::size_t wrong_bytes(ElementType type, RopePairing pairing, const Head& head, std::int64_t rows, std::size_t offset, Isa isa) {
-  kvmeld::RopeSpec rope;
-  rope.kind = kvmeld::RopeKind::rotary;
-  rope.pairing = pairing;
+  auto rope = kvmeld::RopeSpec::rotary(head.rotary, 10000.0, pairing);
   rope.first_channel = head.first;
-  rope.rotary_channels = head.rotary;
   const std::vector<std::int64_t> shifts{37};
   const auto table = kvmeld::RopeTable::build(rope, shifts);
   REQUIRE(table.ok());
@@ -124,7 +121,9 @@ TEST_CASE("streamed turns write the bytes of plain ones, straight from registers
 
 TEST_CASE("planes of a host cache begin with a line, also where rows are odd, and all bytes are inside") {
   auto geometry = std::make_shared<kvmeld::Geometry>();
-  for (const int channels : {3, 64, 7}) geometry->layers.push_back(kvmeld::attention_layer(ElementType::f16, 1, channels, kvmeld::RopeSpec{}));
+  for (const int channels : {3, 64, 7})
+    geometry->layers.push_back(
+        kvmeld::attention_layer(ElementType::f16, 1, channels, kvmeld::RopeSpec::none()));
   for (const std::int64_t tokens : {0, 1, 5}) {
     kvmeld::HostCache cache(geometry, tokens);
     const kvmeld::HostCache moved = std::move(cache);

@@ -12,15 +12,15 @@
 
 namespace {
 
-using kvmeld::RopeKind;
 using kvmeld::RopePairing;
 using kvmeld::RopeScaling;
 using kvmeld::RopeSpec;
 using kvmeld::RopeTable;
 
 RopeSpec rotary(int channels, double base = 10000.0, int first = 0, RopePairing pairing = RopePairing::half_split) {
-  return RopeSpec{
-      .kind = RopeKind::rotary, .pairing = pairing, .first_channel = first, .rotary_channels = channels, .base = base};
+  RopeSpec rope = RopeSpec::rotary(channels, base, pairing);
+  rope.first_channel = first;
+  return rope;
 }
 
 RopeTable table_of(const RopeSpec& rope, const std::vector<std::int64_t>& shifts) {
@@ -255,7 +255,7 @@ TEST_CASE("tables refuse what they cannot hold") {
   const std::int64_t one[] = {1};
   CHECK(RopeTable::build(identity_rope::spec(RopeScaling::longrope, 64), one).error().code() ==
         kvmeld::ErrorCode::invalid_argument);
-  const auto none = RopeTable::build(RopeSpec{}, one);
+  const auto none = RopeTable::build(RopeSpec::none(), one);
   REQUIRE(none.ok());
   CHECK(none->pairs() == 0);
   CHECK(none->size_bytes() == 0);

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <kvmeld/cache/geometry.hpp>
 #include <kvmeld/cache/rope_frequencies.hpp>
 
 #include "support/catch.hpp"
@@ -21,7 +22,7 @@ using kvmeld::RopeSpec;
 constexpr double pi = std::numbers::pi;
 
 RopeSpec rotary(int channels, double base = 10000.0) {
-  return RopeSpec{.kind = RopeKind::rotary, .rotary_channels = channels, .base = base};
+  return RopeSpec::rotary(channels, base, RopePairing::half_split);
 }
 
 RopeSpec llama31() {
@@ -167,12 +168,12 @@ TEST_CASE("rope frequencies follow the published formulas") {
       CHECK(near(f[p], plain(10000.0, 8, i) / 2.0 / static_cast<double>(rope.factors[p])));
     }
   }
-  SECTION("a layer without rope has none") { CHECK(frequencies(RopeSpec{}).empty()); }
+  SECTION("a layer without rope has none") { CHECK(frequencies(RopeSpec::none()).empty()); }
 }
 
 TEST_CASE("rope declarations that no engine can mean are refused, with the number") {
   const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
-  CHECK(code(RopeSpec{}, 64) == ErrorCode::ok);
+  CHECK(code(RopeSpec::none(), 64) == ErrorCode::ok);
   CHECK(code(rotary(64), 64) == ErrorCode::ok);
   CHECK(code(rotary(64), 0) == ErrorCode::invalid_argument);
   CHECK(code(rotary(63), 64) == ErrorCode::invalid_argument);
@@ -197,9 +198,13 @@ TEST_CASE("rope declarations that no engine can mean are refused, with the numbe
   CHECK(code(axes, 64) == ErrorCode::rope_unsupported);
   CHECK(kvmeld::inverse_frequencies(axes, 0).error().code() == ErrorCode::rope_unsupported);
   CHECK(kvmeld::check_shift(axes, 1, 1).code() == ErrorCode::rope_unsupported);
-  RopeSpec still = rotary(64);
-  still.kind = RopeKind::none;
-  CHECK(code(still, 64) == ErrorCode::invalid_argument);
+  for (const auto contradict :
+       {+[](RopeSpec& r) { r.rotary_channels = 64; }, +[](RopeSpec& r) { r.first_channel = 8; },
+        +[](RopeSpec& r) { r.scaling = RopeScaling::linear; }}) {
+    RopeSpec still = RopeSpec::none();
+    contradict(still);
+    CHECK(code(still, 64) == ErrorCode::invalid_argument);
+  }
 
   RopeSpec newer = rotary(64);
   newer.kind = static_cast<RopeKind>(9);
@@ -263,7 +268,7 @@ TEST_CASE("keys are shifted only where frequencies stay the same") {
   CHECK(kvmeld::check_shift(rotary(64), 10, 1000000).ok());
   CHECK(kvmeld::check_shift(llama31(), 10, 1000000).ok());
   CHECK(kvmeld::check_shift(yarn4(), 10, 1000000).ok());
-  CHECK(kvmeld::check_shift(RopeSpec{}, 10, 1000000).ok());
+  CHECK(kvmeld::check_shift(RopeSpec::none(), 10, 1000000).ok());
   CHECK(kvmeld::check_shift(rotary(64), -1, 5).code() == ErrorCode::invalid_argument);
 
   const RopeSpec phi = longrope(64);
@@ -290,4 +295,138 @@ TEST_CASE("specs are equal only field by field") {
   a = longrope(64), b = longrope(64);
   b.long_factors[5] += 1.0f;
   CHECK_FALSE(a == b);
+}
+
+TEST_CASE("named constructors set what their scaling reads, and each is sound as it comes") {
+  const RopeSpec plain = RopeSpec::rotary(64, 5e5, RopePairing::interleaved);
+  CHECK(plain.kind == RopeKind::rotary);
+  CHECK(plain.pairing == RopePairing::interleaved);
+  CHECK(plain.rotary_channels == 64);
+  CHECK(plain.base == 5e5);
+  CHECK(plain.scaling == RopeScaling::none);
+  CHECK(RopeSpec::none().kind == RopeKind::none);
+  CHECK(RopeSpec::none().rotary_channels == 0);
+
+  const std::vector<float> near_list(32, 1.5F), far_list(32, 4.0F);
+  const RopeSpec yarn = RopeSpec::yarn(plain, 4.0, 32768);
+  CHECK(std::abs(yarn.attention_factor - (0.1 * std::log(4.0) + 1.0)) < 1e-15);
+  CHECK(RopeSpec::yarn(plain, 1.0, 32768).attention_factor == 1.0);
+  const RopeSpec long_rope = RopeSpec::longrope(plain, near_list, far_list, 4096);
+  CHECK(long_rope.short_factors == near_list);
+  CHECK(long_rope.long_factors == far_list);
+  const RopeSpec factors = RopeSpec::with_factors(plain, far_list);
+  CHECK(factors.factors == far_list);
+  const struct {
+    RopeSpec spec;
+    RopeScaling scaling;
+    double factor;
+    std::int32_t original;
+  } made[] = {{RopeSpec::linear(plain, 2.0), RopeScaling::linear, 2.0, 0},
+              {RopeSpec::llama3(plain, 8.0, 8192), RopeScaling::llama3, 8.0, 8192},
+              {yarn, RopeScaling::yarn, 4.0, 32768},
+              {long_rope, RopeScaling::longrope, 1.0, 4096},
+              {RopeSpec::dynamic_ntk(plain, 2.0, 2048), RopeScaling::dynamic_ntk, 2.0, 2048},
+              {factors, RopeScaling::explicit_factors, 1.0, 0}};
+  for (const auto& [spec, scaling, factor, original] : made) {
+    CAPTURE(static_cast<int>(scaling));
+    CHECK(spec.scaling == scaling);
+    CHECK(spec.factor == factor);
+    CHECK(spec.original_context == original);
+    CHECK(spec.pairing == RopePairing::interleaved);
+    CHECK(spec.base == 5e5);
+    CHECK(code(spec, 64) == ErrorCode::ok);
+  }
+}
+
+TEST_CASE("a rope that nobody declared is refused wherever it could be taken for none") {
+  RopeSpec forgotten;  // channels and base set, kind forgotten
+  forgotten.rotary_channels = 64;
+  forgotten.base = 1e6;
+  for (const RopeSpec& rope : {RopeSpec{}, forgotten}) {
+    CHECK(code(rope, 64) == ErrorCode::invalid_argument);
+    CHECK(kvmeld::inverse_frequencies(rope, 0).error().code() == ErrorCode::invalid_argument);
+    CHECK(kvmeld::check_shift(rope, 1, 2).code() == ErrorCode::invalid_argument);
+    const std::string message = kvmeld::validate(rope, 64).message();
+    CHECK(message.find("RopeSpec::rotary(channels, base, pairing)") != std::string::npos);
+    CHECK(message.find("RopeSpec::none()") != std::string::npos);
+    kvmeld::Geometry g;
+    g.layers.assign(3, kvmeld::attention_layer(kvmeld::ElementType::f16, 2, 64, rotary(64)));
+    CHECK(kvmeld::validate(g).ok());
+    for (const bool marked : {false, true}) {
+      g.layers[2].rope = rope;
+      g.layers[2].planes[0].rotary = marked;
+      const kvmeld::Status status = kvmeld::validate(g);
+      CHECK(status.code() == ErrorCode::invalid_argument);
+      CHECK(status.message().find("layer 2") != std::string::npos);
+    }
+    g.layers[2].planes.clear();  // a layer that stores nothing says it too
+    CHECK(kvmeld::validate(g).code() == ErrorCode::invalid_argument);
+  }
+}
+
+namespace {
+
+using kvmeld::Plane;
+
+// One layer between two sound ones: what `validate` says of it.
+std::string layer_refusal(const RopeSpec& rope, std::vector<std::pair<Plane, bool>> planes,
+                          kvmeld::KeyForm form = kvmeld::KeyForm::post_rope) {
+  kvmeld::Geometry g;
+  g.layers.assign(3, kvmeld::attention_layer(kvmeld::ElementType::f16, 2, 64, rotary(64)));
+  kvmeld::LayerShape& layer = g.layers[1];
+  layer.rope = rope;
+  layer.key_form = form;
+  layer.planes.clear();
+  for (const auto& [plane, marked] : planes)
+    layer.planes.push_back({.plane = plane,
+                            .type = kvmeld::ElementType::f16,
+                            .heads = 1,
+                            .channels = 64,
+                            .rotary = marked});
+  const kvmeld::Status status = kvmeld::validate(g);
+  if (status.ok()) return {};
+  CHECK(status.code() == ErrorCode::invalid_argument);
+  CHECK(status.message().find("layer 1") != std::string::npos);
+  return status.message();
+}
+
+}  // namespace
+
+TEST_CASE("a rope and the planes' rotary flags do not contradict each other") {
+  const RopeSpec turns = rotary(64), still = RopeSpec::none();
+  const auto says = [](const std::string& message, const char* part) {
+    CAPTURE(message);
+    CHECK(message.find(part) != std::string::npos);
+  };
+  for (const auto form : {kvmeld::KeyForm::post_rope, kvmeld::KeyForm::pre_rope}) {
+    CHECK(layer_refusal(turns, {{Plane::key, true}, {Plane::value, false}}, form).empty());
+    CHECK(layer_refusal(still, {{Plane::key, false}, {Plane::value, false}}, form).empty());
+    says(layer_refusal(turns, {{Plane::key, false}, {Plane::value, false}}, form),
+         "not marked rotary");
+    says(layer_refusal(still, {{Plane::key, true}, {Plane::value, false}}, form),
+         "plane 0 is marked rotary");
+    says(layer_refusal(turns, {{Plane::key, true}, {Plane::value, true}}, form), "values");
+  }
+  // Latent attention: the part with position is rotated, the latent is not; index keys as their
+  // model has it.
+  CHECK(layer_refusal(turns, {{Plane::latent, false}, {Plane::rope_part, true}}).empty());
+  CHECK(layer_refusal(turns,
+                      {{Plane::latent, false}, {Plane::rope_part, true}, {Plane::index_key, false}})
+            .empty());
+  CHECK(layer_refusal(turns,
+                      {{Plane::latent, false}, {Plane::rope_part, true}, {Plane::index_key, true}})
+            .empty());
+  CHECK(layer_refusal(turns, {{Plane::key, false}, {Plane::value, false}, {Plane::rope_part, true}})
+            .empty());
+  CHECK(layer_refusal(turns, {{Plane::latent, true}}).empty());  // one plane that holds both parts
+  says(layer_refusal(turns, {{Plane::latent, false}, {Plane::rope_part, false}}), "rope part");
+  says(layer_refusal(turns, {{Plane::latent, false}}), "no plane");
+  says(layer_refusal(turns, {{Plane::index_key, true}, {Plane::scale, true}}), "scales");
+  // The spec is looked at whether or not a plane says rotary.
+  CHECK(layer_refusal(turns, {}).empty());
+  says(layer_refusal(rotary(63), {}), "63");
+  says(layer_refusal(rotary(66), {{Plane::key, true}, {Plane::value, false}}), "66");
+  RopeSpec half = still;
+  half.rotary_channels = 32;
+  says(layer_refusal(half, {{Plane::key, false}, {Plane::value, false}}), "32 rotary channels");
 }

@@ -88,7 +88,8 @@ TEST_CASE("a wrong declaration is refused with the figures and what would fit") 
   CHECK(has(why, "opposite direction"));
   why = refusal(verify_rope(declared(half), heads, channels, at_100, at_100, 100, 300), ErrorCode::rope_mismatch);
   CHECK(has(why, "do not move"));
-  why = refusal(verify_rope(RopeSpec{}, heads, channels, at_100, at_300, 100, 300), ErrorCode::rope_mismatch);
+  why = refusal(verify_rope(RopeSpec::none(), heads, channels, at_100, at_300, 100, 300),
+                ErrorCode::rope_mismatch);
   CHECK(has(why, "declare the layer's rope"));
   why = refusal(verify_rope(declared(half), heads, channels, at_100, engine_keys(half, 300, 1.1386294), 100, 300),
                 ErrorCode::rope_mismatch);
@@ -110,7 +111,7 @@ TEST_CASE("wrong pairings look right near position 0, so small distances are ref
 
 TEST_CASE("a layer without rope passes when its keys stay") {
   const auto keys = engine_keys(half, 0);
-  const auto check = verify_rope(RopeSpec{}, heads, channels, keys, keys, 0, 64);
+  const auto check = verify_rope(RopeSpec::none(), heads, channels, keys, keys, 0, 64);
   REQUIRE(check.ok());
   CHECK(check->relative_error == 0.0);
 }

@@ -96,4 +96,10 @@ TEST_CASE("what cannot be blended leaves the output alone") {
   CHECK(soft_update(exec::seq, fused.ref(), at, local.ref(), at, 0.5F, fused.out()).code() == ErrorCode::aliasing);
   test::TestCache other(test::geometry({.heads = 3}), 3);
   CHECK(code(soft_update(exec::seq, other.ref(), at, local.ref(), at, 0.5F, out.out())) == ErrorCode::geometry_mismatch);
+  auto undeclared = test::geometry();
+  undeclared->layers[1].rope = {};
+  test::TestCache nobody_said(undeclared, 3);
+  const auto mine = nobody_said.ref();
+  CHECK(code(soft_update(exec::seq, mine, at, mine, at, 0.5F, out.out())) ==
+        ErrorCode::invalid_argument);
 }

@@ -229,6 +229,10 @@ TEST_CASE("a manifest that lies is found out, at the latest when its bytes are t
   refused(bent([](Body&, Geometry& g) { g.layers[0].planes[0].type = kvmeld::ElementType{8}; }), ErrorCode::unknown_field);
   refused(bent([](Body&, Geometry& g) { g.layers[1].key_form = kvmeld::KeyForm{2}; }), ErrorCode::unknown_field);
   refused(bent([](Body&, Geometry& g) { g.layers[1].rope.scaling = kvmeld::RopeScaling{7}; }), ErrorCode::unknown_field);
+  refused(bent([](Body&, Geometry& g) { g.layers[1].rope = {}; }),
+          ErrorCode::unknown_field);  // undeclared has no byte
+  refused(bent([](Body&, Geometry& g) { g.layers[1].rope = kvmeld::RopeSpec::none(); }),
+          ErrorCode::invalid_argument);
   refused(bent([](Body&, Geometry& g) { g.layers[0].planes[0].heads = -1; }), ErrorCode::invalid_argument);
   refused(bent([](Body&, Geometry& g) { g.layers[0].planes[1].heads = 3; }), ErrorCode::corrupt);  // other byte count
   refused(bent([](Body&, Geometry& g) { g.layers[0].planes[1].heads = g.layers[0].planes[1].channels = 1 << 30; }), ErrorCode::oversized);

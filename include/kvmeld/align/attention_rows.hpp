@@ -64,6 +64,7 @@ class AttentionReader {
       const PlaneShape& key = geometry.layers[l].planes[0];
       width += static_cast<std::size_t>(key.heads) * static_cast<std::size_t>(key.channels);
     }
+    KVMELD_TRY(validate(geometry));
     KVMELD_TRY(check_query_numbers(queries, width));
     std::size_t first = 0;
     for (std::size_t l = 0; l < geometry.layers.size(); ++l) {

@@ -117,6 +117,7 @@ struct GatherWork {
 template <PositionIndex Int>
 [[nodiscard]] Status check_gather(const KvCacheRef& in, std::span<const Int> map, const MutableKvCacheRef& out) {
   if (!in.valid() || !out.valid()) return error(ErrorCode::invalid_argument, "gather: a view has no geometry");
+  KVMELD_TRY(validate(in.geometry()));
   KVMELD_TRY(check_same(in.geometry(), out.geometry()));
   const auto outputs = static_cast<std::int64_t>(map.size());
   if (outputs > out.tokens()) {

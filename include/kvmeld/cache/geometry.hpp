@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <kvmeld/cache/rope.hpp>
@@ -28,7 +29,7 @@ struct PlaneShape {
   ElementType type = ElementType::f16;
   std::int32_t heads = 0;
   std::int32_t channels = 0;                ///< per head
-  bool rotary = false;                      ///< rows are rotated by the layer's `RopeSpec` when they move
+  bool rotary = false;  ///< the layer's `RopeSpec` applies to these rows, whatever the key form
   ScaleScheme scales = ScaleScheme::none;
   std::int32_t scale_group = 0;             ///< channels that share a scale (`per_channel_group`)
   std::int32_t hadamard = 0;                ///< block size of a Hadamard basis; 0: the model's own basis
@@ -39,7 +40,7 @@ struct PlaneShape {
 /// One attention layer: its planes in canonical order (ascending `Plane`), its position scheme, its window.
 struct LayerShape {
   std::vector<PlaneShape> planes{};
-  RopeSpec rope{};
+  RopeSpec rope{};  ///< undeclared until said: refused by `validate`
   KeyForm key_form = KeyForm::post_rope;
   std::int32_t window = 0;                  ///< tokens that a query sees back; 0: all of them
 
@@ -58,12 +59,17 @@ struct Geometry {
   bool operator==(const Geometry&) const = default;
 };
 
-/// A key plane and a value plane of equal head count, the shape of most models.
+/// A key plane and a value plane of equal head count, the shape of most models; the keys rotary
+/// where `rope` says so.
 KVMELD_LAZY [[nodiscard]] LayerShape attention_layer(ElementType type, std::int32_t heads, std::int32_t channels, RopeSpec rope) {
   LayerShape layer;
-  layer.planes = {PlaneShape{.plane = Plane::key, .type = type, .heads = heads, .channels = channels,
-                             .rotary = rope.kind != RopeKind::none},
-                  PlaneShape{.plane = Plane::value, .type = type, .heads = heads, .channels = channels}};
+  layer.planes = {
+      PlaneShape{.plane = Plane::key,
+                 .type = type,
+                 .heads = heads,
+                 .channels = channels,
+                 .rotary = rope.kind == RopeKind::rotary || rope.kind == RopeKind::multi_axis},
+      PlaneShape{.plane = Plane::value, .type = type, .heads = heads, .channels = channels}};
   layer.rope = std::move(rope);
   return layer;
 }
@@ -86,6 +92,54 @@ KVMELD_LAZY [[nodiscard]] Status check_plane(const PlaneShape& shape, std::size_
       (shape.scale_group <= 0 || shape.channels % shape.scale_group != 0)) {
     return error(ErrorCode::invalid_argument, "layer ", layer, " plane ", plane, ": scale group ", shape.scale_group,
                  " does not divide ", shape.channels, " channels");
+  }
+  return {};
+}
+
+/// Refuses a layer whose rope nobody declared, that is none an engine can have, or that its planes
+/// contradict.
+///
+/// Looked at whether or not a plane is marked rotary and whatever the key form: what is not rotated
+/// here and was by the engine is a wrong cache in silence.
+KVMELD_LAZY [[nodiscard]] Status check_layer_rope(const LayerShape& layer, std::size_t l) {
+  const bool rotates = layer.rope.kind != RopeKind::none;
+  const auto check = [&](std::int32_t channels) -> Status {
+    const Status status = validate(layer.rope, channels);
+    return status.ok() ? status : error(status.code(), "layer ", l, ": ", status.message());
+  };
+  // Without a plane to fit into, what the spec says of itself is checked in a head that is just
+  // large enough.
+  const std::int64_t end =
+      static_cast<std::int64_t>(layer.rope.first_channel) + layer.rope.rotary_channels;
+  KVMELD_TRY(check(end > 0 && end <= INT32_MAX ? static_cast<std::int32_t>(end) : 1));
+  // Where keys lie apart as a part with position and one without, the former alone is rotated.
+  bool apart = false, marked = layer.planes.empty();
+  for (const PlaneShape& shape : layer.planes) apart = apart || shape.plane == Plane::rope_part;
+  for (std::size_t p = 0; p < layer.planes.size(); ++p) {
+    const PlaneShape& shape = layer.planes[p];
+    if (shape.rotary && !rotates) {
+      return error(ErrorCode::invalid_argument, "layer ", l, " plane ", p,
+                   " is marked rotary and the layer's rope is ",
+                   "RopeSpec::none(): clear PlaneShape::rotary, or declare the rope");
+    }
+    if (shape.rotary && (shape.plane == Plane::value || shape.plane == Plane::scale)) {
+      return error(ErrorCode::invalid_argument, "layer ", l, " plane ", p,
+                   " is marked rotary and holds ",
+                   shape.plane == Plane::value ? "values" : "scales",
+                   ", which no rope rotates: clear PlaneShape::rotary");
+    }
+    if (rotates && !shape.rotary && shape.plane == (apart ? Plane::rope_part : Plane::key)) {
+      return error(ErrorCode::invalid_argument, "layer ", l, " declares a rope and plane ", p,
+                   ", its ", apart ? "keys' rope part" : "keys",
+                   ", is not marked rotary: set PlaneShape::rotary, or declare RopeSpec::none()");
+    }
+    if (shape.rotary) KVMELD_TRY(check(shape.channels));
+    marked = marked || shape.rotary;
+  }
+  if (rotates && !marked) {
+    return error(ErrorCode::invalid_argument, "layer ", l,
+                 " declares a rope and no plane of it is rotary: ",
+                 "set PlaneShape::rotary on the keys, or declare RopeSpec::none()");
   }
   return {};
 }
@@ -133,27 +187,28 @@ KVMELD_LAZY [[nodiscard]] Status check_same(const RopeSpec& a, const RopeSpec& b
 
 }  // namespace detail
 
-/// Checks that a geometry is one this build can hold; O(layers).
+/// Checks that a geometry is one this build can hold and that each layer says how its keys are
+/// rotated; O(layers).
+///
+/// Every entry of the library passes here: views, `seal`, plans, gathers, projections, anchors,
+/// files and messages. Errors: `unknown_field`, `rope_unsupported` (M-RoPE), `invalid_argument`
+/// (extents that do not fit; a rope that is undeclared, unsound, or contradicted by the planes'
+/// `rotary`), each naming the layer.
 KVMELD_LAZY [[nodiscard]] Status validate(const Geometry& geometry) {
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     const LayerShape& layer = geometry.layers[l];
-    if (layer.key_form > KeyForm::pre_rope) return detail::error(ErrorCode::unknown_field, "layer ", l, ": key form unknown");
-    if (layer.rope.kind == RopeKind::multi_axis) {
-      return detail::error(ErrorCode::rope_unsupported, "layer ", l, ": keys with several position axes (M-RoPE) cannot be moved by this build");
-    }
-    if (layer.window < 0) return detail::error(ErrorCode::invalid_argument, "layer ", l, ": window ", layer.window, " < 0");
-    bool turns = layer.planes.empty() || layer.rope.kind == RopeKind::none || layer.key_form == KeyForm::pre_rope;
-    for (const PlaneShape& plane : layer.planes) turns = turns || plane.rotary;
-    if (!turns) {
-      return detail::error(ErrorCode::invalid_argument, "layer ", l, " declares a rope and no plane that it turns: set PlaneShape::rotary on the keys");
-    }
+    if (layer.key_form > KeyForm::pre_rope)
+      return detail::error(ErrorCode::unknown_field, "layer ", l, ": key form unknown");
+    if (layer.window < 0)
+      return detail::error(ErrorCode::invalid_argument, "layer ", l, ": window ", layer.window,
+                           " < 0");
     for (std::size_t p = 0; p < layer.planes.size(); ++p) {
       KVMELD_TRY(detail::check_plane(layer.planes[p], l, p));
       if (p > 0 && layer.planes[p - 1].plane >= layer.planes[p].plane) {
         return detail::error(ErrorCode::invalid_argument, "layer ", l, ": plane ", p, " is out of canonical order");
       }
-      if (layer.planes[p].rotary) KVMELD_TRY(validate(layer.rope, layer.planes[p].channels));
     }
+    KVMELD_TRY(detail::check_layer_rope(layer, l));
   }
   return {};
 }

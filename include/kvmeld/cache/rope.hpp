@@ -3,10 +3,12 @@
 /// How an engine rotates its keys by position, which declarations are sound, and which keys may be shifted.
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include <kvmeld/config.hpp>
 #include <kvmeld/status.hpp>
+#include <kvmeld/tensor/math.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -21,9 +23,11 @@ enum class RopePairing : std::uint8_t {
 
 /// Whether, and by how many position axes, keys are rotated.
 enum class RopeKind : std::uint8_t {
-  none,        ///< keys carry no position (NoPE layer); a shift copies bytes
-  rotary,      ///< one position for each token
-  multi_axis,  ///< several positions for each token (M-RoPE); known and refused with `rope_unsupported`
+  none,              ///< keys carry no position (NoPE layer); a shift copies bytes
+  rotary,            ///< one position for each token
+  multi_axis,        ///< several positions for each token (M-RoPE); known and refused with
+                     ///< `rope_unsupported`
+  undeclared = 255,  ///< nobody said: a `RopeSpec{}`; refused everywhere, never written to a wire
 };
 
 /// How frequencies depart from `base^(-2i / rotary)`.
@@ -39,11 +43,16 @@ enum class RopeScaling : std::uint8_t {
 
 /// Rotary position embedding of one layer's keys (Su et al. 2021, RoFormer, arXiv:2104.09864).
 ///
-/// Pair i of a key at position p is turned by the angle p * f_i; `inverse_frequencies` yields f. Layers may differ, so
-/// a cache carries one spec for each. A plain value: two caches can be merged only where their specs are equal, field
-/// by field.
+/// Pair i of a key at position p is turned by the angle p * f_i; `inverse_frequencies` yields f.
+/// Layers may differ, so a cache carries one spec for each. A plain value: two caches can be merged
+/// only where their specs are equal, field by field.
+///
+/// Write one by its named constructors, and assign the fields that they leave at their defaults:
+/// `RopeSpec::rotary(64, 1e6, RopePairing::half_split)`, or `RopeSpec::none()` for keys without
+/// position. A spec that nobody filled in is `undeclared`, not `none`: it is refused by `validate`,
+/// because keys that are left where they should be rotated give a wrong cache that looks right.
 struct RopeSpec {
-  RopeKind kind = RopeKind::none;                 ///< `none` rotates nothing and wants 0 rotary channels.
+  RopeKind kind = RopeKind::undeclared;  ///< `none` rotates nothing and wants 0 rotary channels.
   RopePairing pairing = RopePairing::half_split;  ///< Which channels turn together.
   std::int32_t first_channel = 0;                 ///< First rotated channel of a head; those before pass through.
   std::int32_t rotary_channels = 0;               ///< Even number of rotated channels; those behind pass through.
@@ -61,10 +70,85 @@ struct RopeSpec {
   std::vector<float> long_factors = {};   ///< longrope beyond `original_context`. (rotary / 2)
   std::vector<float> factors = {};        ///< explicit_factors. (rotary / 2)
 
+  /// Keys carry no position (NoPE layers, encoders): a shift copies bytes.
+  [[nodiscard]] static RopeSpec none() {
+    RopeSpec rope;
+    rope.kind = RopeKind::none;
+    return rope;
+  }
+  /// One position for each token, frequencies base^(-2i / channels).
+  /// @param channels rotated channels of a head, from `first_channel` on, which is 0 unless it is
+  /// assigned.
+  [[nodiscard]] static RopeSpec rotary(std::int32_t channels, double base, RopePairing pairing) {
+    RopeSpec rope;
+    rope.kind = RopeKind::rotary;
+    rope.pairing = pairing;
+    rope.rotary_channels = channels;
+    rope.base = base;
+    return rope;
+  }
+  /// `plain`, slowed by position interpolation.
+  [[nodiscard]] static RopeSpec linear(RopeSpec plain, double factor) {
+    return scaled(std::move(plain), RopeScaling::linear, factor, 0);
+  }
+  /// `plain` with Llama 3.1's scaling; its published `low_freq_factor` 1 and `high_freq_factor` 4.
+  /// @param original_context tokens of the pre-training context.
+  [[nodiscard]] static RopeSpec llama3(RopeSpec plain, double factor,
+                                       std::int32_t original_context) {
+    return scaled(std::move(plain), RopeScaling::llama3, factor, original_context);
+  }
+  /// `plain` with YaRN's scaling and the paper's magnitude: 0.1 ln(factor) + 1.
+  /// @param original_context tokens of the pre-training context.
+  [[nodiscard]] static RopeSpec yarn(RopeSpec plain, double factor, std::int32_t original_context) {
+    RopeSpec rope = scaled(std::move(plain), RopeScaling::yarn, factor, original_context);
+    if (factor > 1.0) rope.attention_factor = fma(0.1, math::log(factor), 1.0);
+    return rope;
+  }
+  /// `plain` with LongRoPE's divisors (rotary / 2); assign `attention_factor` if keys carry one.
+  /// @param original_context tokens up to which `short_factors` hold, and beyond which
+  /// `long_factors` do.
+  [[nodiscard]] static RopeSpec longrope(RopeSpec plain, std::vector<float> short_factors,
+                                         std::vector<float> long_factors,
+                                         std::int32_t original_context) {
+    RopeSpec rope = scaled(std::move(plain), RopeScaling::longrope, 1.0, original_context);
+    rope.short_factors = std::move(short_factors);
+    rope.long_factors = std::move(long_factors);
+    return rope;
+  }
+  /// `plain` whose base grows with the length beyond `original_context` tokens.
+  [[nodiscard]] static RopeSpec dynamic_ntk(RopeSpec plain, double factor,
+                                            std::int32_t original_context) {
+    return scaled(std::move(plain), RopeScaling::dynamic_ntk, factor, original_context);
+  }
+  /// `plain` with a divisor for each pair (rotary / 2), as llama.cpp's `rope_freqs` tensor holds.
+  [[nodiscard]] static RopeSpec with_factors(RopeSpec plain, std::vector<float> factors) {
+    RopeSpec rope = scaled(std::move(plain), RopeScaling::explicit_factors, 1.0, 0);
+    rope.factors = std::move(factors);
+    return rope;
+  }
+
   friend bool operator==(const RopeSpec&, const RopeSpec&) = default;
+
+ private:
+  [[nodiscard]] static RopeSpec scaled(RopeSpec plain, RopeScaling scaling, double factor,
+                                       std::int32_t original_context) {
+    plain.scaling = scaling;
+    plain.factor = factor;
+    plain.original_context = original_context;
+    return plain;
+  }
 };
 
 namespace detail {
+
+/// Refuses a spec whose kind was never said.
+KVMELD_LAZY [[nodiscard]] Status check_declared(const RopeSpec& rope) {
+  if (rope.kind != RopeKind::undeclared) return {};
+  return error(ErrorCode::invalid_argument,
+               "rope: nobody said how keys are rotated (kind undeclared, ", rope.rotary_channels,
+               " rotary channels); write RopeSpec::rotary(channels, base, pairing), or ",
+               "RopeSpec::none() for keys without position");
+}
 
 /// True for numbers above zero and below infinity; false for NaN.
 [[nodiscard]] constexpr bool finite_positive(double x) noexcept { return x > 0.0 && x <= 1.7976931348623157e308; }
@@ -132,21 +216,30 @@ KVMELD_LAZY [[nodiscard]] Status check_scaling(const RopeSpec& rope) {
          (rope.scaling == RopeScaling::longrope || rope.scaling == RopeScaling::dynamic_ntk);
 }
 
-/// Refuses a declaration that no engine can have meant, before anything is computed from it.
+/// Refuses a declaration that no engine can have meant, or that nobody made, before anything is
+/// computed from it.
 ///
-/// `channels` is the head size of the keys. Fields that the scaling does not read are not looked at.
-/// Errors: `rope_unsupported` (several axes), `unknown_field` (an enumerator from a newer build), `invalid_argument`.
+/// `channels` is the head size of the keys. Fields that the scaling does not read are not looked
+/// at. Errors: `rope_unsupported` (several axes), `unknown_field` (an enumerator from a newer
+/// build), `invalid_argument`.
 KVMELD_LAZY [[nodiscard]] Status validate(const RopeSpec& rope, std::int32_t channels) {
   using detail::error;
   if (channels <= 0) return error(ErrorCode::invalid_argument, "rope: a head of ", channels, " channels");
+  KVMELD_TRY(detail::check_declared(rope));
   if (rope.kind == RopeKind::multi_axis)
     return error(ErrorCode::rope_unsupported,
                  "rope: keys with several position axes (M-RoPE) cannot be shifted by one number; ",
                  "keep such fragments at their positions or seal their keys before rotation");
   if (rope.kind == RopeKind::none) {
-    if (rope.rotary_channels != 0)
+    if (rope.rotary_channels != 0 || rope.first_channel != 0)
       return error(ErrorCode::invalid_argument, "rope: kind none with ", rope.rotary_channels,
-                   " rotary channels contradicts itself; say rotary, or 0 channels");
+                   " rotary channels from channel ", rope.first_channel,
+                   " on contradicts itself; write RopeSpec::rotary(channels, base, pairing) or "
+                   "RopeSpec::none()");
+    if (rope.scaling != RopeScaling::none)
+      return error(ErrorCode::invalid_argument, "rope: kind none with scaling ",
+                   static_cast<int>(rope.scaling),
+                   " contradicts itself; scale a RopeSpec::rotary(channels, base, pairing)");
     return {};
   }
   if (rope.kind != RopeKind::rotary)
@@ -167,17 +260,20 @@ KVMELD_LAZY [[nodiscard]] Status validate(const RopeSpec& rope, std::int32_t cha
   return detail::check_scaling(rope);
 }
 
-/// Whether keys that were made in a context of `source_length` tokens can be turned to positions in one of
-/// `target_length`.
+/// Whether keys that were made in a context of `source_length` tokens can be turned to positions in
+/// one of `target_length`.
 ///
-/// A shift by n turns pair i by n * f_i, which is exact only while f stays the same. Engines that fix the frequencies
-/// when the context is created (llama.cpp picks LongRoPE's list from its context size) pass that size as both lengths.
-/// A dynamic-NTK cache that grew past `original_context` token by token holds several sets of frequencies: equal
-/// lengths speak only for keys of one prefill. Errors: `rope_length_dependent` (dynamic NTK: the lengths differ and
-/// either is beyond `original_context`; LongRoPE: they lie on different sides of it), `rope_unsupported` (several
-/// axes), `invalid_argument` (a negative length).
+/// A shift by n turns pair i by n * f_i, which is exact only while f stays the same. Engines that
+/// fix the frequencies when the context is created (llama.cpp picks LongRoPE's list from its
+/// context size) pass that size as both lengths. A dynamic-NTK cache that grew past
+/// `original_context` token by token holds several sets of frequencies: equal lengths speak only
+/// for keys of one prefill. Errors: `rope_length_dependent` (dynamic NTK: the lengths differ and
+/// either is beyond `original_context`; LongRoPE: they lie on different sides of it),
+/// `rope_unsupported` (several axes), `invalid_argument` (a negative length, a spec that nobody
+/// declared).
 KVMELD_LAZY [[nodiscard]] Status check_shift(const RopeSpec& rope, std::int64_t source_length, std::int64_t target_length) {
   using detail::error;
+  KVMELD_TRY(detail::check_declared(rope));
   if (rope.kind == RopeKind::multi_axis)
     return error(ErrorCode::rope_unsupported,
                  "rope: keys with several position axes (M-RoPE) cannot be shifted by one number");

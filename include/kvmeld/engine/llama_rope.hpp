@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gguf.h>
@@ -16,7 +17,6 @@
 #include <kvmeld/engine/llama_form.hpp>
 #include <kvmeld/engine/llama_metadata.hpp>
 #include <kvmeld/status.hpp>
-#include <kvmeld/tensor/math.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace llama {
@@ -70,22 +70,23 @@ namespace detail {
 /// The rope of full-attention layers, with the parameters' overrides, by the engine's own rules (llama.cpp,
 /// src/llama-context.cpp).
 [[nodiscard]] inline Result<RopeSpec> rope_of(const llama_model* model, const Metadata& metadata,
-                                              const llama_context_params& parameters, std::int32_t key_channels,
+                                              const llama_context_params& parameters,
+                                              std::int32_t key_channels,
                                               const std::string& gguf_path) {
-  RopeSpec rope;
   const llama_rope_type type = llama_model_rope_type(model);
-  if (type == LLAMA_ROPE_TYPE_NONE) return rope;
+  if (type == LLAMA_ROPE_TYPE_NONE) return RopeSpec::none();
   if (type != LLAMA_ROPE_TYPE_NORM && type != LLAMA_ROPE_TYPE_NEOX)
     return error(ErrorCode::rope_unsupported, "llama: rope type ", static_cast<int>(type),
                  " has several position axes (M-RoPE), whose keys cannot be shifted by one number");
-  rope.kind = RopeKind::rotary;
-  rope.pairing = type == LLAMA_ROPE_TYPE_NORM ? RopePairing::interleaved : RopePairing::half_split;
   const std::int64_t rotary = metadata.integer("rope.dimension_count", key_channels);
   if (rotary <= 0 || rotary > key_channels)
     return error(ErrorCode::corrupt, "llama: rope.dimension_count is ", rotary, " for heads of ", key_channels);
-  rope.rotary_channels = static_cast<std::int32_t>(rotary);
-  rope.base = parameters.rope_freq_base != 0.0F ? static_cast<double>(parameters.rope_freq_base)
-                                                : metadata.real("rope.freq_base", 10000.0);
+  const double base = parameters.rope_freq_base != 0.0F
+                          ? static_cast<double>(parameters.rope_freq_base)
+                          : metadata.real("rope.freq_base", 10000.0);
+  RopeSpec rope = RopeSpec::rotary(
+      static_cast<std::int32_t>(rotary), base,
+      type == LLAMA_ROPE_TYPE_NORM ? RopePairing::interleaved : RopePairing::half_split);
 
   const double stated = metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 0.0));
   double factor = stated == 0.0 ? 1.0 : stated;
@@ -108,19 +109,18 @@ namespace detail {
 
   Result<std::vector<float>> factors = rope_factors(model, metadata, rope.base, rope.rotary_channels / 2, gguf_path);
   if (!factors) return factors.error();
-  rope.factor = factor;
   if (!factors->empty()) {
     if (mix != 0.0)
       return error(ErrorCode::unsupported, "llama: yarn over a rope_freqs tensor of ", factors->size(), " values");
-    rope.scaling = RopeScaling::explicit_factors;
-    rope.factors = *std::move(factors);
+    rope = RopeSpec::with_factors(std::move(rope), *std::move(factors));
+    rope.factor = factor;
   } else if (mix != 0.0) {
-    rope.scaling = RopeScaling::yarn;
     const std::int64_t original =
         parameters.yarn_orig_ctx != 0
             ? static_cast<std::int64_t>(parameters.yarn_orig_ctx)
             : metadata.integer("rope.scaling.original_context_length", llama_model_n_ctx_train(model));
-    rope.original_context = static_cast<std::int32_t>(original > 0x7fffffff ? 0 : original);
+    rope = RopeSpec::yarn(std::move(rope), factor,
+                          static_cast<std::int32_t>(original > 0x7fffffff ? 0 : original));
     // The metadata's own betas are read by the engine for one architecture only; for the others 32 and 1 are what it
     // runs with.
     const bool reads_betas = metadata.architecture() == "mistral3";
@@ -128,9 +128,9 @@ namespace detail {
     const double slow = reads_betas ? metadata.real("rope.scaling.yarn_beta_slow", 1.0) : 1.0;
     rope.beta_fast = parameters.yarn_beta_fast >= 0.0F ? static_cast<double>(parameters.yarn_beta_fast) : fast;
     rope.beta_slow = parameters.yarn_beta_slow >= 0.0F ? static_cast<double>(parameters.yarn_beta_slow) : slow;
-    rope.attention_factor = (1.0 + 0.1 * math::log(factor)) * metadata.real("rope.scaling.attn_factor", 1.0);
+    rope.attention_factor *= metadata.real("rope.scaling.attn_factor", 1.0);
   } else if (factor != 1.0) {
-    rope.scaling = RopeScaling::linear;
+    rope = RopeSpec::linear(std::move(rope), factor);
   }
   return rope;
 }

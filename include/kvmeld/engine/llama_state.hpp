@@ -108,6 +108,7 @@ template <class Byte>
 template <class Byte>
 [[nodiscard]] Result<StateView<Byte>> view_state(std::span<Byte> bytes, std::shared_ptr<const Geometry> geometry) {
   if (geometry == nullptr) return detail::error(ErrorCode::invalid_argument, "llama state: no geometry was given");
+  KVMELD_TRY(validate(*geometry));
   Result<StateLayout> layout = parse_state(bytes, *geometry);
   if (!layout) return layout.error();
   return detail::make_view(bytes, *std::move(layout), std::move(geometry));
@@ -248,6 +249,7 @@ inline void emit_section(Emitter& out, const Geometry& geometry, const StateForm
                                                   std::span<const TokenId> tokens = {}, StateBlob recycled = {}) {
   using detail::error;
   if (geometry == nullptr) return error(ErrorCode::invalid_argument, "llama state: no geometry was given");
+  KVMELD_TRY(validate(*geometry));
   if (geometry->layers.size() > 512)
     return error(ErrorCode::unsupported, "llama state: ", geometry->layers.size(), " layers, more than 512");
   for (std::size_t l = 0; l < geometry->layers.size(); ++l) {

@@ -90,6 +90,7 @@ template <ExecutionPolicy E>
   KVMELD_TRY(check_float_environment());
   if (!(beta >= 0.0F && beta <= 1.0F)) return error(ErrorCode::invalid_argument, "soft_update: beta ", beta, " is not in [0, 1]");
   if (!fused.valid() || !local.valid() || !out.valid()) return error(ErrorCode::invalid_argument, "soft_update: a view has no geometry");
+  KVMELD_TRY(validate(local.geometry()));
   KVMELD_TRY(check_same(local.geometry(), fused.geometry()));
   KVMELD_TRY(check_same(local.geometry(), out.geometry()));
   const std::int64_t tokens = local.tokens();

@@ -18,9 +18,7 @@ namespace testing {
   auto geometry = std::make_shared<Geometry>();
   geometry->model = "simulated model";
   geometry->tokenizer = "simulated tokenizer";
-  RopeSpec rope;
-  rope.kind = RopeKind::rotary;
-  rope.rotary_channels = 32;
+  const RopeSpec rope = RopeSpec::rotary(32, 10000.0, RopePairing::half_split);
   geometry->layers.assign(2, attention_layer(ElementType::f32, 1, 32, rope));
   return geometry;
 }
