@@ -102,7 +102,7 @@ TEST_CASE("parts that do not fit together make no map") {
   CHECK(permutation(small, large) == ErrorCode::geometry_mismatch);
 }
 
-TEST_CASE("a map keeps its digest through a file, and every field is in it") {
+TEST_CASE("a map keeps its digest through a file") {
   for (const auto& [sharing, rank, bias] : {std::tuple{Sharing::layer, 0, false}, std::tuple{Sharing::head, 2, true}, std::tuple{Sharing::model, 0, true}}) {
     const auto map = *ProjectionMap::make(good_parts(sharing, rank, bias));
     const auto bytes = to_safetensors(*map);
@@ -121,22 +121,6 @@ TEST_CASE("a map keeps its digest through a file, and every field is in it") {
     CHECK(to_safetensors(**narrow)->size() < bytes->size());
     CHECK((*projection_from_safetensors(*to_safetensors(**narrow)))->digest() == (*narrow)->digest());
   }
-  const auto base = good_map()->digest();
-  const auto digest = [](auto change) {
-    ProjectionParts parts = good_parts();
-    change(parts);
-    return (*ProjectionMap::make(parts))->digest();
-  };
-  CHECK(digest([](auto&) {}) == base);
-  CHECK(digest([](auto& p) { p.matrices[3].weight[0] += 1e-9; }) != base);
-  CHECK(digest([](auto& p) { p.record.attention_cosine = 0.96; }) != base);
-  CHECK(digest([](auto& p) { p.record.fit_data = {1, 2}; }) != base);
-  CHECK(digest([](auto& p) { p.source.model = "other"; }) != base);
-  CHECK(digest([](auto& p) { std::swap(p.layers[0].key[0].inputs[0], p.layers[0].key[0].inputs[1]); }) != base);
-  Hasher a, b;
-  Projection{.map = good_map()}.digest(a);
-  Projection{.map = good_map(), .bar = 0.5F}.digest(b);
-  CHECK(a.digest() != b.digest());
   CHECK((*good_map()->with_record({.attention_cosine = 0.5}))->record().attention_cosine == 0.5);
 }
 

@@ -282,21 +282,6 @@ TEST_CASE("neighbours by the caller's embeddings; crossing matches") {
   policy.embeddings = {{a.id(), 3, {1, 0, 0, 0, 1, 0, 0, 0, 1}}, {b.id(), 3, {0, 0, 2, 3, 0, 0}}};
   if (b.id() < a.id()) std::swap(policy.embeddings[0], policy.embeddings[1]);
   CHECK(rows(policy.align(sources.list, 0)) == "0.0+1.1 0.1 0.2+1.0");
-  const auto named = [](const TokenMatch& p) {
-    Hasher hasher;
-    p.digest(hasher);
-    return hasher.digest();
-  };
-  auto other = policy;
-  other.embeddings[0].values[0] = 2;
-  CHECK(named(other) != named(policy));
-  other = policy;
-  other.threshold = 0.8F;
-  CHECK(named(other) != named(policy));
-  other = policy;
-  other.layer = 0;
-  CHECK(named(other) != named(policy));
-  CHECK(named(TokenMatch{.mode = MatchMode::edit_distance}) != named(TokenMatch{.mode = MatchMode::edit_distance, .edit = {.seed_tokens = 8}}));
 
   const auto broken = [&](const auto& change, ErrorCode code, const std::vector<std::string>& words) {
     auto changed = policy;
