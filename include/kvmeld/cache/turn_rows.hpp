@@ -172,7 +172,7 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE void turn_rows_avx2(const Turn& given, const 
   if constexpr (streams) {
     const std::int64_t bytes = turn.channels * block_bytes(type);
     const std::int64_t stretch = bytes < stream_stretch ? stream_stretch / bytes : 1;
-    for (; row + 4 * stretch <= rows; row += 4 * stretch) {
+    for (; streams_four_pages() && row + 4 * stretch <= rows; row += 4 * stretch) {
       const std::int64_t ahead = row + 8 * stretch <= rows ? 4 * stretch * bytes : 0;
       for (std::int64_t k = row; k < row + stretch; ++k) {
         for (std::int64_t at = k * bytes, i = 0; i < 4; ++i, at += stretch * bytes) {
@@ -181,6 +181,12 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE void turn_rows_avx2(const Turn& given, const 
         }
       }
     }
+    for (; row < rows; ++row) {
+      const std::int64_t at = row * bytes;
+      for (std::int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(in + at + stream_ahead + line);
+      turn_row_lanes<type, true>(turn, tables, in + at, out + at);
+    }
+    return;
   }
   for (; row < rows; ++row) turn_row_lanes<type, streams>(turn, tables, in + row * in_stride, out + row * out_stride);
 }

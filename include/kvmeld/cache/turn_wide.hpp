@@ -76,7 +76,7 @@ KVMELD_LAZY KVMELD_TARGET_AVX512 KVMELD_NOINLINE void turn_rows_wide(const Turn&
     return;
   }
   const std::int64_t stretch = bytes < stream_stretch ? stream_stretch / bytes : 1;
-  for (; row + 4 * stretch <= rows; row += 4 * stretch) {
+  for (; streams_four_pages() && row + 4 * stretch <= rows; row += 4 * stretch) {
     const std::int64_t ahead = row + 8 * stretch <= rows ? 4 * stretch * bytes : 0;
     for (std::int64_t k = row; k < row + stretch; ++k) {
       for (std::int64_t at = k * bytes, i = 0; i < 4; ++i, at += stretch * bytes) {
@@ -85,7 +85,11 @@ KVMELD_LAZY KVMELD_TARGET_AVX512 KVMELD_NOINLINE void turn_rows_wide(const Turn&
       }
     }
   }
-  for (; row < rows; ++row) turn_row_wide<true>(halves, half, cos, sin, in + row * bytes, out + row * bytes);
+  for (; row < rows; ++row) {
+    const std::int64_t at = row * bytes;
+    for (std::int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(in + at + stream_ahead + line);
+    turn_row_wide<true>(halves, half, cos, sin, in + at, out + at);
+  }
 }
 
 }  // namespace detail

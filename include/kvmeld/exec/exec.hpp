@@ -6,6 +6,7 @@
 #include <memory>
 
 #include <kvmeld/exec/row_work.hpp>
+#include <kvmeld/exec/streaming.hpp>
 #include <kvmeld/exec/thread_pool.hpp>
 #include <kvmeld/tensor/float_environment.hpp>
 

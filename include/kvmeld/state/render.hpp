@@ -134,7 +134,7 @@ template <ExecutionPolicy E, class M>
   detail::fill_tasks(core, out, tasks, bases, [](const auto* host) { return host; });
   using Rows = detail::RowForm<typename decltype(plan.merger().fuse)::policy_type>;
   const detail::RenderWork<Rows> work{detail::row_form(plan.merger().fuse.policy()), tasks, static_cast<std::int64_t>(planes), core.outputs(),
-                                      core.bytes >= detail::stream_threshold_bytes()};
+                                      detail::streams_output(core.bytes)};
   if (core.outputs() > 0) KVMELD_TRY(exec.bulk(static_cast<std::int64_t>(planes) * core.outputs(), work));
   RenderReport report{core.outputs(), static_cast<std::int64_t>(core.holes.size()), core.bytes, core.render_id, std::nullopt};
   if (options.content_digest) {

@@ -85,6 +85,20 @@ struct Lanes16 {
     Lanes8<type>::store(second, out + half);
   }
 };
+/// Even halves of a's words, odd halves of b's.
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE vector_t<std::uint16_t, 32> blend_halves(WordLanes a, WordLanes b) noexcept {
+  using Halves = vector_t<std::uint16_t, 32>;
+  return __builtin_shufflevector(reinterpret_cast<Halves>(a), reinterpret_cast<Halves>(b), 0, 17, 2, 19, 4, 21, 6, 23, 8, 25, 10, 27,
+                                 12, 29, 14, 31);
+}
+/// (a + b + 1) / 2 without overflow.
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE vector_t<std::uint16_t, 32> average_halves(
+    vector_t<std::uint16_t, 32> a, vector_t<std::uint16_t, 32> b) noexcept {
+  using Signed = vector_t<short, 32>;
+  return reinterpret_cast<vector_t<std::uint16_t, 32>>(
+      __builtin_ia32_pavgw256(reinterpret_cast<Signed>(a), reinterpret_cast<Signed>(b)));
+}
+
 template <>
 struct Lanes16<ElementType::bf16> {
   static constexpr bool even_odd = true;  ///< the even elements, then the odd ones: halves of a 32-bit word
@@ -95,18 +109,19 @@ struct Lanes16<ElementType::bf16> {
     odd = reinterpret_cast<FloatLanes>(words & 0xffff0000U);
   }
   KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(FloatLanes even, FloatLanes odd, std::byte* out) noexcept {
+    using Halves = vector_t<std::uint16_t, 32>;
     const auto e = reinterpret_cast<WordLanes>(even);
     const auto o = reinterpret_cast<WordLanes>(odd);
-    WordLanes low = e + 0x7fffU + ((e >> 16) & 1U);
-    WordLanes high = o + 0x7fffU + ((o >> 16) & 1U);
+    // Upper and lower halves of all sixteen words side by side: one addition then rounds both. An average by 0x7ffe, or 0x7fff where
+    // the upper half is odd, has its highest bit set where the lower half rounds up, to even at the tie.
+    const Halves upper = blend_halves(e >> 16, o), lower = blend_halves(e, o << 16);
+    Halves stored = upper + (average_halves(lower, (upper & 1U) + 0x7ffeU) >> 15);
     constexpr int unordered = 3;
     if (__builtin_expect(__builtin_ia32_movmskps256(__builtin_ia32_cmpps256(even, odd, unordered)), 0) != 0) {
-      const auto e_nan = reinterpret_cast<WordLanes>(even != even);
-      const auto o_nan = reinterpret_cast<WordLanes>(odd != odd);
-      low = (low & ~e_nan) | ((e | 0x400000U) & e_nan);
-      high = (high & ~o_nan) | ((o | 0x400000U) & o_nan);
+      const auto nan = blend_halves(reinterpret_cast<WordLanes>(even != even), reinterpret_cast<WordLanes>(odd != odd));
+      stored = (stored & ~nan) | ((upper | 0x40U) & nan);
     }
-    *reinterpret_cast<unaligned_vector_t<unsigned, 32>*>(out) = (low >> 16) | (high & 0xffff0000U);
+    *reinterpret_cast<unaligned_vector_t<std::uint16_t, 32>*>(out) = stored;
   }
 };
 
