@@ -168,9 +168,9 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE void turn_rows_avx2(const Turn& given, const 
   } else if (!Lanes16<type>::even_odd) {
     tables.pairs(turn.table, turn.table + half, half);
   }
+  const std::int64_t bytes = turn.channels * block_bytes(type);
   std::int64_t row = 0;
   if constexpr (streams) {
-    const std::int64_t bytes = turn.channels * block_bytes(type);
     const std::int64_t stretch = bytes < stream_stretch ? stream_stretch / bytes : 1;
     for (; streams_four_pages() && row + 4 * stretch <= rows; row += 4 * stretch) {
       const std::int64_t ahead = row + 8 * stretch <= rows ? 4 * stretch * bytes : 0;
@@ -188,7 +188,15 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE void turn_rows_avx2(const Turn& given, const 
     }
     return;
   }
-  for (; row < rows; ++row) turn_row_lanes<type, streams>(turn, tables, in + row * in_stride, out + row * out_stride);
+  for (; row < rows; ++row) {
+    const std::byte* const from = in + row * in_stride;
+    std::byte* const to = out + row * out_stride;
+    for (std::int64_t line = 0; line < bytes; line += 64) {
+      __builtin_prefetch(from + stream_ahead + line);
+      __builtin_prefetch(to + stream_ahead + line, 1);  // a line is fetched before it is written
+    }
+    turn_row_lanes<type, streams>(turn, tables, from, to);
+  }
 }
 
 /// Whether rows that follow each other can stream straight from registers: they are whole lines, and vectors fill them.

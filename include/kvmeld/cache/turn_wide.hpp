@@ -72,7 +72,14 @@ KVMELD_LAZY KVMELD_TARGET_AVX512 KVMELD_NOINLINE void turn_rows_wide(const Turn&
   const std::int64_t bytes = 2 * std::int64_t{turn.channels};
   std::int64_t row = 0;
   if (!streams) {
-    for (; row < rows; ++row) turn_row_wide<false>(halves, half, cos, sin, in + row * bytes, out + row * bytes);
+    for (; row < rows; ++row) {
+      const std::int64_t at = row * bytes;
+      for (std::int64_t line = 0; line < bytes; line += 64) {
+        __builtin_prefetch(in + at + stream_ahead + line);
+        __builtin_prefetch(out + at + stream_ahead + line, 1);
+      }
+      turn_row_wide<false>(halves, half, cos, sin, in + at, out + at);
+    }
     return;
   }
   const std::int64_t stretch = bytes < stream_stretch ? stream_stretch / bytes : 1;
