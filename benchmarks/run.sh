@@ -2,6 +2,7 @@
 # Installs what is missing, builds the benchmarks (Release, no -march) and runs them.
 #
 #   bash benchmarks/run.sh [FILTER] [FLAG...]      FILTER: a regular expression over benchmark names
+#   bash benchmarks/run.sh --avx2 [FILTER] [FLAG...]  the same without AVX-512: what processors get that have none
 #   bash benchmarks/run.sh --table                 prints build/benchmarks.json as the table of docs/performance.md
 #
 # Writes build/benchmarks.json in Google Benchmark's format. Every benchmark carries the counter `ratio`: its
@@ -13,6 +14,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 
 if [ "${1:-}" = --table ]; then exec python3 benchmarks/table.py build/benchmarks.json; fi
+folder=$root/build/benchmarks isa_flags=()
+if [ "${1:-}" = --avx2 ]; then folder=$root/build/benchmarks-avx2 isa_flags=(-DCMAKE_CXX_FLAGS=-DKVMELD_NO_AVX512); shift; fi
 filter=.
 case ${1:-} in '' | --*) ;; *) filter=$1; shift ;; esac
 
@@ -28,21 +31,26 @@ if grep -qE -- "$filter" <<<$'state/import/llama/verify:positions/tokens:2048\ns
   fi
 fi
 say "building the benchmarks"
-configure "$root" "$root/build/benchmarks" -DCMAKE_BUILD_TYPE=Release -DKVMELD_BUILD_BENCHMARKS=ON "${engine_flags[@]}"
-build "$root/build/benchmarks" kvmeld_benchmarks
+configure "$root" "$folder" -DCMAKE_BUILD_TYPE=Release -DKVMELD_BUILD_BENCHMARKS=ON "${isa_flags[@]}" "${engine_flags[@]}"
+build "$folder" kvmeld_benchmarks
+
+# The processor: a figure says little without it.
+field() { sed -nE "s/^$1[[:space:]]*: //p" /proc/cpuinfo 2>/dev/null | head -n 1; }
+processor="$(field vendor_id) family $(field 'cpu family') model $(field model): $(field 'model name')"
+if [ ${#isa_flags[@]} -gt 0 ]; then processor+=", without AVX-512"; fi
 
 # Google Benchmark leaves the file empty when nothing matched.
-part=$root/build/benchmarks/run.json
+part=$folder/run.json
 rm -f "$part"
-"$root/build/benchmarks/benchmarks/kvmeld_benchmarks" --benchmark_filter="$filter" --benchmark_counters_tabular=true \
-  --benchmark_out="$part" --benchmark_out_format=json "$@"
+"$folder/benchmarks/kvmeld_benchmarks" --benchmark_filter="$filter" --benchmark_counters_tabular=true \
+  --benchmark_out="$part" --benchmark_out_format=json --benchmark_context="processor=${processor//,/;}" "$@"
 
 # Compile time of each header is measured by the script that the tests use.
 headers=()
 while IFS= read -r header; do
   if grep -qE -- "$filter" <<<"compile_time/$header"; then headers+=("$header"); fi
 done < <(cd include && find kvmeld -name '*.hpp' -not -name 'llama*' | sort)
-times=$root/build/benchmarks/compile_time.json
+times=$folder/compile_time.json
 rm -f "$times"
 if [ ${#headers[@]} -gt 0 ]; then
   say "compile time of ${#headers[@]} headers"

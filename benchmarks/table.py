@@ -36,8 +36,9 @@ def table(path):
         sys.exit("%s is missing: run benchmarks/run.sh first" % path)
     context = result["context"]
     if context:
-        print("%s cores at %s MHz, %s build, %s\n" % (context.get("num_cpus"), context.get("mhz_per_cpu"),
-                                                     "Release", context.get("date", "")[:10]))
+        print("%s, %s cores at %s MHz, Release build, %s\n" % (context.get("processor", "unknown processor"),
+                                                            context.get("num_cpus"), context.get("mhz_per_cpu"),
+                                                            context.get("date", "")[:10]))
     print("| benchmark | time | GB/s | ratio to its baseline |\n| --- | ---: | ---: | ---: |")
     for row in result["benchmarks"]:
         # With repetitions the median stands for all of them.

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include <kvmeld/tensor/row_lanes.hpp>
 #include <kvmeld/tensor/rows.hpp>
 
 #include "support/catch.hpp"
@@ -37,7 +38,42 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
+#if KVMELD_X86_DISPATCH
+// Sixteen floats in the order of memory through the vectors of kernels that read, compute and store in one loop.
+KVMELD_TARGET_AVX2 void store_sixteen(const float* x, std::byte* out) {
+  float even[8], odd[8];
+  for (int i = 0; i < 8; ++i) {
+    even[i] = x[2 * i];
+    odd[i] = x[2 * i + 1];
+  }
+  detail::Lanes16<ElementType::bf16>::store(detail::load_lanes(even), detail::load_lanes(odd), out);
+}
+#endif
+
 }  // namespace
+
+#if KVMELD_X86_DISPATCH
+TEST_CASE("bf16 halves that are rounded side by side are those of single elements: all upper halves, ties, infinities and NaN") {
+  std::uint32_t wrong = 0;
+  for (std::uint32_t upper = 0; best_isa() != Isa::baseline && upper < 0x10000U; ++upper) {
+    constexpr std::uint32_t lower[16] = {0,      1,      0x7ffe, 0x7fff, 0x8000, 0x8001, 0x8002, 0xfffe,
+                                         0xffff, 0x4000, 0xc000, 0x8000, 0x7fff, 0x8000, 0xffff, 0};
+    float x[16];
+    for (std::uint32_t i = 0; i < 16; ++i) {
+      const std::uint32_t bits = (upper + (i > 10 ? 1U : 0U)) << 16U | lower[i];
+      std::memcpy(&x[i], &bits, 4);
+    }
+    std::byte out[32];
+    store_sixteen(x, out);
+    for (std::ptrdiff_t i = 0; i < 16; ++i) {
+      std::byte one[32];
+      detail::store_element(ElementType::bf16, one, i, x[i]);
+      wrong += std::memcmp(one + 2 * i, out + 2 * i, 2) != 0 ? 1U : 0U;
+    }
+  }
+  CHECK(wrong == 0);
+}
+#endif
 
 TEST_CASE("every instruction set stores and loads the bytes that single elements give") {
   for (const ElementType type : all_types) {
