@@ -61,18 +61,41 @@ TEST_CASE("SimHash: golden vectors, ties, insertions") {
     REQUIRE(kvmeld::similarity(*hash.sign({.tokens = original}), *hash.sign({.tokens = longer})) > 0.85);
     REQUIRE(kvmeld::similarity(*hash.sign({.tokens = original}), *hash.sign({.tokens = text(4100, seed + 100)})) < 0.85);
   }
-  // More than 255 grams pass through counters of a byte: counted again bit by bit.
-  const auto many = text(1000, 5);
-  std::uint64_t majority = 0;
-  for (int b = 0; b < 64; ++b) {
-    int ones = 0;
-    for (std::size_t i = 0; i + 3 <= many.size(); ++i) ones += static_cast<int>(XXH3_64bits_withSeed(&many[i], 12, hash.seed) >> b & 1U);
-    majority |= std::uint64_t{2 * ones > 998} << b;
-  }
-  REQUIRE(*hash.sign({.tokens = many}) == majority);
   REQUIRE(kvmeld::SimHash{.gram_tokens = 0}.sign({.tokens = few}).status().code() == ErrorCode::invalid_argument);
   REQUIRE(kvmeld::SimHash{.gram_tokens = 17}.sign({.tokens = few}).status().code() == ErrorCode::invalid_argument);
   REQUIRE(kvmeld::SimHash{.first_tokens = 0}.sign({.tokens = few}).status().code() == ErrorCode::invalid_argument);
+}
+
+TEST_CASE(
+    "SimHash against a plain count of every bit: beyond 255 grams, of one gram repeated, of "
+    "halves") {
+  test::Random random(11);
+  for (const std::int32_t gram : {1, 3}) {
+    for (const std::size_t tokens : {1U, 2U, 3U, 4U, 5U, 254U, 255U, 256U, 257U, 258U, 510U, 511U,
+                                     512U, 513U, 1000U, 4096U, 4097U, 9000U}) {
+      // Words that are many, few, or one: a bit that every gram has is counted as often as there
+      // are grams.
+      for (const std::uint64_t words : {1U, 2U, 3U, 30000U}) {
+        std::vector<TokenId> all;
+        for (std::size_t i = 0; i < tokens; ++i)
+          all.push_back(static_cast<TokenId>(random.below(words)));
+        const kvmeld::SimHash hash{.seed = random.next(), .gram_tokens = gram};
+        const std::size_t read = (std::min)(tokens, std::size_t{4096});
+        const std::size_t size = (std::min)(read, static_cast<std::size_t>(gram));
+        std::vector<int> ones(64, 0);
+        int grams = 0;
+        for (std::size_t i = 0; i + size <= read; ++i, ++grams) {
+          const std::uint64_t bits =
+              XXH3_64bits_withSeed(&all[i], size * sizeof(TokenId), hash.seed);
+          for (std::size_t b = 0; b < 64; ++b) ones[b] += static_cast<int>(bits >> b & 1U);
+        }
+        std::uint64_t majority = 0;
+        for (std::size_t b = 0; b < 64; ++b) majority |= std::uint64_t{2 * ones[b] > grams} << b;
+        CAPTURE(gram, tokens, words);
+        CHECK(*hash.sign({.tokens = all}) == majority);
+      }
+    }
+  }
 }
 
 TEST_CASE("EmbeddingHash and XxHash") {
@@ -175,6 +198,65 @@ TEST_CASE("evictions choose by use") {
   REQUIRE(kvmeld::LRU{}.victim(ties) == 1);
   REQUIRE(kvmeld::LFU{}.victim(ties) == 1);
   REQUIRE(kvmeld::WindowLFU{2}.victim(ties) == 1);
+}
+
+TEST_CASE("evictions against plain loops, over uses full of ties") {
+  test::Random random(12);
+  // The first of all that no other one precedes.
+  const auto first = [](const std::vector<kvmeld::AnchorUse>& uses, const auto& precedes) {
+    std::size_t best = 0;
+    for (std::size_t i = 1; i < uses.size(); ++i) {
+      if (precedes(uses[i], uses[best])) best = i;
+    }
+    return best;
+  };
+  const auto longest_ago = [](const kvmeld::AnchorUse& a, const kvmeld::AnchorUse& b) {
+    return a.last_used != b.last_used ? a.last_used < b.last_used : a.inserted < b.inserted;
+  };
+  const auto least_often = [&](const kvmeld::AnchorUse& a, const kvmeld::AnchorUse& b) {
+    return a.uses != b.uses ? a.uses < b.uses : longest_ago(a, b);
+  };
+  for (int round = 0; round < 2000; ++round) {
+    std::vector<kvmeld::AnchorUse> uses;
+    const std::size_t n = 1 + random.below(12);
+    for (std::size_t i = 0; i < n; ++i)
+      uses.push_back({i + 1, n + random.below(3), random.below(3)});
+    for (std::size_t i = n; i > 1; --i) std::swap(uses[i - 1], uses[random.below(i)]);
+    CHECK(kvmeld::LRU{}.victim(uses) == first(uses, longest_ago));
+    CHECK(kvmeld::LFU{}.victim(uses) == first(uses, least_often));
+    const std::size_t window = random.below(n + 2);
+    std::vector<kvmeld::AnchorUse> oldest = uses;
+    std::sort(oldest.begin(), oldest.end(),
+              [](const auto& a, const auto& b) { return a.inserted < b.inserted; });
+    oldest.resize((std::min)(n, (std::max)(window, std::size_t{1})));
+    const std::uint64_t want = oldest[first(oldest, least_often)].inserted;
+    CHECK(uses[kvmeld::WindowLFU{window}.victim(uses)].inserted == want);
+  }
+}
+
+TEST_CASE("distances are f64's: differences, squares and sums that f32 cannot hold") {
+  const auto distance = [](std::vector<float> a, std::vector<float> b) {
+    return kvmeld::l2_distance(a, b);
+  };
+  CHECK(distance({16777216}, {-1}) == 16777217);
+  CHECK(distance({4097}, {0}) == 4097);
+  CHECK(distance({4097, 4097}, {0, 0}) == std::sqrt(2.0 * 4097 * 4097));
+  CHECK(distance({3e38F}, {-3e38F}) == 2 * static_cast<double>(3e38F));
+  CHECK(distance({1e-30F}, {0}) == Approx(static_cast<double>(1e-30F)).epsilon(1e-15));
+  test::Random random(13);
+  for (const std::size_t channels : {1U, 7U, 64U, 4096U}) {
+    std::vector<float> a, b;
+    long double sum = 0;
+    for (std::size_t c = 0; c < channels; ++c) {
+      a.push_back(random.value());
+      b.push_back(random.value() * 1000);
+      const long double x = static_cast<long double>(a[c]) - static_cast<long double>(b[c]);
+      sum += x * x;
+    }
+    // 4096 roundings of f64 in the sum, and some around it.
+    const auto want = static_cast<double>(std::sqrt(sum));
+    CHECK(std::abs(distance(a, b) - want) <= want * static_cast<double>(channels + 4) * 0x1p-53);
+  }
 }
 
 TEST_CASE("weights, entropy and nucleus") {

@@ -1,7 +1,10 @@
 // Fusers through real renders, in every executor: closed-form cases, plain loops in double, and what they refuse.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "support/reference.hpp"
 #include "support/rendering.hpp"
@@ -75,6 +78,77 @@ void refused(const kvmeld::FragmentSet& set, const std::shared_ptr<const kvmeld:
 
 const auto plain = test::geometry({.heads = 3, .channels = 40, .rotary = 0});
 
+// Whole numbers between contributions, few of them different: every sum is exact and ties are many.
+struct Scores {
+  std::vector<double> distances, norms, mass;
+
+  explicit Scores(std::size_t n, test::Random& random) : distances(n * n), norms(n), mass(n) {
+    for (std::size_t i = 0; i < n; ++i) {
+      for (std::size_t j = 0; j < i; ++j) set(i, j, static_cast<double>(1 + random.below(4)));
+      mass[i] = static_cast<double>(1 + random.below(2));
+    }
+  }
+  // Places on a line: distances are squares, so that their roots are exact as well.
+  Scores(const std::vector<int>& places, test::Random& random) : Scores(places.size(), random) {
+    for (std::size_t i = 0; i < places.size(); ++i) {
+      norms[i] = places[i] * places[i];
+      for (std::size_t j = 0; j < i; ++j)
+        set(i, j, (places[i] - places[j]) * (places[i] - places[j]));
+    }
+  }
+  void set(std::size_t i, std::size_t j, double d) {
+    distances[i * norms.size() + j] = distances[j * norms.size() + i] = d;
+  }
+  [[nodiscard]] double at(std::size_t i, std::size_t j) const {
+    return distances[i * norms.size() + j];
+  }
+
+  // The indices that a policy leaves a weight.
+  template <class P>
+  [[nodiscard]] std::vector<std::size_t> kept(const P& policy) const {
+    std::vector<double> weights = mass;
+    const kvmeld::Status scored = policy.score({distances, norms}, weights);
+    INFO(scored.message());
+    REQUIRE(scored.ok());
+    std::vector<std::size_t> out;
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      if (weights[i] != 0) out.push_back(i);
+    }
+    return out;
+  }
+};
+
+// Krum's score of one of those that are left: the sum of the distances to its nearest others.
+double krum_score(const Scores& s, const std::vector<std::size_t>& left, std::size_t of,
+                  std::size_t neighbours) {
+  std::vector<double> near;
+  for (const std::size_t j : left) {
+    if (j != of) near.push_back(s.at(of, j));
+  }
+  std::sort(near.begin(), near.end());
+  double sum = 0;
+  for (std::size_t k = 0; k < neighbours && k < near.size(); ++k) sum += near[k];
+  return sum;
+}
+std::vector<std::size_t> all_of(const Scores& s) {
+  std::vector<std::size_t> out(s.norms.size());
+  for (std::size_t i = 0; i < out.size(); ++i) out[i] = i;
+  return out;
+}
+// The smallest sum of roots, of equal ones the first.
+std::size_t plain_medoid(const Scores& s, const std::vector<std::size_t>& members) {
+  std::size_t best = members[0];
+  const auto sum = [&](std::size_t i) {
+    double out = 0;
+    for (const std::size_t j : members) out += s.mass[j] * std::sqrt(s.at(i, j));
+    return out;
+  };
+  for (const std::size_t i : members) {
+    if (sum(i) < sum(best)) best = i;
+  }
+  return best;
+}
+
 }  // namespace
 
 TEST_CASE("points 0, 1, 2, 4, 100: Krum 1, mean 21.4, median 2, trimmed mean 7/3, geometric median 2, medoid 2") {
@@ -113,6 +187,122 @@ TEST_CASE("Bulyan: n - 2f chosen by repeated Krum, then the n - 4f values neares
   }
   const auto out = test::render_everywhere(set, matched(kvmeld::Bulyan{.f = 1}), at(g));
   CHECK(out->get(0, 0, 0, 9) <= 33.0);  // the largest honest value
+}
+
+TEST_CASE("Krum, MultiKrum and Bulyan against plain loops, over distances full of ties") {
+  test::Random random(5);
+  for (int round = 0; round < 2000; ++round) {
+    const std::size_t n = 3 + random.below(18);
+    const Scores s(n, random);
+    const std::size_t f = random.below((n - 3) / 2 + 1);
+    CAPTURE(round, n, f);
+    // n − f − 2 neighbours; ties go to the smaller index.
+    std::vector<std::pair<double, std::size_t>> order;
+    for (std::size_t i = 0; i < n; ++i)
+      order.emplace_back(krum_score(s, all_of(s), i, n - f - 2), i);
+    std::sort(order.begin(), order.end());
+    const std::size_t m = 1 + random.below(n - f);
+    std::vector<std::size_t> first_m;
+    for (std::size_t i = 0; i < m; ++i) first_m.push_back(order[i].second);
+    std::sort(first_m.begin(), first_m.end());
+    CHECK(s.kept(kvmeld::Krum{.f = static_cast<std::int32_t>(f)}) == std::vector{order[0].second});
+    CHECK(s.kept(kvmeld::MultiKrum{.f = static_cast<std::int32_t>(f),
+                                   .m = static_cast<std::int32_t>(m)}) == first_m);
+    // Each round of Bulyan counts by those that are left.
+    const std::size_t g = random.below((n - 3) / 4 + 1);
+    std::vector<std::size_t> left = all_of(s), chosen;
+    while (chosen.size() < n - 2 * g) {
+      const std::size_t neighbours = left.size() > g + 3 ? left.size() - g - 2 : 1;
+      std::size_t best = 0;
+      for (std::size_t i = 1; i < left.size(); ++i) {
+        if (krum_score(s, left, left[i], neighbours) < krum_score(s, left, left[best], neighbours))
+          best = i;
+      }
+      chosen.push_back(left[best]);
+      left.erase(left.begin() + static_cast<std::ptrdiff_t>(best));
+    }
+    std::sort(chosen.begin(), chosen.end());
+    CHECK(s.kept(kvmeld::Bulyan{.f = static_cast<std::int32_t>(g)}) == chosen);
+  }
+}
+
+TEST_CASE(
+    "Bulyan's last step against a plain sort: the values nearest to the median, of equally near "
+    "ones the smaller") {
+  test::Random random(6);
+  for (int round = 0; round < 2000; ++round) {
+    const int f = static_cast<int>(random.below(4));
+    const int n = 2 * f + 1 + static_cast<int>(random.below(12));
+    std::vector<float> values;
+    for (int i = 0; i < n; ++i) values.push_back(static_cast<float>(random.below(9)));
+    std::sort(values.begin(), values.end());
+    const float median = n % 2 == 1 ? values[static_cast<std::size_t>(n / 2)]
+                                    : (values[static_cast<std::size_t>(n / 2)] +
+                                       values[static_cast<std::size_t>(n / 2 - 1)]) /
+                                          2;
+    std::vector<float> near = values;
+    std::stable_sort(near.begin(), near.end(),
+                     [&](float a, float b) { return std::abs(a - median) < std::abs(b - median); });
+    float sum = 0;  // whole numbers: in any order
+    for (int i = 0; i < n - 2 * f; ++i) sum += near[static_cast<std::size_t>(i)];
+    CAPTURE(values, f);
+    CHECK(kvmeld::Bulyan{.f = f}.select({values.data(), 1, n}) ==
+          sum / static_cast<float>(n - 2 * f));
+  }
+}
+
+TEST_CASE("medoids and clusters against plain loops: ties, and halves of an even number") {
+  using kvmeld::Cluster;
+  test::Random random(7);
+  int halves = 0;
+  for (int round = 0; round < 2000; ++round) {
+    const std::size_t n = 2 + random.below(11);
+    std::vector<int> places;
+    for (std::size_t i = 0; i < n; ++i) {
+      const int far = 1 + static_cast<int>(random.below(4));
+      places.push_back(random.below(2) == 0 ? far : -far);
+    }
+    const Scores s(places, random);
+    CAPTURE(round, places, s.mass);
+    CHECK(s.kept(kvmeld::Medoid{}) == std::vector{plain_medoid(s, all_of(s))});
+    // On a line cosines are 1 or −1: two clusters, those of either sign; of equally large ones that
+    // of the first contribution.
+    std::vector<std::size_t> with_first, others;
+    for (std::size_t i = 0; i < n; ++i)
+      ((places[i] > 0) == (places[0] > 0) ? with_first : others).push_back(i);
+    halves += with_first.size() == others.size();
+    const auto& largest = others.size() > with_first.size() ? others : with_first;
+    CHECK(s.kept(Cluster{.threshold = 0.5F, .result = kvmeld::ClusterResult::centre}) == largest);
+    CHECK(s.kept(Cluster{.threshold = 0.5F}) == std::vector{plain_medoid(s, largest)});
+  }
+  CHECK(halves > 100);
+  // Directions at right angles, up to four clusters: the largest needs no half of all.
+  for (int round = 0; round < 500; ++round) {
+    const std::size_t n = 2 + random.below(9);
+    Scores s(n, random);
+    std::vector<std::vector<std::size_t>> clusters(4);
+    std::vector<std::size_t> way;
+    for (std::size_t i = 0; i < n; ++i) {
+      way.push_back(random.below(4));
+      clusters[way[i]].push_back(i);
+      s.norms[i] = 1;
+      for (std::size_t j = 0; j < i; ++j)
+        s.set(i, j, way[i] == way[j] ? 0 : (way[i] + way[j]) % 2 == 0 ? 4 : 2);
+    }
+    std::vector<std::size_t> largest;
+    for (const std::size_t w : way) {  // in the order in which the clusters were founded
+      if (clusters[w].size() > largest.size()) largest = clusters[w];
+    }
+    CAPTURE(way);
+    CHECK(s.kept(Cluster{.threshold = 0.5F, .result = kvmeld::ClusterResult::centre}) == largest);
+  }
+  // By number: of {0, 0, 9, 9} and of {9, 0, 0, 9} the half of the first contribution.
+  const auto halved = [&](const std::vector<int>& places) {
+    return Scores(places, random).kept(Cluster{.k = 2, .result = kvmeld::ClusterResult::centre});
+  };
+  CHECK(halved({0, 0, 9, 9}) == std::vector<std::size_t>{0, 1});
+  CHECK(halved({9, 0, 0, 9}) == std::vector<std::size_t>{0, 3});
+  CHECK(halved({9, 0, 0, 9, 0}) == std::vector<std::size_t>{1, 2, 4});
 }
 
 TEST_CASE("clusters: an outlier among five does not move the result, by cosine or by number, medoid or centre") {
