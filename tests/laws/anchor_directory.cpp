@@ -1,11 +1,15 @@
 // A directory of anchors is a join-semilattice; owners move as little as they can.
+#include <array>
 #include <map>
 #include <set>
+#include <utility>
 
+#include <kvmeld/codec/frame.hpp>
 #include <kvmeld/state/anchor_directory.hpp>
 #include <kvmeld/state/rendezvous.hpp>
 #include <kvmeld/transport/anchor_codec.hpp>
 
+#include "support/fields.hpp"
 #include "support/law.hpp"
 
 namespace {
@@ -238,19 +242,93 @@ TEST_CASE("a directory refuses what is unsound or too much, and stays as it was"
   CHECK(d.next_version(record(1, 1, 1, false)).error().code() == ErrorCode::quota_exceeded);
 }
 
-TEST_CASE("namespaces differ by every field of the space and by the signature policy") {
-  const kvmeld::AnchorSpace space{"model", "tokenizer", {1, 2}, "tenant"};
-  std::set<kvmeld::Digest128> all{anchor_namespace(space, kvmeld::SimHash{}), anchor_namespace(space, kvmeld::SimHash{.gram_tokens = 4}),
-                                  anchor_namespace(space, kvmeld::XxHash{})};
-  for (int field = 0; field < 4; ++field) {
-    kvmeld::AnchorSpace other = space;
-    if (field == 0) other.model = "modeltokenizer", other.tokenizer = "";
-    if (field == 1) other.tokenizer = "t";
-    if (field == 2) other.layout = {2, 1};
-    if (field == 3) other.tenant = "";
-    all.insert(anchor_namespace(other, kvmeld::SimHash{}));
+TEST_CASE("namespaces and spaces differ by every field, and records by every one of theirs") {
+  using kvmeld::AnchorSpace, kvmeld::Context, kvmeld::Digest128, kvmeld::FragmentId;
+  using test::every_field, test::field, test::parts;
+  const auto id = [](std::size_t at) {
+    FragmentId out;
+    out.bytes[at] = 1;
+    return out;
+  };
+  // Digests as two fields, and their neighbours' halves.
+  const auto halves = [](const Digest128& from) {
+    return std::pair{
+        field(from, "low", &Digest128::low, {9, from.low ^ 1U}),
+        field(from, "high", &Digest128::high, {9, from.high ^ (std::uint64_t{1} << 63U)})};
+  };
+  const AnchorSpace space{"model", "tokenizer", {1, 2}, "tenant", {id(0), {3, 4}}};
+  const auto layout = halves(space.layout), lead_in = halves(space.base.lead_in);
+  const auto spaces = every_field<AnchorSpace>(
+      field(space, "model", &AnchorSpace::model, {"", "Model", "modeltokenizer"}),
+      field(space, "tokenizer", &AnchorSpace::tokenizer, {"", "t"}),
+      parts(space, "layout", &AnchorSpace::layout, layout.first, layout.second),
+      field(space, "tenant", &AnchorSpace::tenant, {"", "tenants"}),
+      parts(space, "base", &AnchorSpace::base,
+            field(space.base, "prefix", &Context::prefix, {FragmentId{}, id(1), id(31)}),
+            parts(space.base, "lead_in", &Context::lead_in, lead_in.first, lead_in.second)));
+  const ReuseReason reasons[] = {ReuseReason::model_differs, ReuseReason::tokenizer_differs,
+                                 ReuseReason::layout_differs, ReuseReason::tenant_differs,
+                                 ReuseReason::base_differs};
+  REQUIRE(std::size(reasons) == spaces.size());
+  const std::vector<std::byte> none =
+      kvmeld::encode_records(anchor_namespace(space, kvmeld::SimHash{}), {});
+  std::set<Digest128> unlike{anchor_namespace(space, kvmeld::SimHash{}),
+                             anchor_namespace(space, kvmeld::SimHash{.gram_tokens = 4}),
+                             anchor_namespace(space, kvmeld::XxHash{})};
+  REQUIRE(unlike.size() == 3);
+  std::size_t all = 3;
+  for (std::size_t f = 0; f < spaces.size(); ++f) {
+    CAPTURE(spaces[f].name);
+    CHECK(compare(spaces[f].values[0], space) == ReuseReason::reuse);
+    for (std::size_t i = 1; i < spaces[f].values.size(); ++i) {
+      CAPTURE(i);
+      CHECK(compare(space, spaces[f].values[i]) == reasons[f]);
+      CHECK(compare(spaces[f].values[i], space) == reasons[f]);
+      const Digest128 name = anchor_namespace(spaces[f].values[i], kvmeld::SimHash{});
+      CHECK(kvmeld::decode_records(none, name).error().code() == ErrorCode::geometry_mismatch);
+      unlike.insert(name);
+      CHECK(unlike.size() == ++all);
+    }
   }
-  CHECK(all.size() == 7);
+  const AnchorRecord whole = record(3, 4, 5, false, 6);
+  const auto context = halves(whole.context), text = halves(whole.text);
+  const auto records = every_field<AnchorRecord>(
+      field(whole, "id", &AnchorRecord::id, {id(1), id(31)}),
+      parts(whole, "context", &AnchorRecord::context, context.first, context.second),
+      parts(whole, "text", &AnchorRecord::text, text.first, text.second),
+      field(whole, "signature", &AnchorRecord::signature, {7, 1ULL << 63U}),
+      field(whole, "tokens", &AnchorRecord::tokens, {5, 1LL << 40U}),
+      field(whole, "bytes", &AnchorRecord::bytes, {0, 1ULL << 40U}),
+      field(whole, "payload", &AnchorRecord::payload, {{}}),
+      field(whole, "owner", &AnchorRecord::owner, {6, 1ULL << 63U}),
+      field(whole, "version", &AnchorRecord::version, {5, 1ULL << 40U}),
+      field(whole, "approximate", &AnchorRecord::approximate, {true}),
+      field(whole, "removed", &AnchorRecord::removed, {true}));
+  std::set<std::array<std::uint64_t, 4>> digests{record_digest(whole).words};
+  all = 1;
+  for (const auto& changed : records) {
+    CAPTURE(changed.name);
+    for (std::size_t i = 1; i < changed.values.size(); ++i)
+      digests.insert(record_digest(changed.values[i]).words);
+    CHECK(digests.size() == (all += changed.values.size() - 1));
+  }
+}
+
+TEST_CASE("every bit of a namespace is compared") {
+  const kvmeld::Digest128 mine{0x0123456789ABCDEF, 0xFEDCBA9876543210};
+  const std::vector<std::byte> records = kvmeld::encode_records(mine, {});
+  const auto frame = kvmeld::encode_frame(9, records, kvmeld::FrameOptions<>{.name_space = mine});
+  REQUIRE(kvmeld::decode_records(records, mine).ok());
+  REQUIRE(kvmeld::decode_frame(*frame, kvmeld::FrameOptions<>{.name_space = mine}).ok());
+  for (unsigned bit = 0; bit < 128; ++bit) {
+    kvmeld::Digest128 other = mine;
+    (bit < 64 ? other.low : other.high) ^= std::uint64_t{1} << bit % 64;
+    CAPTURE(bit);
+    CHECK(kvmeld::decode_records(records, other).error().code() == ErrorCode::geometry_mismatch);
+    CHECK(
+        kvmeld::decode_frame(*frame, kvmeld::FrameOptions<>{.name_space = other}).error().code() ==
+        ErrorCode::unauthenticated);
+  }
 }
 
 TEST_CASE("owners by rendezvous: a member that leaves moves its own keys only, one that joins takes 1/n from all alike") {
