@@ -70,7 +70,10 @@ Status AnchorExchange<Store, Auth, Hash, C>::tick(std::int64_t now_ms) {
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 void AnchorExchange<Store, Auth, Hash, C>::heard(const FragmentId& key, const AnchorRecord& record) {
   rumours_[key] = round_;
-  if (record.removed) graves_.dig(key, elapsed_); else graves_.fill(key);
+  if (record.removed)
+    graves_.dig(key);
+  else
+    graves_.fill(key);
   const auto held = held_.find(key);
   if (held == held_.end()) return;
   const bool gone = record.removed || record.payload != held->second.stored.payload;
@@ -256,6 +259,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::run_sessions() {
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 void AnchorExchange<Store, Auth, Hash, C>::drop_tombstones() {
+  graves_.date(elapsed_);
   while (graves_.size() > 0 && (graves_.size() > options_.max_tombstones || elapsed_ - graves_.oldest().since >= options_.tombstone_ms)) {
     const FragmentId key = graves_.oldest().key;
     graves_.fill(key);

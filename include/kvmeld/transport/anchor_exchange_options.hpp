@@ -33,7 +33,7 @@ struct AnchorExchangeOptions {
   std::size_t max_message_bytes = std::size_t{1} << 24U;
   std::size_t max_records = std::size_t{1} << 20U;
   std::size_t max_tombstones = 4096;         ///< kept longest, the youngest
-  std::int64_t tombstone_ms = 3'600'000;     ///< and so long; should outlast partitions
+  std::int64_t tombstone_ms = 3'600'000;     ///< from the next tick on; outlasts partitions
   std::uint64_t adopt_bytes = std::uint64_t{1} << 30U;  ///< of others' K/V that this peer keeps as an owner by rank
   std::int64_t round_ms = 500;               ///< one message to one neighbour
   std::int64_t retry_ms = 100;               ///< of an unanswered request, doubled each time
