@@ -14,49 +14,57 @@ KVMELD_NAMESPACE_BEGIN
 /// Why a call refused. One code per cause; the message of the `Status` carries the offending number.
 enum class ErrorCode : std::uint8_t {
   ok = 0,
-  invalid_argument,        ///< a parameter outside its documented range
-  geometry_mismatch,       ///< two caches, fragments or targets differ in model, shape, dtype, rope or tenant
-  unknown_field,           ///< an enumerator or version that this build does not know
-  unsupported,             ///< known, but not possible here (the message says what to do instead)
-  unknown_layout,          ///< the declared layout is none that this build reads
-  truncated,               ///< bytes end before what they announce
-  oversized,               ///< bytes go on after what they announce, or announce more than the bound
-  corrupt,                 ///< bytes contradict themselves
-  token_count_mismatch,    ///< token ids, positions and K/V rows are not equally many
-  duplicate_position,      ///< two tokens claim one position
-  position_gap,            ///< positions are not consecutive where they must be
-  duplicate_bos,           ///< a second beginning-of-sequence token would enter the context
-  non_finite,              ///< NaN or infinity in a payload, weight or score
-  aliasing,                ///< output overlaps an input
-  output_too_small,        ///< the output view holds fewer tokens or bytes than the plan needs
-  workspace_too_small,     ///< the workspace is smaller than `Plan::workspace_bytes()`
-  prefix_conflict,         ///< two prefixes in one set, or fragments sealed behind different ones
-  prefix_missing,          ///< fragments name a prefix that is neither in the set nor held by the engine
-  payload_missing,         ///< the set knows the id, the bytes are evicted
-  id_mismatch,             ///< bytes do not hash to the id that they claim
-  hash_mismatch,           ///< sets or fragments were identified by different content hashes
-  tokens_required,         ///< the policy needs token ids and a fragment carries none
-  rope_length_dependent,   ///< frequencies would change with the new length, so stored keys cannot be shifted
-  rope_unsupported,        ///< a position scheme that cannot be shifted (several axes)
-  rope_mismatch,           ///< the declared rope does not explain the engine's keys
-  float_environment,       ///< the process computes with flush-to-zero or value-changing options
-  engine_failure,          ///< the inference engine returned an error
-  probe_failed,            ///< the engine did not give back what was written
-  dot_reused,             ///< one operation's dot names two operations: a restarted agent took an old epoch, or a peer lies
-  quota_exceeded,         ///< an author has more operations, or more bytes, than the replica takes from one
-  merger_mismatch,        ///< replicas or members of a round render with different mergers
-  not_found,              ///< the store or peer does not have what was asked for
-  unavailable,            ///< a store, peer or server cannot be reached now; nothing that was acknowledged is lost
-  timed_out,              ///< the deadline passed first
-  store_full,             ///< a store or disk refuses more bytes
-  unauthenticated,        ///< a message carries no valid authentication tag, or another namespace
-  version_mismatch,       ///< bytes of a newer major version than this build reads
-  gate_refused,           ///< a map between models, measured on held-out data, is worse than the bar
-  template_syntax,        ///< a prompt template with a brace that does not pair, or a slot that is no name
-  slot_unknown,           ///< a value for a slot that the template does not have
-  slot_missing,           ///< a slot without a value
-  history_missing,        ///< a slot asks for an earlier turn than are kept
-  context_exceeded,       ///< a prompt ends behind the positions that the model was trained on
+  invalid_argument,   ///< a parameter outside its documented range
+  geometry_mismatch,  ///< two caches, fragments or targets differ in model, shape, dtype, rope or
+                      ///< tenant
+  unknown_field,      ///< an enumerator or version that this build does not know
+  unsupported,        ///< known, but not possible here (the message says what to do instead)
+  unknown_layout,     ///< the declared layout is none that this build reads
+  truncated,          ///< bytes end before what they announce
+  oversized,          ///< bytes go on after what they announce, or announce more than the bound
+  corrupt,            ///< bytes contradict themselves
+  token_count_mismatch,  ///< token ids, positions and K/V rows are not equally many
+  duplicate_position,    ///< two tokens claim one position
+  position_gap,          ///< positions are not consecutive where they must be
+  duplicate_bos,         ///< a second beginning-of-sequence token would enter the context
+  non_finite,            ///< NaN or infinity in a payload, weight or score
+  aliasing,              ///< output overlaps an input
+  output_too_small,      ///< the output view holds fewer tokens or bytes than the plan needs
+  workspace_too_small,   ///< the workspace is smaller than `Plan::workspace_bytes()`
+  prefix_conflict,       ///< two prefixes in one set, or fragments sealed behind different ones
+  prefix_missing,   ///< fragments name a prefix that is neither in the set nor held by the engine
+  payload_missing,  ///< the set knows the id, the bytes are evicted
+  id_mismatch,      ///< bytes do not hash to the id that they claim
+  hash_mismatch,    ///< sets or fragments were identified by different content hashes
+  tokens_required,  ///< the policy needs token ids and a fragment carries none
+  rope_length_dependent,  ///< frequencies would change with the new length, so stored keys cannot
+                          ///< be shifted
+  rope_unsupported,       ///< a position scheme that cannot be shifted (several axes)
+  rope_mismatch,          ///< the declared rope does not explain the engine's keys
+  float_environment,      ///< the process computes with flush-to-zero or value-changing options
+  engine_failure,         ///< the inference engine returned an error
+  probe_failed,           ///< the engine did not give back what was written
+  dot_reused,  ///< one operation's dot names two operations: a restarted agent took an old epoch,
+               ///< or a peer lies
+  quota_exceeded,   ///< an author has more operations, or more bytes, than the replica takes from
+                    ///< one
+  merger_mismatch,  ///< replicas or members of a round render with different mergers
+  not_found,        ///< the store or peer does not have what was asked for
+  unavailable,  ///< a store, peer or server cannot be reached now; nothing that was acknowledged is
+                ///< lost
+  timed_out,    ///< the deadline passed first
+  store_full,   ///< a store or disk refuses more bytes
+  unauthenticated,   ///< a message carries no valid authentication tag, or another namespace
+  version_mismatch,  ///< bytes of a newer major version than this build reads
+  gate_refused,      ///< a map between models, measured on held-out data, is worse than the bar
+  template_syntax,   ///< a prompt template with a brace that does not pair, or a slot that is no
+                     ///< name
+  slot_unknown,      ///< a value for a slot that the template does not have
+  slot_missing,      ///< a slot without a value
+  history_missing,   ///< a slot asks for an earlier turn than are kept
+  context_exceeded,  ///< a prompt ends behind the positions that the model was trained on
+  memory_space,  ///< a view's elements lie where this entry cannot reach them: on a device, or off
+                 ///< it
 };
 
 /// The name of a code as it is written in this header.
@@ -106,6 +114,8 @@ enum class ErrorCode : std::uint8_t {
     case ErrorCode::slot_missing: return "slot_missing";
     case ErrorCode::history_missing: return "history_missing";
     case ErrorCode::context_exceeded: return "context_exceeded";
+    case ErrorCode::memory_space:
+      return "memory_space";
   }
   return "unknown";
 }

@@ -193,7 +193,11 @@ TEST_CASE("layers that are left out come from the host's local cache") {
   stream.wait();
   CHECK(out.download() == expected.buffers());
   target.local = device_local.out();
-  CHECK(kvmeld::render(stream.get(), set, merger, out.out(), target).status().code() == ErrorCode::unsupported);
+  CHECK(kvmeld::render(stream.get(), set, merger, out.out(), target).status().code() ==
+        ErrorCode::memory_space);
+  target.local = device_local.out().in(kvmeld::MemorySpace::host);  // which is not true
+  CHECK(kvmeld::render(stream.get(), set, merger, out.out(), target).status().code() ==
+        ErrorCode::memory_space);
 }
 
 TEST_CASE("what a device cannot do is refused with nothing launched") {
@@ -208,7 +212,13 @@ TEST_CASE("what a device cannot do is refused with nothing launched") {
   const auto code = [&](const kvmeld::MutableKvCacheRef& to, std::span<std::byte> memory) {
     return kvmeld::run(stream.get(), *plan, memory, to).status().code();
   };
-  CHECK(code(host.out(), workspace.span()) == ErrorCode::invalid_argument);
+  CHECK(code(host.out(), workspace.span()) == ErrorCode::memory_space);
+  CHECK(code(host.out().in(kvmeld::MemorySpace::device), workspace.span()) ==
+        ErrorCode::memory_space);
+  CHECK(code(out.out().in(kvmeld::MemorySpace::host), workspace.span()) == ErrorCode::memory_space);
+  std::vector<std::byte> on_host(plan->workspace_bytes());
+  CHECK(kvmeld::run(kvmeld::exec::seq, *plan, on_host, out.out()).status().code() ==
+        ErrorCode::memory_space);
   CHECK(code(short_out.out(), workspace.span()) == ErrorCode::output_too_small);
   CHECK(code(out.out(), workspace.span().first(100)) == ErrorCode::workspace_too_small);
   CHECK(code({}, workspace.span()) == ErrorCode::invalid_argument);

@@ -144,7 +144,15 @@ TEST_CASE("gather refuses in place, a map out of range and host memory, and laun
   CHECK(code(host_tables.out(), {1, 0}, host_tables.out()) == ErrorCode::aliasing);
   CHECK(code(device_tables.out(), {1, 0}, device_tables.out()) == ErrorCode::aliasing);
   CHECK(code(host_tables.out(), {4}, out.out()) == ErrorCode::invalid_argument);
-  CHECK(code(cache.ref(), {0}, out.out()) == ErrorCode::invalid_argument);
+  CHECK(code(cache.ref(), {0}, out.out()) == ErrorCode::memory_space);
+  CHECK(code(cache.ref().in(kvmeld::MemorySpace::device), {0}, out.out()) ==
+        ErrorCode::memory_space);
+  CHECK(code(host_tables.out(), {0}, out.out().in(kvmeld::MemorySpace::host)) ==
+        ErrorCode::memory_space);
+  CHECK(kvmeld::gather(kvmeld::exec::seq, host_tables.out(), std::vector<std::int32_t>{0},
+                       other.out())
+            .status()
+            .code() == ErrorCode::memory_space);
   CHECK(code(host_tables.out(), {0, 0, 0, 0, 0}, out.out()) == ErrorCode::output_too_small);
   stream.wait();
   CHECK(out.download() == other.buffers());

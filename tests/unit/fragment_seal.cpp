@@ -2,9 +2,10 @@
 #include <cmath>
 #include <limits>
 
+#include <kvmeld/cache/cache_rows.hpp>
+#include <kvmeld/cache/content_digest.hpp>
 #include <kvmeld/cache/fragment_view.hpp>
 #include <kvmeld/cache/host_cache.hpp>
-#include <kvmeld/cache/content_digest.hpp>
 #include <kvmeld/cache/verify_fragment.hpp>
 
 #include "support/catch.hpp"
@@ -57,7 +58,7 @@ TEST_CASE("a fragment's id depends on content, not on the layout it was read fro
       CHECK(made->id() == first);
       CHECK(kvmeld::verify_fragment(*made).ok());
       const kvmeld::FragmentView view(*made);
-      CHECK(kvmeld::content_digest(view.ref()) == kvmeld::content_digest(cache.ref()));
+      CHECK(*kvmeld::content_digest(view.ref()) == *kvmeld::content_digest(cache.ref()));
     }
   }
 }
@@ -108,9 +109,10 @@ TEST_CASE("dropped tokens are gone, what follows keeps its positions") {
   CHECK(made->payloads()[0].positions == std::vector<std::int64_t>{4, 5});
   const kvmeld::FragmentView view(*made);
   for (std::size_t p = 0; p < cache.planes(); ++p) {
-    const kvmeld::PlaneRef& plane = view.ref().planes()[p];
-    CHECK(kvmeld::detail::load_element(ElementType::f32, plane.data, plane.row_offset(plane.slots.slot(1), 1) + 31) ==
-          static_cast<float>(cache.get(p, 5, 1, 31)));
+    const auto row =
+        kvmeld::read_row(view.ref(), {.layer = p / 2, .plane = p % 2, .token = 1, .head = 1});
+    REQUIRE(row.ok());
+    CHECK(row->back() == static_cast<float>(cache.get(p, 5, 1, 31)));
   }
   const auto nothing = kvmeld::seal(cache.ref(), {.drop_first = 6});
   REQUIRE(nothing.ok());
@@ -131,10 +133,12 @@ TEST_CASE("layers that hold fewer tokens keep their own sets") {
   CHECK(payload.layer_tokens(2) == 0);
   CHECK(payload.token_sets[payload.layer_set[1]].present == std::vector<std::int32_t>{3, 4});
   const kvmeld::FragmentView view(*made);
-  const kvmeld::PlaneRef& plane = view.ref().plane(1, 1);
-  CHECK(plane.slots.slot(2) < 0);
-  CHECK(kvmeld::detail::load_element(ElementType::f32, plane.data, plane.row_offset(plane.slots.slot(3), 0)) ==
-        static_cast<float>(cache.get(3, 4, 0, 0)));
+  const auto row = [&](std::int64_t token) {
+    return kvmeld::read_row(view.ref(), {.layer = 1, .plane = 1, .token = token});
+  };
+  CHECK(row(2).status().code() == ErrorCode::not_found);
+  REQUIRE(row(3).ok());
+  CHECK(row(3)->front() == static_cast<float>(cache.get(3, 4, 0, 0)));
 }
 
 TEST_CASE("minus zero becomes zero, subnormal numbers stay, in every type") {

@@ -7,9 +7,11 @@
 #include <string>
 #include <vector>
 
+#include <kvmeld/cache/cache_rows.hpp>
 #include <kvmeld/cache/check_view.hpp>
 #include <kvmeld/cache/from_tensor.hpp>
 #include <kvmeld/cache/layout.hpp>
+#include <kvmeld/cache/seal.hpp>
 
 #include "support/catch.hpp"
 #include "support/page_snippets.hpp"
@@ -263,6 +265,15 @@ TEST_CASE("tensors of one's own, and two views of one pool") {
   bool disturbed = overlaps(*a, *b);  // false: other slots of the same tensors
   // example-end
   CHECK_FALSE(disturbed);
+  // example-begin: rows
+  auto seen = a->first(3);  // at most as many tokens as `a` has
+  auto row =
+      read_row(seen, {.layer = 1, .plane = 0, .token = 2, .head = 1});  // its channels as f32
+  auto on_device = seen.in(MemorySpace::device);  // says so; entries on the host refuse it
+  // example-end
+  REQUIRE(row.ok());
+  CHECK(row->size() == 32);
+  CHECK(seal(on_device).status().code() == ErrorCode::memory_space);
 }
 
 TEST_CASE("docs/layouts.md shows these snippets word for word") {

@@ -20,7 +20,7 @@ Digest128 expected_digest(const FragmentSet& set, const Geometry& g) {
   HostCache out(made->shared_geometry(), made->tokens());
   std::vector<std::byte> workspace(made->workspace_bytes());
   REQUIRE(run(exec::seq, *made, workspace, out.mutable_ref()).ok());
-  return content_digest(out.kv_cache_ref());
+  return *content_digest(out.kv_cache_ref());
 }
 
 RenderOutcome<HostBuffer> outcome_of(Worker& worker) {
@@ -90,8 +90,9 @@ TEST_CASE("what an agent says goes on behind its cache, and what it said since t
   REQUIRE(both.insert(b, {2, 0}).ok());
   const auto made = plan(both, merger(ByProvenance{}), Target{*g});
   const auto reference = test::run_in(exec::seq, *made, test::Layout::canonical);
-  CHECK(content_digest(before.kv_cache_ref()) == content_digest(reference->ref()));
-  CHECK(content_digest(detail::rows_from(after.kv_cache_ref(), 7)) == content_digest(words.ref()));
+  CHECK(*content_digest(before.kv_cache_ref()) == *content_digest(reference->ref()));
+  CHECK(*content_digest(detail::rows_from(after.kv_cache_ref(), 7)) ==
+        *content_digest(words.ref()));
 }
 
 TEST_CASE("readers keep the buffer that they hold while the agent swaps, appends and asks on") {
@@ -119,7 +120,8 @@ TEST_CASE("readers keep the buffer that they hold while the agent swaps, appends
         }
         const std::int64_t rendered = held.owner->report.tokens;
         const auto which = static_cast<std::size_t>(rendered / 9 - 1);
-        const bool good = content_digest(held.kv_cache_ref().first(rendered)) == digests[which] && held.positions.back() == held.tokens - 1;
+        const bool good = *content_digest(held.kv_cache_ref().first(rendered)) == digests[which] &&
+                          held.positions.back() == held.tokens - 1;
         wrong += good ? 0 : 1;
         ++reads;
       }

@@ -75,6 +75,7 @@ KVMELD_LAZY Status check_query_numbers(const AttentionQueries& queries, std::siz
 KVMELD_LAZY Status check_attended_source(std::span<const AttendSource> sources, std::size_t s) {
   const AttendSource& source = sources[s];
   if (!source.cache.valid()) return error(ErrorCode::invalid_argument, "attention: cache ", s, " of ", sources.size(), " has no geometry");
+  KVMELD_TRY(check_on_host(source.cache, "attention"));
   const KvCacheRef& first = sources[0].cache;
   if (source.cache.shared_geometry() != first.shared_geometry()) KVMELD_TRY(check_same(source.cache.geometry(), first.geometry()));
   std::int64_t last = -1;

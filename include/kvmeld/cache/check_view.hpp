@@ -84,10 +84,11 @@ KVMELD_LAZY [[nodiscard]] Status check_plane_view(const PlaneRef& plane, std::si
 
 /// Checks that every element of a view lies inside its buffer, holes aside.
 ///
-/// The buffer starts `bytes_before` bytes before `data` and holds `capacity_bytes`. Tables are read on the host.
-/// Nothing is dereferenced but the table, so `data` may be device memory. O(table entries); no overflow whatever the
-/// numbers. Errors: `truncated` (the byte and the capacity), `unknown_layout`, `unknown_field`, `unsupported` (block
-/// elements that do not lie in rows), `invalid_argument` (strides, extents, missing table, data or scales).
+/// The buffer starts `bytes_before` bytes before `data` and holds `capacity_bytes`. Tables are read
+/// on the host. Nothing is dereferenced but the table, so `data` may lie in any memory space.
+/// O(table entries); no overflow whatever the numbers. Errors: `truncated` (the byte and the
+/// capacity), `unknown_layout`, `unknown_field`, `unsupported` (block elements that do not lie in
+/// rows), `invalid_argument` (strides, extents, missing table, data or scales).
 KVMELD_LAZY [[nodiscard]] Status check_view(const PlaneRef& plane, std::size_t capacity_bytes,
                                        std::size_t bytes_before = 0) {
   return detail::check_plane_view(plane, capacity_bytes, bytes_before, ErrorCode::truncated);

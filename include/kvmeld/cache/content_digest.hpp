@@ -51,10 +51,14 @@ template <class Present>
 
 }  // namespace detail
 
-/// Says what a cache holds: XXH3-128 of its rows in canonical order (layer, plane, token, head, channel), then their scales.
+/// Says what a cache holds: XXH3-128 of its rows in canonical order (layer, plane, token, head,
+/// channel), then their scales.
 ///
-/// Equal caches give equal digests whatever their layouts; rows that a view does not hold are skipped. O(bytes).
-KVMELD_LAZY [[nodiscard]] Digest128 content_digest(const KvCacheRef& cache) {
+/// Equal caches give equal digests whatever their layouts; rows that a view does not hold are
+/// skipped. O(bytes). Errors: `invalid_argument`, `geometry_mismatch` or `token_count_mismatch` (a
+/// view that its planes belie), `memory_space`.
+KVMELD_LAZY [[nodiscard]] Result<Digest128> content_digest(const KvCacheRef& cache) {
+  KVMELD_TRY(detail::check_on_host(cache, "content_digest"));
   return detail::content_digest_of(cache, [](std::size_t, std::int64_t) { return true; });
 }
 

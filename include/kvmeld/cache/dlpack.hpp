@@ -75,6 +75,24 @@ namespace detail {
                " bits is no cache element of this build");
 }
 
+/// The memory that a DLPack device type names; codes from dlpack.h 1.1.
+[[nodiscard]] inline Result<MemorySpace> dlpack_space(std::int64_t device) {
+  switch (device) {
+    case 1:
+      return MemorySpace::host;
+    case 2:
+      return MemorySpace::device;
+    case 3:
+      return MemorySpace::pinned;
+    case 13:
+      return MemorySpace::managed;
+    default:
+      break;
+  }
+  return error(ErrorCode::unsupported, "DLPack device type ", device,
+               "; host (1), CUDA (2), pinned (3) and managed (13) memory can be viewed");
+}
+
 /// A tensor's axes as read and checked: extents, element strides, and the elements it spans around its first.
 struct DlpackShape {
   std::vector<std::int64_t> extents, strides;
@@ -86,12 +104,8 @@ template <DlpackTensor T>
 [[nodiscard]] Result<DlpackShape> dlpack_shape(const T& t) {
   DlpackShape s;
   if (t.ndim < 1 || t.ndim > 16)
-    return error(ErrorCode::invalid_argument, "a tensor of ", static_cast<std::int64_t>(t.ndim), " axes");
-  const auto device = static_cast<std::int64_t>(t.device.device_type);
-  if (device != 1 && device != 2 && device != 3 && device != 13) {
-    return error(ErrorCode::unsupported, "DLPack device type ", device,
-                 "; host (1), CUDA (2), pinned (3) and managed (13) memory can be viewed");
-  }
+    return error(ErrorCode::invalid_argument, "a tensor of ", static_cast<std::int64_t>(t.ndim),
+                 " axes");
   if (static_cast<std::int64_t>(t.dtype.lanes) != 1) {
     return error(ErrorCode::unsupported, "elements of ", static_cast<std::int64_t>(t.dtype.lanes), " lanes");
   }
@@ -179,12 +193,15 @@ template <DlpackTensor T>
 
 }  // namespace detail
 
-/// Views tensors of an engine or framework as a cache. @param tensors one for each plane, layer-major. O(planes + table
-/// entries).
+/// Views tensors of an engine or framework as a cache. @param tensors one for each plane,
+/// layer-major. O(planes + table entries).
 ///
-/// @tparam Byte `std::byte` where the view may be written (a `DLTensor` does not say whether it may), `const std::byte`
-/// otherwise. Errors: `geometry_mismatch` where a tensor's type, heads or channels are not the plane's (bf16 handed in
-/// as f16, say); `unsupported` for devices, lanes and types that this build cannot view; those of `contiguous_view`.
+/// Each plane's memory space is its tensor's device type: a CUDA tensor is viewed, and refused by
+/// what reads on the host.
+/// @tparam Byte `std::byte` where the view may be written (a `DLTensor` does not say whether it
+/// may), `const std::byte` otherwise. Errors: `geometry_mismatch` where a tensor's type, heads or
+/// channels are not the plane's (bf16 handed in as f16, say); `unsupported` for devices, lanes and
+/// types that this build cannot view; those of `contiguous_view`.
 template <class Byte = const std::byte, DlpackTensor T>
 [[nodiscard]] Result<BasicKvCacheRef<Byte>> dlpack_view(std::shared_ptr<const Geometry> geometry,
                                                         const std::vector<T>& tensors, const DlpackOptions& options) {
@@ -210,6 +227,8 @@ template <class Byte = const std::byte, DlpackTensor T>
       }
       const auto s = detail::dlpack_shape(tensor);
       builder.expect(s.status(), l, "tensor");
+      const auto space = detail::dlpack_space(static_cast<std::int64_t>(tensor.device.device_type));
+      builder.expect(space.status(), l, "tensor");
       if (!builder.ok()) break;
       std::int64_t slots = 0;
       const DlpackAxes& axes = options.axes[options.axes.size() == 1 ? 0 : p];
@@ -224,6 +243,7 @@ template <class Byte = const std::byte, DlpackTensor T>
         buffer = std::span<Byte>(first, static_cast<std::size_t>((s->high - s->low + 1) * size));
       }
       strides->offset -= s->low;
+      builder.lies_in(*space);
       builder.add(l, p, buffer, *strides, s->empty ? 0 : slots);
     }
   }

@@ -31,13 +31,18 @@ template <class Byte>
 
 }  // namespace detail
 
-/// A read view of one payload of a fragment, with the slot lists that mark tokens which a layer does not hold.
+/// A read view of one payload of a fragment, with the slot lists that mark tokens which a layer
+/// does not hold.
 ///
-/// Owns the lists and shares the payload's bytes; `ref()` stays valid while this lives.
+/// Owns the lists and shares the payload's bytes; `ref()` stays true while this lives. Where there
+/// is nothing to view, because the fragment is empty, has no such payload, or its bytes are
+/// evicted, `ref().valid()` is false, and whatever is given that view refuses it.
 class FragmentView {
  public:
-  /// @param payload index below `fragment.payloads().size()`, whose bytes are there.
   KVMELD_LAZY explicit FragmentView(const Fragment& fragment, std::size_t payload = 0) : fragment_(fragment) {
+    if (!fragment.valid() || payload >= fragment.payloads().size() ||
+        fragment.payloads()[payload].bytes == nullptr)
+      return;
     const Payload& source = fragment.payloads()[payload];
     for (const TokenSet& set : source.token_sets) {
       std::vector<std::int32_t> slots;

@@ -166,6 +166,8 @@ template <class E, PositionIndex Int>
 [[nodiscard]] Result<GatherReport> gather_on_host(const E& exec, const KvCacheRef& in, std::span<const Int> map,
                                                   const MutableKvCacheRef& out) {
   KVMELD_TRY(check_gather(in, map, out));
+  KVMELD_TRY(check_on_host(in, "gather"));
+  KVMELD_TRY(check_on_host(out, "gather"));
   const auto outputs = static_cast<std::int64_t>(map.size());
   const MutableKvCacheRef written = out.first(outputs);
   if (overlaps(in, written))
@@ -182,12 +184,14 @@ template <class E, PositionIndex Int>
 
 }  // namespace detail
 
-/// Fills output token i with input token `map[i]`, in every layer, byte for byte; −1 leaves the row as it is.
+/// Fills output token i with input token `map[i]`, in every layer, byte for byte; −1 leaves the row
+/// as it is.
 ///
-/// Layouts may differ, geometries may not. Keys are not turned: where positions change, `render` is what is wanted. An
-/// input token may be named twice. A row that the input does not hold is left alone too, and reported. O(bytes).
-/// Errors, with the output untouched: `geometry_mismatch`, `output_too_small`, `invalid_argument` (a map entry out of
-/// range), `unsupported` (scales), `aliasing` (in place, or an output with two names for one row).
+/// Layouts may differ, geometries may not. Keys are not turned: where positions change, `render` is
+/// what is wanted. An input token may be named twice. A row that the input does not hold is left
+/// alone too, and reported. O(bytes). Errors, with the output untouched: `geometry_mismatch`,
+/// `output_too_small`, `invalid_argument` (a map entry out of range), `unsupported` (scales),
+/// `aliasing` (in place, or an output with two names for one row), `memory_space`.
 template <ExecutionPolicy E>
   requires(!E::on_device)
 [[nodiscard]] Result<GatherReport> gather(const E& exec, const KvCacheRef& in, std::span<const std::int32_t> map,

@@ -21,8 +21,10 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// The memory of an engine's cache: one span of bytes for each tensor, exactly as large as the tensor.
-/// @tparam Byte `std::byte` for a view that may be written, `const std::byte` otherwise. May be device memory.
+/// The memory of an engine's cache: one span of bytes for each tensor, exactly as large as the
+/// tensor.
+/// @tparam Byte `std::byte` for a view that may be written, `const std::byte` otherwise. May be
+/// device memory; the view then says so by `in(MemorySpace::device)`.
 template <class Byte>
 using Buffers = std::vector<std::span<Byte>>;
 
@@ -134,6 +136,9 @@ class LayoutBuilder {
     }
   }
 
+  /// Where the planes that are added from now on lie.
+  void lies_in(MemorySpace space) noexcept { space_ = space; }
+
   /// Adds the next plane. @param slots how many the layout has for this layer.
   void add(std::size_t l, std::size_t index, std::span<Byte> buffer, const PlaneStrides& s, std::int64_t slots) {
     add(l, index, buffer, s, slots, placements_[l], ScaleRef{});
@@ -156,6 +161,7 @@ class LayoutBuilder {
                    .block_size = s.block_size,
                    .block_stride = s.block};
     plane.scales = inner_scales;
+    plane.space = space_;
     const auto before = static_cast<std::size_t>(plane.byte_offset(s.offset));
     plane.data = buffer.data() == nullptr ? nullptr : buffer.data() + before;
     std::string where = "plane " + std::to_string(index);
@@ -215,6 +221,7 @@ class LayoutBuilder {
   const PerLayer<TokenPlacement>& placements_;
   const ScaleTables& scales_;
   std::vector<BasicPlaneRef<Byte>> planes_;
+  MemorySpace space_ = MemorySpace::host;
   Status status_;
 };
 

@@ -10,6 +10,39 @@
 
 KVMELD_NAMESPACE_BEGIN
 
+/// Where a view's elements and scales lie, and so who may read them. Declared, as a layout is;
+/// nothing is asked of a driver. Slot tables are host memory wherever the elements lie;
+/// docs/cuda.md has the exception.
+enum class MemorySpace : std::uint8_t {
+  host,     ///< this process's own memory; a device does not reach it
+  pinned,   ///< page-locked host memory: host and device both reach it
+  managed,  ///< moves between host and device by itself: both reach it
+  device,   ///< a device's memory, which the host must not touch
+};
+
+/// How messages name a memory space.
+[[nodiscard]] constexpr const char* to_string(MemorySpace space) noexcept {
+  switch (space) {
+    case MemorySpace::host:
+      return "host";
+    case MemorySpace::pinned:
+      return "pinned";
+    case MemorySpace::managed:
+      return "managed";
+    case MemorySpace::device:
+      return "device";
+  }
+  return "unknown";
+}
+/// Whether code on the host may touch such memory.
+[[nodiscard]] constexpr bool host_reaches(MemorySpace space) noexcept {
+  return space < MemorySpace::device;
+}
+/// Whether kernels may.
+[[nodiscard]] constexpr bool device_reaches(MemorySpace space) noexcept {
+  return space > MemorySpace::host && space <= MemorySpace::device;
+}
+
 /// How a logical token finds its slot in memory.
 enum class SlotKind : std::uint8_t {
   identity,         ///< slot = first + token
@@ -69,6 +102,7 @@ struct ScaleRef {
 template <class Byte>
 struct BasicPlaneRef {
   Byte* data = nullptr;
+  MemorySpace space = MemorySpace::host;  ///< of `data` and of the scales
   PlaneShape shape;
   std::int64_t tokens = 0;
   std::int64_t token_stride = 0;
@@ -82,10 +116,18 @@ struct BasicPlaneRef {
   BasicPlaneRef() = default;
   /// A view that may be written is also a view that may be read.
   template <class Other>
-    requires(std::is_const_v<Byte> && !std::is_const_v<Other>)
-  BasicPlaneRef(const BasicPlaneRef<Other>& o)  // NOLINT: implicit on purpose
-      : data(o.data), shape(o.shape), tokens(o.tokens), token_stride(o.token_stride), head_stride(o.head_stride),
-        channel_stride(o.channel_stride), channel_split(o.channel_split), split_stride(o.split_stride), slots(o.slots),
+  requires(std::is_const_v<Byte> && !std::is_const_v<Other>)
+      BasicPlaneRef(const BasicPlaneRef<Other>& o)  // NOLINT: implicit on purpose
+      : data(o.data),
+        space(o.space),
+        shape(o.shape),
+        tokens(o.tokens),
+        token_stride(o.token_stride),
+        head_stride(o.head_stride),
+        channel_stride(o.channel_stride),
+        channel_split(o.channel_split),
+        split_stride(o.split_stride),
+        slots(o.slots),
         scales(o.scales) {}
 
   /// Element offset of slot `slot`, head `head`, channel 0.

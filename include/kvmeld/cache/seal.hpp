@@ -28,7 +28,7 @@ struct SealOptions {
 namespace detail {
 
 KVMELD_LAZY [[nodiscard]] Status check_seal(const KvCacheRef& view, const SealOptions& options) {
-  if (!view.valid()) return error(ErrorCode::invalid_argument, "the view has no geometry");
+  KVMELD_TRY(check_on_host(view, "seal"));
   const auto n = static_cast<std::size_t>(view.tokens());
   if (!options.tokens.empty() && options.tokens.size() != n) {
     return error(ErrorCode::token_count_mismatch, options.tokens.size(), " token ids for ", n, " rows of K/V");
@@ -179,9 +179,10 @@ template <ContentHash Hash>
 
 /// Copies tokens `drop_first`… of a view into an immutable, content-named fragment.
 ///
-/// Bytes are brought into canonical order and −0 becomes +0; the id names geometry, role, context, tokens, positions and
-/// bytes. O(bytes), one pass to copy and one to hash.
-/// Errors: `token_count_mismatch`, `duplicate_position`, `invalid_argument`, `non_finite`, `unknown_field`.
+/// Bytes are brought into canonical order and −0 becomes +0; the id names geometry, role, context,
+/// tokens, positions and bytes. O(bytes), one pass to copy and one to hash. Errors:
+/// `token_count_mismatch`, `duplicate_position`, `invalid_argument`, `non_finite`, `unknown_field`,
+/// `geometry_mismatch` (planes that are not the geometry's), `memory_space`.
 /// @tparam Hash names the content; XXH3-128 among processes that trust each other.
 template <ContentHash Hash = Xxh3_128>
 [[nodiscard]] Result<Fragment> seal(const KvCacheRef& view, const SealOptions& options = {}) {

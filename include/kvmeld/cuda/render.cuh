@@ -178,18 +178,21 @@ template <class M>
 
 }  // namespace gpu
 
-/// Renders a plan into a cache in device memory: everything is enqueued in the stream, and the call returns.
+/// Renders a plan into a cache in device memory: everything is enqueued in the stream, and the call
+/// returns.
 ///
-/// `out` is a view whose elements the current device can reach. Its slot tables may lie in host memory (checked, and
-/// copied with the plan) or in device memory (used as they lie, unchecked: the host cannot read them without waiting).
-/// Payloads are copied into the workspace unless they are resident; from pageable memory, which is what `seal` makes,
-/// CUDA may wait for the stream inside that copy. The plan, resident payloads and the workspace stay until the stream
-/// has passed; everything else may go when the call returns. The first call on a device also waits for
+/// `out` is a view whose elements the current device can reach. Its slot tables may lie in host
+/// memory (checked, and copied with the plan) or in device memory (used as they lie, unchecked: the
+/// host cannot read them without waiting). Payloads are copied into the workspace unless they are
+/// resident; from pageable memory, which is what `seal` makes, CUDA may wait for the stream inside
+/// that copy. The plan, resident payloads and the workspace stay until the stream has passed;
+/// everything else may go when the call returns. The first call on a device also waits for
 /// `gpu::check_device`.
 ///
-/// Errors, with nothing launched: those of the host's `run`; `invalid_argument` (a plane in host memory), `unsupported`
-/// (a stream that is captured), `float_environment`, `engine_failure` with CUDA's text. A fault on the device shows in
-/// the stream later, as CUDA's always do, and leaves the output undefined.
+/// Errors, with nothing launched: those of the host's `run`; `memory_space` (a plane in host
+/// memory, or declared so: a view over device memory says `in(MemorySpace::device)`), `unsupported`
+/// (a stream that is captured), `float_environment`, `engine_failure` with CUDA's text. A fault on
+/// the device shows in the stream later, as CUDA's always do, and leaves the output undefined.
 template <class M>
 [[nodiscard]] static Result<RenderReport> run(const gpu::Stream& stream, const Plan<M>& plan,
                                               std::span<std::byte> workspace, const MutableKvCacheRef& out,
@@ -199,9 +202,10 @@ template <class M>
 
 /// Plans on the host and runs on the device, in a workspace of the stream's own memory pool.
 ///
-/// Allocates with `cudaMallocAsync` and frees with `cudaFreeAsync`, both in the stream: callers who must not allocate
-/// call `plan` and `run`. The set's fragments stay until the stream has passed. `target.local` is read on the host.
-/// Errors: those of `plan` and `run`; `unsupported` for a local cache in device memory.
+/// Allocates with `cudaMallocAsync` and frees with `cudaFreeAsync`, both in the stream: callers who
+/// must not allocate call `plan` and `run`. The set's fragments stay until the stream has passed.
+/// `target.local` is read on the host. Errors: those of `plan` and `run`; `memory_space` for a
+/// local cache in device memory.
 template <class M>
 [[nodiscard]] static Result<RenderReport> render(const gpu::Stream& stream, const FragmentSet& set, const M& merger,
                                                  const MutableKvCacheRef& out, Target target = {},
@@ -210,12 +214,15 @@ template <class M>
   if (target.geometry.layers.empty()) target.geometry = out.geometry();
   if (target.local) {
     for (const PlaneRef& plane : target.local->planes()) {
+      if (!host_reaches(plane.space)) continue;  // `plan` refuses it by what it says
       cudaPointerAttributes memory{};
       KVMELD_TRY(
           detail::cuda_status(cudaPointerGetAttributes(&memory, plane.data), "asking where the local cache lies"));
       if (memory.type == cudaMemoryTypeDevice) {
-        return detail::error(ErrorCode::unsupported,
-                             "the local cache lies in device memory; copy its layers to the host first");
+        return detail::error(
+            ErrorCode::memory_space,
+            "the local cache is declared to lie in host memory and lies in a device's; ",
+            "copy its layers to the host first");
       }
     }
   }

@@ -174,10 +174,12 @@ struct DeviceView {
   }
 };
 
-/// Looks at a view's pointers: elements must be the device's, tables may lie on either side. Tables on the host are
-/// checked.
+/// Looks at a view's declared memory and at its pointers: elements must be the device's, tables may
+/// lie on either side. Tables on the host are checked. Errors: those of `check_view_planes`,
+/// `memory_space`, `engine_failure`.
 template <class Byte>
 [[nodiscard]] Result<DeviceView<Byte>> device_view(const BasicKvCacheRef<Byte>& cache, std::int64_t tokens) {
+  KVMELD_TRY(check_view_planes(cache, "gpu::Stream"));
   DeviceView<Byte> view;
   const void* last_table = nullptr;
   bool last_readable = true;
@@ -185,10 +187,17 @@ template <class Byte>
     plane.tokens = tokens;
     cudaPointerAttributes memory{};
     if (tokens > 0 && plane.shape.heads > 0 && plane.shape.channels > 0) {
+      if (!device_reaches(plane.space)) {
+        return error(ErrorCode::memory_space, "plane ", view.planes.size(),
+                     " is declared to lie in ", to_string(plane.space),
+                     " memory, which the device cannot reach; a gpu::Stream needs a view over ",
+                     "device memory that says so: view.in(MemorySpace::device)");
+      }
       KVMELD_TRY(cuda_status(cudaPointerGetAttributes(&memory, plane.data), "asking where a plane lies"));
       if (memory.type == cudaMemoryTypeUnregistered) {
-        return error(ErrorCode::invalid_argument, "plane ", view.planes.size(),
-                     " lies in host memory that the device cannot reach; ",
+        return error(ErrorCode::memory_space, "plane ", view.planes.size(),
+                     " is declared to lie in ", to_string(plane.space),
+                     " memory and lies in host memory that the device cannot reach; ",
                      "a gpu::Stream needs a view over device memory");
       }
     }

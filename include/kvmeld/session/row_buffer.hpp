@@ -104,6 +104,7 @@ class RowBuffer {
   [[nodiscard]] static std::ptrdiff_t token_scales(const PlaneShape& shape) { return row_scales(shape) * shape.heads; }
 
   KVMELD_LAZY [[nodiscard]] Status check(const KvCacheRef& rows) const {
+    KVMELD_TRY(check_on_host(rows, "append"));
     for (std::size_t l = 0; l < geometry_->layers.size(); ++l) {
       for (std::size_t p = 0; p < geometry_->layers[l].planes.size(); ++p) {
         const PlaneRef& plane = rows.plane(l, p);

@@ -73,15 +73,18 @@ struct SoftUpdateWork {
 
 }  // namespace detail
 
-/// Blends a fused cache into an agent's own: new = β · fused + (1 − β) · local, for its own view only.
+/// Blends a fused cache into an agent's own: new = β · fused + (1 − β) · local, for its own view
+/// only.
 ///
-/// The result is never sealed into a replicated set: averages are not associative, so replicas that blended would not
-/// converge. Token i of both lies at the same position, which the caller says by `positions`; keys then share their rotation
-/// and may be averaged as they are. Computed as fma(β, fused − local, local) in f32: equal rows stay as they are, β = 0 and
-/// β = 1 copy the bytes of one side. `out` may be `local` itself. A row that either side does not hold is left alone. O(bytes).
-/// Errors, with the output untouched: `invalid_argument` (β outside [0, 1] or not finite), `geometry_mismatch`,
-/// `token_count_mismatch`, `duplicate_position` or `position_gap` (positions differ), `output_too_small`, `aliasing`,
-/// `unsupported` (scales, f64, or more than 1,024 channels a head), `float_environment`.
+/// The result is never sealed into a replicated set: averages are not associative, so replicas that
+/// blended would not converge. Token i of both lies at the same position, which the caller says by
+/// `positions`; keys then share their rotation and may be averaged as they are. Computed as fma(β,
+/// fused − local, local) in f32: equal rows stay as they are, β = 0 and β = 1 copy the bytes of one
+/// side. `out` may be `local` itself. A row that either side does not hold is left alone. O(bytes).
+/// Errors, with the output untouched: `invalid_argument` (β outside [0, 1] or not finite),
+/// `geometry_mismatch`, `token_count_mismatch`, `duplicate_position` or `position_gap` (positions
+/// differ), `output_too_small`, `aliasing`, `unsupported` (scales, f64, or more than 1,024 channels
+/// a head), `memory_space`, `float_environment`.
 template <ExecutionPolicy E>
   requires(!E::on_device)
 [[nodiscard]] Status soft_update(const E& exec, const KvCacheRef& fused, std::span<const std::int64_t> fused_positions, const KvCacheRef& local,
@@ -93,6 +96,9 @@ template <ExecutionPolicy E>
   KVMELD_TRY(validate(local.geometry()));
   KVMELD_TRY(check_same(local.geometry(), fused.geometry()));
   KVMELD_TRY(check_same(local.geometry(), out.geometry()));
+  KVMELD_TRY(detail::check_on_host(fused, "soft_update"));
+  KVMELD_TRY(detail::check_on_host(local, "soft_update"));
+  KVMELD_TRY(detail::check_on_host(out, "soft_update"));
   const std::int64_t tokens = local.tokens();
   if (fused.tokens() != tokens || std::ssize(fused_positions) != tokens || std::ssize(local_positions) != tokens) {
     return error(ErrorCode::token_count_mismatch, "soft_update: ", fused.tokens(), " fused tokens at ", fused_positions.size(), " positions, ", tokens,

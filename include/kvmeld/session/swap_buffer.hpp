@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -17,9 +18,11 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// Rows `begin` … of a cache whose tokens lie at their own index.
+/// Rows `begin` … of a cache whose tokens lie at their own index; none where it holds no more than
+/// `begin`.
 template <class Byte>
 [[nodiscard]] BasicKvCacheRef<Byte> rows_from(const BasicKvCacheRef<Byte>& cache, std::int64_t begin) {
+  begin = (std::max)((std::min)(begin, cache.tokens()), std::int64_t{0});
   std::vector<BasicPlaneRef<Byte>> planes(cache.planes().begin(), cache.planes().end());
   for (BasicPlaneRef<Byte>& plane : planes) {
     plane.slots.first += begin;

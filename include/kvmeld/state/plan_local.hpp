@@ -61,6 +61,7 @@ KVMELD_LAZY Status add_local(PlanCore& core, Alignment& alignment, const Target&
     return error(ErrorCode::token_count_mismatch, "the local cache holds ", target.local->tokens(), " tokens, the render ", core.outputs());
   }
   KVMELD_TRY(check_same(target.local->geometry(), target.geometry));
+  KVMELD_TRY(check_on_host(*target.local, "the local cache"));
   // Layers that are rendered anyway are left out of the copy, whatever they hold; what lies behind the outputs may be stale.
   const KvCacheRef whole = target.local->first(core.outputs());
   const std::vector<std::int32_t> absent(static_cast<std::size_t>(core.outputs()), -1);

@@ -37,6 +37,7 @@ KVMELD_LAZY [[nodiscard]] Status check_slots_present(const PlanCore& core, std::
 KVMELD_LAZY Status check_output(const PlanCore& core, const MutableKvCacheRef& out, std::span<const std::byte> workspace, std::int64_t* scratch) {
   if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
   KVMELD_TRY(check_same(*core.geometry, out.geometry()));
+  KVMELD_TRY(check_on_host(out, "run"));
   if (out.tokens() < core.outputs()) {
     return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(), " tokens, the output holds ", out.tokens());
   }
