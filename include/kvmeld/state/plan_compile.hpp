@@ -48,15 +48,27 @@ KVMELD_LAZY Status build_ropes(PlanCore& core, std::int64_t context_length) {
   return {};
 }
 
-/// Compiles every layer group, finds the holes, builds the rope tables.
-KVMELD_LAZY Status compile(PlanCore& core, const Alignment& alignment, FuserTraits fuser, std::span<const std::uint8_t> recompute,
-                      std::int64_t context_length) {
+/// Compiles the rows of every layer; outputs of `recompute` get none. Layers that read alike share
+/// a group.
+KVMELD_LAZY Status compile_groups(PlanCore& core, const Alignment& alignment, FuserTraits fuser,
+                                  std::span<const std::uint8_t> recompute) {
   const Geometry& geometry = *core.geometry;
+  core.shifts = {0};
+  core.groups.clear();
+  core.layer_group.clear();
+  core.head_weights.clear();
+  core.bytes = 0;
   ShiftIndex shift_of(core.shifts);
   struct Key {
     std::size_t alignment_group;
     bool pre_rope;
     std::vector<const TokenSet*> sets;
+
+    [[nodiscard]] bool alike(const Key& other) const {
+      return alignment_group == other.alignment_group && pre_rope == other.pre_rope &&
+             std::equal(sets.begin(), sets.end(), other.sets.begin(),
+                        [](const TokenSet* a, const TokenSet* b) { return *a == *b; });
+    }
   };
   std::vector<Key> keys;
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
@@ -68,11 +80,7 @@ KVMELD_LAZY Status compile(PlanCore& core, const Alignment& alignment, FuserTrai
       key.sets.push_back(&source.payload().token_sets[source.payload().layer_set[l]]);
     }
     std::size_t k = 0;
-    while (k < keys.size() &&
-           !(keys[k].alignment_group == g && keys[k].pre_rope == key.pre_rope &&
-             std::equal(keys[k].sets.begin(), keys[k].sets.end(), key.sets.begin(), [](auto* a, auto* b) { return *a == *b; }))) {
-      ++k;
-    }
+    while (k < keys.size() && !keys[k].alike(key)) ++k;
     if (k == keys.size()) {
       keys.push_back(std::move(key));
       compile_rows(core, alignment.groups[g], l, fuser, recompute, shift_of, core.groups.emplace_back());
@@ -84,7 +92,21 @@ KVMELD_LAZY Status compile(PlanCore& core, const Alignment& alignment, FuserTrai
     for (const PlaneShape& shape : geometry.layers[l].planes) token_bytes += row_bytes(shape) * shape.heads;
     for (std::size_t o = 0; o < core.positions.size(); ++o) core.bytes += rows.row_begin[o] == rows.row_begin[o + 1] ? 0 : token_bytes;
   }
-  const std::vector<std::uint8_t> is_hole = find_holes(core, recompute);
+  return {};
+}
+
+/// Compiles every layer group, finds the holes, builds the rope tables. An output that one layer
+/// lacks is the engine's in all of them: a hole has no rows, whatever contributions other layers
+/// hold for it.
+KVMELD_LAZY Status compile(PlanCore& core, const Alignment& alignment, FuserTraits fuser,
+                           std::span<const std::uint8_t> recompute, std::int64_t context_length) {
+  std::vector<std::uint8_t> is_hole(recompute.begin(), recompute.end());
+  for (bool found = true; found;) {
+    KVMELD_TRY(compile_groups(core, alignment, fuser, span_of(is_hole)));
+    std::vector<std::uint8_t> holes = find_holes(core, span_of(is_hole));
+    found = holes != is_hole;
+    is_hole = std::move(holes);
+  }
   for (std::size_t o = 0; o < is_hole.size(); ++o) {
     if (is_hole[o] != 0) core.holes.push_back({static_cast<std::int64_t>(o), core.positions[o], core.tokens[o]});
   }
