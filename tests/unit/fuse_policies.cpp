@@ -577,3 +577,79 @@ TEST_CASE("ties go to the smaller fragment id, whatever the order policy says") 
     CHECK(test::render_everywhere(set, merger, at(plain))->get(0, 0, 0, 0) == want);
   }
 }
+
+TEST_CASE("a fuser that cannot act is a warning, and an error where the caller says so") {
+  const auto g = test::geometry({.heads = 1, .channels = 32});
+  std::vector<Sealed> spans;
+  for (std::uint64_t s = 0; s < 3; ++s)
+    spans.push_back(test::sealed(g, 4, 5 + s, {.tokens = test::token_ids(4, 100)}));
+  const auto set = test::set_of(spans);  // agents 1, 2, 3
+  const auto refusing = [&](kvmeld::RenderWarnings what) {
+    kvmeld::Target target = at(g);
+    target.refuse = what;
+    return target;
+  };
+  using kvmeld::RenderWarnings;
+  const auto report = [&](const kvmeld::FragmentSet& of, const auto& merger) {
+    kvmeld::HostCache out(g, 12);
+    const auto made = kvmeld::plan(of, merger, at(g));
+    REQUIRE(made.ok());
+    const auto rendered = kvmeld::render(kvmeld::exec::seq, of, merger, out.mutable_ref());
+    REQUIRE(rendered.ok());
+    CHECK(rendered->fused == made->fused());
+    CHECK(rendered->warnings == made->warnings());
+    return *rendered;
+  };
+  const auto side_by_side = [](const auto& fuser) {
+    return kvmeld::merger(kvmeld::ById{}, Fuser{fuser});
+  };
+
+  // Concatenation brings nothing together: a rule that was chosen does nothing, and the default is
+  // no rule.
+  CHECK(report(set, kvmeld::merger()).warnings == RenderWarnings::none);
+  CHECK(report(set, side_by_side(kvmeld::WeightedMean{})).warnings == RenderWarnings::none);
+  for (const RenderWarnings warnings :
+       {report(set, side_by_side(kvmeld::TrimmedMean{.f = 1})).warnings,
+        report(set, side_by_side(kvmeld::Krum{.f = 1})).warnings,
+        report(set, side_by_side(kvmeld::WeightedMean{kvmeld::Weighting::confidence})).warnings}) {
+    CHECK(warnings == RenderWarnings::nothing_fused);
+  }
+  CHECK(report(set, side_by_side(kvmeld::TrimmedMean{.f = 1})).fused == 0);
+  const auto refused = kvmeld::plan(set, side_by_side(kvmeld::TrimmedMean{.f = 1}),
+                                    refusing(RenderWarnings::nothing_fused));
+  REQUIRE_FALSE(refused.ok());
+  CHECK(refused.error().code() == ErrorCode::invalid_argument);
+  CHECK(refused.error().message().find("none of 12 rendered tokens") != std::string::npos);
+  CHECK(kvmeld::plan(set, side_by_side(kvmeld::TrimmedMean{.f = 1}),
+                     refusing(RenderWarnings::weights_unmatched))
+            .ok());
+  CHECK(kvmeld::plan(set, kvmeld::merger(), refusing(RenderWarnings::nothing_fused)).ok());
+
+  // Matched tokens are fused: four of them, and none of a single fragment.
+  const auto matching = report(set, matched(kvmeld::TrimmedMean{.f = 1}));
+  CHECK(matching.fused == 4);
+  CHECK(matching.warnings == RenderWarnings::none);
+  CHECK(report(set, matched(kvmeld::Medoid{})).fused ==
+        4);  // also where the rule leaves one contribution of each
+  CHECK(report(test::set_of({spans[0]}), matched(kvmeld::TrimmedMean{.f = 1})).warnings ==
+        RenderWarnings::nothing_fused);
+  CHECK(report({}, matched(kvmeld::TrimmedMean{.f = 1})).warnings ==
+        RenderWarnings::none);  // nothing is rendered at all
+
+  // A table that names nobody here: agents 8 and 9 are elsewhere.
+  const kvmeld::AgentWeights elsewhere{.weights = {{8, 0.5F}, {9, 3.0F}}},
+      one{.weights = {{3, 0.5F}, {9, 3.0F}}};
+  CHECK(report(set, matched(elsewhere)).warnings == RenderWarnings::weights_unmatched);
+  CHECK(report(set, matched(one)).warnings == RenderWarnings::none);
+  CHECK(report(set, matched(kvmeld::AgentWeights{})).warnings == RenderWarnings::none);
+  CHECK(report(set, side_by_side(elsewhere)).warnings ==
+        (RenderWarnings::nothing_fused | RenderWarnings::weights_unmatched));
+  const auto unmatched =
+      kvmeld::plan(set, matched(elsewhere), refusing(RenderWarnings::weights_unmatched));
+  REQUIRE_FALSE(unmatched.ok());
+  CHECK(unmatched.error().code() == ErrorCode::invalid_argument);
+  const kvmeld::FragmentWeights known{.weights = {{spans[1].fragment.id(), 2.0F}}},
+      unknown{.weights = {{kvmeld::FragmentId{}, 2.0F}}};
+  CHECK(report(set, matched(known)).warnings == RenderWarnings::none);
+  CHECK(report(set, matched(unknown)).warnings == RenderWarnings::weights_unmatched);
+}

@@ -132,8 +132,7 @@ static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<
     return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(), " tokens, the output holds ",
                  out.tokens());
   }
-  const RenderReport report{core.outputs(), static_cast<std::int64_t>(core.holes.size()), core.bytes, core.render_id,
-                            std::nullopt};
+  const RenderReport report = report_of(core);
   if (core.outputs() == 0 || core.planes() == 0) return report;
   KVMELD_TRY(check_not_capturing(stream));
   KVMELD_TRY(gpu::check_device());

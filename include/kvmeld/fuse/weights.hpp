@@ -52,6 +52,17 @@ struct AgentWeights {
     }
     return best;
   }
+  /// Whether some source is an agent's that the table names; true of an empty table, which asks for
+  /// nobody.
+  KVMELD_LAZY [[nodiscard]] bool names_any(std::span<const Source> sources) const {
+    const auto named = [&](const Mark& mark) {
+      return std::any_of(weights.begin(), weights.end(),
+                         [&](const AgentWeight& w) { return w.agent == mark.dot.agent; });
+    };
+    return weights.empty() || std::any_of(sources.begin(), sources.end(), [&](const Source& s) {
+             return std::any_of(s.metadata->marks.begin(), s.metadata->marks.end(), named);
+           });
+  }
   KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.AgentWeights");
     hasher.value(otherwise);
@@ -83,6 +94,14 @@ struct FragmentWeights {
     const auto at = std::lower_bound(weights.begin(), weights.end(), source.fragment->id(),
                                      [](const FragmentWeight& w, const FragmentId& id) { return w.fragment < id; });
     return at != weights.end() && at->fragment == source.fragment->id() ? at->weight : otherwise;
+  }
+  /// Whether the table names some source; true of an empty table, which asks for none.
+  KVMELD_LAZY [[nodiscard]] bool names_any(std::span<const Source> sources) const {
+    return weights.empty() || std::any_of(sources.begin(), sources.end(), [&](const Source& s) {
+             return std::any_of(weights.begin(), weights.end(), [&](const FragmentWeight& w) {
+               return w.fragment == s.fragment->id();
+             });
+           });
   }
   KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.FragmentWeights");

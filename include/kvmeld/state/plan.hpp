@@ -13,6 +13,7 @@
 #include <kvmeld/state/plan_local.hpp>
 #include <kvmeld/state/plan_rows.hpp>
 #include <kvmeld/state/plan_score.hpp>
+#include <kvmeld/state/plan_warnings.hpp>
 #include <kvmeld/tensor/float_environment.hpp>
 #include <kvmeld/tensor/span_of.hpp>
 
@@ -35,6 +36,9 @@ class Plan {
   KVMELD_LAZY [[nodiscard]] std::span<const TokenId> token_ids() const noexcept { return detail::span_of(core_.tokens); }
   /// Output tokens that the engine computes after the render, ascending.
   KVMELD_LAZY [[nodiscard]] std::span<const Hole> holes() const noexcept { return detail::span_of(core_.holes); }
+  /// Output tokens, holes left out, that had two contributions or more.
+  [[nodiscard]] std::int64_t fused() const noexcept { return core_.fused; }
+  [[nodiscard]] RenderWarnings warnings() const noexcept { return core_.warnings; }
   /// Bytes of K/V that a run writes.
   [[nodiscard]] std::int64_t bytes() const noexcept { return core_.bytes; }
   /// Bytes of workspace that `run` needs on a host, aligned to 64.
@@ -172,6 +176,8 @@ template <class M>
     detail::prepend_prefix(*alignment, parts->prefix->fragment, target.first_position);
     recompute.insert(recompute.begin(), static_cast<std::size_t>(parts->prefix->fragment.token_count()), 0);
   }
+  const std::vector<std::uint8_t> several =
+      detail::with_several(target.geometry, *alignment, recompute.size());
   core.positions = std::move(alignment->positions);
   core.tokens = std::move(alignment->tokens);
   KVMELD_TRY(detail::check_positions(target.geometry, core.sources, core, parts->in_place, target.context_length));
@@ -190,6 +196,8 @@ template <class M>
   detail::add_local_heads(core, *alignment, target, *layer_parts);
   KVMELD_TRY(detail::compile(core, *alignment, {detail::rotation_equivariant<Rows>(), detail::keeps_single<Rows>()}, recompute, length));
   KVMELD_TRY(detail::check_rows<Fuse>(core, merger.fuse.policy()));
+  KVMELD_TRY(detail::warn(core, several, target.refuse, detail::chosen(merger.fuse.policy()),
+                          detail::names_nobody(merger.fuse.policy(), detail::span_of(ordered))));
   core.render_id = detail::render_id(merger, target, parts->prefix, ordered, local);
   return Plan<M>(merger, std::move(core));
 }

@@ -54,6 +54,8 @@ struct PlanCore {
   std::vector<RopeTable> ropes;
   std::vector<std::int32_t> layer_rope;      // (layers) −1: keys are not turned
   std::int64_t bytes = 0;
+  std::int64_t fused = 0;  // outputs, holes left out, of two contributions or more
+  RenderWarnings warnings = RenderWarnings::none;
   Digest128 render_id;
 
   KVMELD_LAZY [[nodiscard]] std::int64_t outputs() const noexcept { return static_cast<std::int64_t>(positions.size()); }
@@ -68,6 +70,17 @@ struct PlanCore {
     return count;
   }
 };
+
+/// What a run of a plan reports.
+KVMELD_LAZY [[nodiscard]] RenderReport report_of(const PlanCore& core) {
+  return {.tokens = core.outputs(),
+          .holes = static_cast<std::int64_t>(core.holes.size()),
+          .bytes = core.bytes,
+          .render_id = core.render_id,
+          .content_digest = std::nullopt,
+          .fused = core.fused,
+          .warnings = core.warnings};
+}
 
 /// Row of a token among those that a layer holds, or −1.
 KVMELD_LAZY [[nodiscard]] std::int64_t payload_row(const Payload& payload, std::size_t layer, std::uint32_t token) {

@@ -11,6 +11,8 @@
 #include <kvmeld/cache/row_copy.hpp>
 #include <kvmeld/exec/exec.hpp>
 #include <kvmeld/state/plan.hpp>
+#include <kvmeld/state/plan_tasks.hpp>
+#include <kvmeld/state/render_work.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -73,42 +75,6 @@ KVMELD_LAZY Status check_output(const PlanCore& core, const MutableKvCacheRef& o
   return {};
 }
 
-/// Lays out the tasks of a run in a workspace. `place` maps a host array to where the executor reads it.
-template <class Place>
-void fill_tasks(const PlanCore& core, const MutableKvCacheRef& out, PlaneTask* tasks, const std::byte** bases, const Place& place) {
-  std::size_t index = 0;
-  const auto at = [&](const auto& array) { return array.empty() ? nullptr : place(array.data()); };
-  for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
-    const LayerShape& layer = core.geometry->layers[l];
-    const GroupArrays& group = core.groups[core.layer_group[l]];
-    for (std::size_t p = 0; p < layer.planes.size(); ++p, ++index) {
-      PlaneTask task;
-      task.out = out.plane(l, p);
-      task.group = {at(group.row_begin), at(group.inputs), at(group.out_shift), at(group.run), at(group.direct)};
-      task.head_weights = at(core.head_weights[l]);
-      task.input_count = static_cast<std::int64_t>(group.inputs.size());
-      task.local_source = static_cast<std::uint32_t>(core.local_source);
-      task.layer = static_cast<std::int32_t>(l);
-      const std::byte** base = bases + index * core.sources.size();
-      for (std::size_t s = 0; s < core.sources.size(); ++s) {
-        const Payload& payload = core.sources[s].payload();
-        base[s] = place(static_cast<const std::byte*>(payload.bytes.get())) + payload.plane_offsets[index];
-      }
-      task.sources = place(static_cast<const std::byte* const*>(base));
-      if (layer.planes[p].rotary && core.layer_rope[l] >= 0) {
-        const RopeTable& table = core.ropes[static_cast<std::size_t>(core.layer_rope[l])];
-        task.rope = place(table.data());
-        task.rope_stride = static_cast<std::int64_t>(table.row_stride());
-        task.pairing = layer.rope.pairing;
-        task.first_channel = layer.rope.first_channel;
-        task.rotary_channels = layer.rope.rotary_channels;
-      }
-      task.packed = contiguous_tokens(task.out);
-      std::construct_at(tasks + index, task);
-    }
-  }
-}
-
 }  // namespace detail
 
 /// Renders a plan into the caller's cache, in the caller's workspace: output row i is output token i, holes are left as they are.
@@ -137,7 +103,7 @@ template <ExecutionPolicy E, class M>
   const detail::RenderWork<Rows> work{detail::row_form(plan.merger().fuse.policy()), tasks, static_cast<std::int64_t>(planes), core.outputs(),
                                       detail::streams_output(core.bytes)};
   if (core.outputs() > 0) KVMELD_TRY(exec.bulk(static_cast<std::int64_t>(planes) * core.outputs(), work));
-  RenderReport report{core.outputs(), static_cast<std::int64_t>(core.holes.size()), core.bytes, core.render_id, std::nullopt};
+  RenderReport report = detail::report_of(core);
   if (options.content_digest) {
     report.content_digest = detail::content_digest_of(KvCacheRef(out).first(core.outputs()),
                                                       [&](std::size_t layer, std::int64_t o) { return core.rendered(layer, o); });

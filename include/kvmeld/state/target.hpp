@@ -16,6 +16,26 @@ struct HeadMask {
   KVMELD_LAZY [[nodiscard]] bool all() const noexcept { return heads.empty(); }
 };
 
+/// What a plan finds odd: nothing wrong is rendered, but less happens than the caller asked for. A
+/// set of bits.
+enum class RenderWarnings : std::uint8_t {
+  none = 0,
+  /// A fuser was chosen (any but the default, a `WeightedMean` of uniform weights), tokens are
+  /// rendered, and not one of them had two contributions: the aligner brings nothing together, as
+  /// `Concat` never does, or the set holds one fragment alone.
+  nothing_fused = 1,
+  /// A table of weights (`AgentWeights`, `FragmentWeights`) names nobody whose tokens are rendered:
+  /// all weigh `otherwise`.
+  weights_unmatched = 2,
+};
+
+[[nodiscard]] constexpr RenderWarnings operator|(RenderWarnings a, RenderWarnings b) noexcept {
+  return static_cast<RenderWarnings>(static_cast<std::uint8_t>(a) | static_cast<std::uint8_t>(b));
+}
+[[nodiscard]] constexpr RenderWarnings operator&(RenderWarnings a, RenderWarnings b) noexcept {
+  return static_cast<RenderWarnings>(static_cast<std::uint8_t>(a) & static_cast<std::uint8_t>(b));
+}
+
 /// What a set is rendered into.
 struct Target {
   Geometry geometry{};               ///< of the engine's cache; fragments of another are refused
@@ -25,6 +45,8 @@ struct Target {
   HeadMask heads{};                  ///< within those layers, the heads that are rendered from the set
   bool prefix_in_place = false;      ///< the engine holds the prefix already: spans alone are rendered, from `first_position` on
   std::int64_t context_length = 0;   ///< tokens the engine's context is made for, where frequencies depend on it; 0: unknown
+  RenderWarnings refuse =
+      RenderWarnings::none;  ///< warnings that `plan` returns as `invalid_argument`
 };
 
 /// What a render did, or a plan will do.
@@ -34,6 +56,8 @@ struct RenderReport {
   std::int64_t bytes = 0;                    ///< of K/V written
   Digest128 render_id;                       ///< what was asked
   std::optional<Digest128> content_digest;   ///< what came out, where it was asked for
+  std::int64_t fused = 0;  ///< output tokens, holes left out, that had two contributions or more
+  RenderWarnings warnings = RenderWarnings::none;
 };
 
 KVMELD_NAMESPACE_END
