@@ -103,3 +103,48 @@ TEST_CASE("what cannot be blended leaves the output alone") {
   CHECK(code(soft_update(exec::seq, mine, at, mine, at, 0.5F, out.out())) ==
         ErrorCode::invalid_argument);
 }
+
+TEST_CASE("what lies between two numbers of the element type is one, however far apart they are") {
+  const auto at = positions(2);
+  for (const ElementType type : {ElementType::f32, ElementType::bf16, ElementType::f16}) {
+    const float most = type == ElementType::f16 ? 65504.0F : 3e38F;
+    const auto g = test::geometry({.type = type, .layers = 1, .heads = 1, .channels = 32});
+    test::TestCache fused(g, 2), local(g, 2), out(g, 2);
+    for (std::size_t p = 0; p < 2; ++p) {
+      for (std::int64_t t = 0; t < 2; ++t) {
+        for (std::int64_t c = 0; c < 32; ++c) {
+          fused.set(p, t, 0, c, c % 2 == 0 ? most : -most);
+          local.set(p, t, 0, c, c % 2 == 0 ? -most : -most);
+        }
+      }
+    }
+    for (const float beta : {0.25F, 0.5F, 0.9F}) {
+      REQUIRE(soft_update(exec::seq, fused.ref(), at, local.ref(), at, beta, out.out()).ok());
+      for (std::int64_t c = 0; c < 32; ++c) {
+        const double x = fused.get(1, 1, 0, c), y = local.get(1, 1, 0, c),
+                     want = double{beta} * x + (1 - double{beta}) * y;
+        CHECK(std::abs(out.get(1, 1, 0, c) - want) <=
+              (type == ElementType::f32 ? 0x1p-22 : 0x1p-8) * static_cast<double>(most));
+      }
+    }
+  }
+}
+
+TEST_CASE("a row that is no number is refused where it would be blended, and named") {
+  const auto g = test::geometry({.type = ElementType::f32});
+  const auto at = positions(3);
+  test::TestCache fused(g, 3), local(g, 3), out(g, 3);
+  fused.fill(1);
+  local.fill(2);
+  local.set(3, 1, 1, 7, std::nanf(""));
+  const Status refused = soft_update(exec::seq, fused.ref(), at, local.ref(), at, 0.5F, out.out());
+  CHECK(refused.code() == ErrorCode::non_finite);
+  CHECK(refused.message().find("plane 3 of the local cache") != std::string::npos);
+  CHECK(refused.message().find("token 1") != std::string::npos);
+  CHECK(out.is_untouched());
+  CHECK(soft_update(exec::seq, fused.ref(), at, local.ref(), at, 1.0F, out.out())
+            .ok());  // nothing of the local cache is read
+  fused.set(0, 2, 0, 0, INFINITY);
+  CHECK(soft_update(exec::seq, fused.ref(), at, local.ref(), at, 1.0F, out.out()).code() ==
+        ErrorCode::non_finite);
+}

@@ -43,48 +43,6 @@ KVMELD_LAZY [[nodiscard]] std::shared_ptr<std::byte[]> lay_out(const Geometry& g
   return memory;
 }
 
-/// `normalise` for rows that were just stored: whole blocks first, by loops that become vectors.
-template <class Bits, Bits Sign, Bits Exponent>
-KVMELD_ALWAYS_INLINE bool tidy_blocks(std::byte* bytes, std::size_t count) noexcept {
-  auto* const x = reinterpret_cast<unaligned_t<Bits>*>(bytes);
-  Bits bad[row_block] = {};
-  std::size_t i = 0;
-  for (; i + row_block <= count; i += row_block) {
-    KVMELD_KEEP_LOOP
-    for (std::size_t c = 0; c < row_block; ++c) {
-      const Bits v = x[i + c];
-      bad[c] = static_cast<Bits>(bad[c] | static_cast<Bits>((v & Exponent) == Exponent));
-      x[i + c] = v == Sign ? Bits{0} : v;
-    }
-  }
-  Bits any = 0;
-  for (const Bits b : bad) any = static_cast<Bits>(any | b);
-  return normalise_bits<Bits, Sign, Exponent>(bytes + i * sizeof(Bits), count - i) || any != 0;
-}
-template <bool vectors>
-struct TidyRows {
-  [[nodiscard]] static bool narrow(std::byte* bytes, std::size_t count) noexcept { return tidy_blocks<std::uint16_t, 0x8000U, 0x7C00U>(bytes, count); }
-  [[nodiscard]] static bool brain(std::byte* bytes, std::size_t count) noexcept { return tidy_blocks<std::uint16_t, 0x8000U, 0x7F80U>(bytes, count); }
-};
-#if KVMELD_X86_DISPATCH
-template <>
-struct TidyRows<true> {
-  [[nodiscard]] KVMELD_TARGET_AVX2 static bool narrow(std::byte* bytes, std::size_t count) noexcept {
-    return tidy_blocks<std::uint16_t, 0x8000U, 0x7C00U>(bytes, count);
-  }
-  [[nodiscard]] KVMELD_TARGET_AVX2 static bool brain(std::byte* bytes, std::size_t count) noexcept {
-    return tidy_blocks<std::uint16_t, 0x8000U, 0x7F80U>(bytes, count);
-  }
-};
-#endif
-/// Turns −0 into +0; true if a number is not finite.
-[[nodiscard]] inline bool tidy_rows(ElementType type, Isa isa, std::byte* bytes, std::size_t byte_count) noexcept {
-  const bool vectors = isa != Isa::baseline;
-  if (type == ElementType::f16) return vectors ? TidyRows<true>::narrow(bytes, byte_count / 2) : TidyRows<false>::narrow(bytes, byte_count / 2);
-  if (type == ElementType::bf16) return vectors ? TidyRows<true>::brain(bytes, byte_count / 2) : TidyRows<false>::brain(bytes, byte_count / 2);
-  return normalise(type, bytes, byte_count);
-}
-
 /// Applies matrices to tiles; owns what lies between.
 class TileProduct {
  public:
@@ -172,7 +130,6 @@ KVMELD_LAZY [[nodiscard]] Result<Payload> project_payload(const ProjectionMap& m
           std::size_t count = 1;
           while (count < tile_tokens && done[l] + count < held[l].size() && held[l][done[l] + count] < last) ++count;
           const std::vector<HeadRef>* loaded = nullptr;
-          bool bad = false;
           for (const MapBlock& block : rows.blocks(l)) {
             if (loaded == nullptr || *loaded != block.inputs) rows.put(block.inputs, std::span(held[l]).subspan(done[l], count), product.input());
             loaded = &block.inputs;
@@ -182,10 +139,14 @@ KVMELD_LAZY [[nodiscard]] Result<Payload> project_payload(const ProjectionMap& m
             for (std::size_t t = 0; t < count; ++t) {
               std::byte* const to_row = bytes + (static_cast<std::int64_t>(done[l] + t) * shape.heads + block.first_head) * row_bytes(shape);
               store_row(shape.type, isa, y + t * matrix.outer.padded_outputs(), matrix.outer.outputs(), to_row);
-              bad = tidy_rows(shape.type, isa, to_row, static_cast<std::size_t>(size)) || bad;
+              if (is_finite(normalise(shape.type, to_row, static_cast<std::size_t>(size))))
+                continue;
+              return error(ErrorCode::non_finite, "projection: target layer ", l, ", ",
+                           plane == Plane::key ? "keys" : "values", " of token ",
+                           held[l][done[l] + t], ", heads from ", block.first_head,
+                           " on: the result is beyond ", to_string(shape.type));
             }
           }
-          if (bad) return error(ErrorCode::non_finite, "projection: target layer ", l, " holds numbers beyond ", to_string(shape.type));
           done[l] += count;
         }
         rows.release(l);

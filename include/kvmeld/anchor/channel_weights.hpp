@@ -61,9 +61,8 @@ KVMELD_LAZY [[nodiscard]] Result<Fragment> weighted_by_channel(const Fragment& d
           detail::store_row(shape.type, isa, row, shape.channels, to);
         }
       }
-      if (detail::normalise(shape.type, storage->data() + out.plane_offsets[plane], static_cast<std::size_t>(held * size * shape.heads))) {
-        return detail::error(ErrorCode::non_finite, "layer ", l, ": a weighted offset is beyond ", to_string(shape.type));
-      }
+      KVMELD_TRY(detail::normalise_plane(shape, storage->data() + out.plane_offsets[plane],
+                                         static_cast<std::size_t>(held), l, "a weighted offset"));
       weight += shape.heads * shape.channels;
       ++plane;
     }

@@ -82,10 +82,8 @@ KVMELD_LAZY [[nodiscard]] Result<Fragment> measure_offset(const Fragment& real, 
           detail::store_row(shape.type, isa, x, shape.channels, to);
         }
       }
-      const std::size_t bytes = held[l].size() * static_cast<std::size_t>(size * shape.heads);
-      if (detail::normalise(shape.type, storage->data() + out.plane_offsets[plane], bytes)) {
-        return detail::error(ErrorCode::non_finite, "layer ", l, ": an offset is beyond ", to_string(shape.type));
-      }
+      KVMELD_TRY(detail::normalise_plane(shape, storage->data() + out.plane_offsets[plane],
+                                         held[l].size(), l, "an offset"));
       ++plane;
     }
   }

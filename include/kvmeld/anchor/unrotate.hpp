@@ -96,6 +96,18 @@ KVMELD_LAZY [[nodiscard]] std::shared_ptr<std::vector<std::byte>> local_storage(
   return std::make_shared<std::vector<std::byte>>((std::max)(total, std::size_t{1}));
 }
 
+/// Normalises the rows of a derived plane. Errors: `non_finite`, by layer and row, where its
+/// elements cannot hold one.
+KVMELD_LAZY Status normalise_plane(const PlaneShape& shape, std::byte* bytes, std::size_t rows,
+                                   std::size_t layer, const char* what) {
+  const auto size = static_cast<std::size_t>(row_bytes(shape) * shape.heads);
+  if (is_finite(normalise(shape.type, bytes, rows * size))) return {};
+  return error(ErrorCode::non_finite, "layer ", layer, ", ",
+               shape.plane == Plane::value ? "values" : "keys", " of row ",
+               first_non_finite(shape.type, bytes, rows * size, size), " of those it holds: ", what,
+               " is beyond ", to_string(shape.type));
+}
+
 /// Tokens that a set holds, ascending.
 [[nodiscard]] inline std::vector<std::int32_t> held_tokens(const TokenSet& set, std::int64_t tokens) {
   std::vector<std::int32_t> out = set.present;
@@ -164,9 +176,8 @@ KVMELD_LAZY [[nodiscard]] Result<Fragment> unrotated(const Fragment& fragment, s
             detail::store_row(shape.type, isa, row, shape.channels, to);
           }
         }
-        if (detail::normalise(shape.type, storage->data() + out.plane_offsets[plane], bytes)) {
-          return detail::error(ErrorCode::non_finite, "layer ", l, ": keys turned back are beyond ", to_string(shape.type));
-        }
+        KVMELD_TRY(detail::normalise_plane(shape, storage->data() + out.plane_offsets[plane],
+                                           held.size(), l, "a key turned back"));
       }
       ++plane;
     }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -45,6 +46,43 @@ struct TokenSet {
   bool operator==(const TokenSet&) const = default;
 };
 
+namespace detail {
+
+/// The largest magnitude in each plane of a payload, worked out once by whoever asks first: no part
+/// of its content.
+///
+/// A copy starts without, because what is copied may be given other bytes. Any number of threads
+/// may ask.
+class PayloadPeaks {
+ public:
+  PayloadPeaks() = default;
+  PayloadPeaks(const PayloadPeaks&) noexcept {}
+  PayloadPeaks(PayloadPeaks&& other) noexcept : planes_(other.planes_.exchange(nullptr)) {}
+  PayloadPeaks& operator=(PayloadPeaks other) noexcept {
+    delete planes_.exchange(other.planes_.exchange(nullptr));
+    return *this;
+  }
+  ~PayloadPeaks() { delete planes_.load(); }
+
+  /// (planes); null: not known yet.
+  [[nodiscard]] const std::vector<double>* get() const noexcept {
+    return planes_.load(std::memory_order_acquire);
+  }
+  /// Notes what was measured, unless somebody was faster; returns what is known.
+  const std::vector<double>& set(std::vector<double> planes) const {
+    auto* const mine = new std::vector<double>(std::move(planes));
+    const std::vector<double>* known = nullptr;
+    if (planes_.compare_exchange_strong(known, mine)) return *mine;
+    delete mine;
+    return *known;
+  }
+
+ private:
+  mutable std::atomic<const std::vector<double>*> planes_{nullptr};
+};
+
+}  // namespace detail
+
 /// One encoding of a fragment's tokens: canonical bytes in the order (layer, plane, token, head, channel).
 ///
 /// Immutable once sealed. Scales of a scaled plane follow its elements, f32, in the order (token, head, group).
@@ -58,6 +96,7 @@ struct Payload {
   std::shared_ptr<const std::byte[]> bytes;  ///< null: evicted
   std::size_t byte_count = 0;
   std::array<std::uint8_t, 31> digest{};     ///< of positions, token sets and bytes
+  detail::PayloadPeaks peaks{};              ///< of the bytes, for plans: neither hashed nor sent
 
   /// Tokens that a layer holds.
   KVMELD_LAZY [[nodiscard]] std::int64_t layer_tokens(std::size_t layer) const noexcept {

@@ -109,6 +109,7 @@ KVMELD_LAZY [[nodiscard]] Result<Payload> gather_payload(const KvCacheRef& view,
   }
   // Zero-filled, so that padding hashes alike; never empty, since null bytes mean an evicted payload.
   const auto storage = std::make_shared<std::vector<std::byte>>(std::max<std::size_t>(total, 1));
+  std::vector<double> peaks;
   std::size_t index = 0;
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     for (std::size_t p = 0; p < geometry.layers[l].planes.size(); ++p, ++index) {
@@ -128,16 +129,36 @@ KVMELD_LAZY [[nodiscard]] Result<Payload> gather_payload(const KvCacheRef& view,
           scales += row_scales(plane.shape) * plane.shape.heads;
         }
       }
-      const bool bad_scale = normalise(ElementType::f32, reinterpret_cast<std::byte*>(scales_begin),
-                                       static_cast<std::size_t>(scales - scales_begin) * sizeof(float));
-      if (normalise(plane.shape.type, begin, static_cast<std::size_t>(out - begin)) || bad_scale) {
+      const double scale =
+          normalise(ElementType::f32, reinterpret_cast<std::byte*>(scales_begin),
+                    static_cast<std::size_t>(scales - scales_begin) * sizeof(float));
+      peaks.push_back(normalise(plane.shape.type, begin, static_cast<std::size_t>(out - begin)));
+      if (!is_finite(peaks.back()) || !is_finite(scale)) {
         return error(ErrorCode::non_finite, "layer ", l, " plane ", p, " holds a NaN or an infinity");
       }
     }
   }
   payload.bytes = std::shared_ptr<const std::byte[]>(storage, storage->data());
   payload.byte_count = total;
+  (void)payload.peaks.set(std::move(peaks));
   return payload;
+}
+
+/// The largest stored magnitude of each (layer, plane), infinity where one is not finite. O(bytes)
+/// for the first who asks.
+KVMELD_LAZY [[nodiscard]] const std::vector<double>& payload_peaks(const Geometry& geometry,
+                                                                   const Payload& payload) {
+  if (const std::vector<double>* const known = payload.peaks.get()) return *known;
+  std::vector<double> peaks;
+  for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+    for (const PlaneShape& shape : geometry.layers[l].planes) {
+      const auto bytes =
+          static_cast<std::size_t>(payload.layer_tokens(l) * shape.heads * row_bytes(shape));
+      peaks.push_back(
+          peak_of(shape.type, payload.bytes.get() + payload.plane_offsets[peaks.size()], bytes));
+    }
+  }
+  return payload.peaks.set(std::move(peaks));
 }
 
 template <ContentHash Hash>

@@ -38,6 +38,9 @@ struct Sum {
   [[nodiscard]] KVMELD_HD float absorb(float acc, float value, float weight) const noexcept { return fma(weight, value, acc); }
   [[nodiscard]] KVMELD_HD constexpr float join(float a, float b) const noexcept { return a + b; }
   [[nodiscard]] KVMELD_HD constexpr float finish(float acc, float, int) const noexcept { return acc; }
+  [[nodiscard]] static constexpr double bound(double peak, double weights, int) noexcept {
+    return peak * weights;
+  }
   KVMELD_LAZY void digest(Hasher& hasher) const { hasher.text("kvmeld.Sum"); }
 };
 
@@ -51,6 +54,7 @@ struct Max {
   [[nodiscard]] KVMELD_HD constexpr float absorb(float acc, float value, float) const noexcept { return acc < value ? value : acc; }
   [[nodiscard]] KVMELD_HD constexpr float join(float a, float b) const noexcept { return a < b ? b : a; }
   [[nodiscard]] KVMELD_HD constexpr float finish(float acc, float, int) const noexcept { return acc; }
+  [[nodiscard]] static constexpr double bound(double peak, double, int) noexcept { return peak; }
   KVMELD_LAZY void digest(Hasher& hasher) const { hasher.text("kvmeld.Max"); }
 };
 

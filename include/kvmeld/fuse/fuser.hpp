@@ -103,11 +103,17 @@ inline constexpr bool has_form = (row_forms<F> > 0 || ScoreForm<F> || WeightForm
 
 /// Reduces the contributions of one output row.
 ///
-/// A policy has a row form: it is a `FoldForm` or a `SelectForm`, or has `mixing() const`, which yields a `MixForm`; and may add
-/// `score` and `weight`. A policy of `score` or `weight` alone is a weighted mean by them. Optional besides: `static constexpr bool keeps_single` (one contribution is its own result),
-/// `static constexpr bool normalises` (`finish` divides by the total weight: plans refuse rows where it is not in (2^-100, 2^100)),
-/// `Status check(std::int64_t contributions) const` (whether a row of so many, as the row form gets them, can be fused),
-/// `Status fits(const Geometry&) const` (whether caches of this geometry can be fused at all).
+/// A policy has a row form: it is a `FoldForm` or a `SelectForm`, or has `mixing() const`, which
+/// yields a `MixForm`; and may add `score` and `weight`. A policy of `score` or `weight` alone is a
+/// weighted mean by them. Optional besides: `static constexpr bool keeps_single` (one contribution
+/// is its own result), `static constexpr bool normalises` (`finish` divides by the total weight:
+/// plans refuse rows where it is not in (2^-100, 2^100)), `Status check(std::int64_t contributions)
+/// const` (whether a row of so many, as the row form gets them, can be fused), `Status fits(const
+/// Geometry&) const` (whether caches of this geometry can be fused at all). The row form may have
+/// `double bound(double peak, double weights, int channels) const`: what no channel, and no number
+/// on the way to it, exceeds where no contribution exceeds `peak` and the magnitudes of their
+/// weights add up to `weights`. Plans compute the rows of a fuser without it once more, to refuse
+/// what the output's elements cannot hold.
 template <class F>
 concept FusePolicy = detail::has_form<F> && detail::fold_fits<F> && detail::select_fits<F> && detail::score_fits<F> &&
                      detail::mix_fits<F> && detail::row_forms<F> <= 1;
@@ -184,6 +190,7 @@ struct MeanRows {
   [[nodiscard]] KVMELD_HD float finish(float acc, float total_weight, int) const noexcept {
     return divide(acc, 1.0F / total_weight, total_weight);
   }
+  [[nodiscard]] static constexpr double bound(double peak, double, int) noexcept { return peak; }
 };
 
 /// What runs on rows: the policy itself, what it mixes by, or a weighted mean.

@@ -60,6 +60,11 @@ struct NormPreservingRows {
     return static_cast<float>(factor * sum(rows, c));
   }
 
+  /// A row may lie in one channel, and then as long as all channels of another.
+  [[nodiscard]] static double bound(double peak, double, int channels) noexcept {
+    return peak * math::sqrt(static_cast<double>(channels));
+  }
+
   /// Whole rows on a host; out: whole blocks of 32 channels.
   KVMELD_LAZY void mix(Isa isa, const HeadRows& rows, float* out) const;
 };

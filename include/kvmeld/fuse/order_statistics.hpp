@@ -17,6 +17,7 @@ struct Median {
 
   [[nodiscard]] KVMELD_HD Ranks ranks(int count) const noexcept { return {(count - 1) / 2, count / 2 + 1}; }
   [[nodiscard]] KVMELD_HD float select(OrderedValues values) const noexcept { return mean_of(values, ranks(values.size())); }
+  [[nodiscard]] static constexpr double bound(double peak, double, int) noexcept { return peak; }
   KVMELD_LAZY void digest(Hasher& hasher) const { hasher.text("kvmeld.Median"); }
 };
 
@@ -37,6 +38,7 @@ struct TrimmedMean {
   }
   [[nodiscard]] KVMELD_HD Ranks ranks(int count) const noexcept { return {f, count - f}; }
   [[nodiscard]] KVMELD_HD float select(OrderedValues values) const noexcept { return mean_of(values, ranks(values.size())); }
+  [[nodiscard]] static constexpr double bound(double peak, double, int) noexcept { return peak; }
   KVMELD_LAZY void digest(Hasher& hasher) const {
     hasher.text("kvmeld.TrimmedMean");
     hasher.value(f);

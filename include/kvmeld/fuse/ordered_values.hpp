@@ -25,11 +25,16 @@ struct Ranks {
   int last = 0;
 };
 
-/// The mean of some ranks, summed in ascending order.
+/// The mean of some ranks, at most 64, summed in ascending order; where the sum leaves f32, that of
+/// the values over 128.
 [[nodiscard]] KVMELD_HD inline float mean_of(OrderedValues values, Ranks ranks) noexcept {
+  const auto count = static_cast<float>(ranks.last - ranks.first);
   float sum = values[ranks.first];
   for (int i = ranks.first + 1; i < ranks.last; ++i) sum += values[i];
-  return sum / static_cast<float>(ranks.last - ranks.first);
+  if (sum - sum == 0.0F) return sum / count;
+  sum = 0;
+  for (int i = ranks.first; i < ranks.last; ++i) sum = fma(values[i], 0x1p-7F, sum);
+  return sum / (count * 0x1p-7F);
 }
 
 namespace detail {

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include <kvmeld/align/non_finite.hpp>
 #include <kvmeld/config.hpp>
 #include <kvmeld/fuse/fuser.hpp>
 #include <kvmeld/fuse/ordered_values.hpp>
@@ -181,6 +182,24 @@ void select_rows(const F& fuser, Isa, float* values, int count, int blocks, floa
 }
 
 #endif  // KVMELD_X86_DISPATCH
+
+/// Selects again, one by one, the channels whose sum left f32, as `mean_of` says; elements of a
+/// narrow range have none. values: as `select_rows` left them, in any order.
+template <class F>
+void reselect(const F& fuser, ElementType type, Isa isa, const float* values, int count, int blocks,
+              float* out) {
+  if (type != ElementType::f32 && type != ElementType::bf16 && type != ElementType::f64) return;
+  const auto channels = static_cast<std::size_t>(blocks * row_block);
+  if (!has_non_finite(isa, out, channels)) return;
+  for (std::size_t c = 0; c < channels; ++c) {
+    if (out[c] - out[c] == 0.0F) continue;
+    float column[max_selected];
+    for (int i = 0; i < count; ++i)
+      column[i] = values[i * selected_channels + static_cast<std::ptrdiff_t>(c)];
+    sort_values(column, count);
+    out[c] = fuser.select(OrderedValues{column, 1, count});
+  }
+}
 
 }  // namespace detail
 KVMELD_NAMESPACE_END

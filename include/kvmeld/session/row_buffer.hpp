@@ -135,8 +135,10 @@ class RowBuffer {
       }
     }
     const auto scales = std::as_writable_bytes(std::span(plane.scales).subspan(scales_before));
-    const bool bad_scale = normalise(ElementType::f32, scales.data(), scales.size());
-    if (normalise(plane.shape.type, plane.bytes.data() + before, plane.bytes.size() - before) || bad_scale) {
+    const double scale = normalise(ElementType::f32, scales.data(), scales.size());
+    if (!is_finite(normalise(plane.shape.type, plane.bytes.data() + before,
+                             plane.bytes.size() - before)) ||
+        !is_finite(scale)) {
       return error(ErrorCode::non_finite, "one of ", count, " new rows holds a NaN or an infinity");
     }
     return {};

@@ -9,6 +9,7 @@
 
 #include <kvmeld/cache/check_view.hpp>
 #include <kvmeld/cache/kv_cache_ref.hpp>
+#include <kvmeld/cache/normalise.hpp>
 #include <kvmeld/cache/row_copy.hpp>
 #include <kvmeld/exec/row_work.hpp>
 #include <kvmeld/status.hpp>
@@ -50,7 +51,12 @@ struct SoftUpdateWork {
     if (beta == 0.0F || beta == 1.0F) return scatter_row(task.out, o, head, beta == 0.0F ? local : fused);
     load_row<Isa::baseline>(shape.type, fused, shape.channels, x);
     load_row<Isa::baseline>(shape.type, local, shape.channels, y);
-    for (std::int32_t c = 0; c < shape.channels; ++c) y[c] = fma(beta, x[c] - y[c], y[c]);
+    for (std::int32_t c = 0; c < shape.channels; ++c) {
+      // Numbers may lie farther apart than f32 reaches: then their halves, which are exact.
+      const float apart = x[c] - y[c];
+      const float half = fma(beta, fma(0.5F, x[c], -0.5F * y[c]), 0.5F * y[c]);
+      y[c] = apart - apart == 0.0F ? fma(beta, apart, y[c]) : half + half;
+    }
     store_row<Isa::baseline>(shape.type, y, shape.channels, fused);
     scatter_row(task.out, o, head, fused);
   }
@@ -59,6 +65,29 @@ struct SoftUpdateWork {
   static constexpr std::int32_t max_channels = 1024;
   static constexpr std::size_t max_bytes = std::size_t{max_channels} * 4;
 };
+
+/// Refuses rows of which no blend is a number: those of a side that is read (`fused` unless β is 0,
+/// `local` unless it is 1), for tokens that are written.
+KVMELD_LAZY Status check_blended(const SoftUpdateWork::Task& task, std::int64_t tokens, float beta,
+                                 std::size_t index) {
+  const PlaneShape& shape = task.out.shape;
+  std::vector<std::byte> heads(static_cast<std::size_t>(row_bytes(shape) * shape.heads));
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    if (task.out.slots.slot(t) < 0 || task.fused.slots.slot(t) < 0 || task.local.slots.slot(t) < 0)
+      continue;
+    for (const bool is_fused : {true, false}) {
+      if (beta == (is_fused ? 0.0F : 1.0F)) continue;
+      const PlaneRef& side = is_fused ? task.fused : task.local;
+      gather_heads(side, side.slots.slot(t), heads.data());
+      const double peak = peak_of(shape.type, heads.data(), heads.size());
+      if (peak <= largest_stored(shape.type)) continue;
+      return error(ErrorCode::non_finite, "soft_update: plane ", index, " of the ",
+                   is_fused ? "fused" : "local", " cache reaches ", peak, " at token ", t,
+                   ", beyond the numbers of ", to_string(shape.type));
+    }
+  }
+  return {};
+}
 
 /// Whether two views name the same elements by the same tokens, so that a row is read before it is written.
 [[nodiscard]] inline bool same_rows(const KvCacheRef& a, const KvCacheRef& b) {
@@ -80,11 +109,13 @@ struct SoftUpdateWork {
 /// blended would not converge. Token i of both lies at the same position, which the caller says by
 /// `positions`; keys then share their rotation and may be averaged as they are. Computed as fma(β,
 /// fused − local, local) in f32: equal rows stay as they are, β = 0 and β = 1 copy the bytes of one
-/// side. `out` may be `local` itself. A row that either side does not hold is left alone. O(bytes).
-/// Errors, with the output untouched: `invalid_argument` (β outside [0, 1] or not finite),
-/// `geometry_mismatch`, `token_count_mismatch`, `duplicate_position` or `position_gap` (positions
-/// differ), `output_too_small`, `aliasing`, `unsupported` (scales, f64, or more than 1,024 channels
-/// a head), `memory_space`, `float_environment`.
+/// side, and what lies between two numbers of the element type is one too. `out` may be `local`
+/// itself. A row that either side does not hold is left alone. O(bytes). Errors, with the output
+/// untouched: `non_finite` (a NaN or an infinity in a row of either side, by plane and token),
+/// `invalid_argument` (β outside [0, 1] or not finite), `geometry_mismatch`,
+/// `token_count_mismatch`, `duplicate_position` or `position_gap` (positions differ),
+/// `output_too_small`, `aliasing`, `unsupported` (scales, f64, or more than 1,024 channels a head),
+/// `memory_space`, `float_environment`.
 template <ExecutionPolicy E>
   requires(!E::on_device)
 [[nodiscard]] Status soft_update(const E& exec, const KvCacheRef& fused, std::span<const std::int64_t> fused_positions, const KvCacheRef& local,
@@ -125,6 +156,8 @@ template <ExecutionPolicy E>
     KVMELD_TRY(check_writable(written.planes()[p]));
     tasks.push_back({fused.planes()[p], local.planes()[p], written.planes()[p]});
   }
+  for (std::size_t p = 0; p < tasks.size(); ++p)
+    KVMELD_TRY(detail::check_blended(tasks[p], tokens, beta, p));
   const auto rows = static_cast<std::int64_t>(tasks.size()) * tokens;
   if (rows == 0) return {};
   return exec.bulk(rows, detail::SoftUpdateWork{tasks.data(), tokens, beta});

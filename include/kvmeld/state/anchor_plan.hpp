@@ -74,6 +74,7 @@ KVMELD_LAZY [[nodiscard]] Result<ReusePlan> plan_reuse(std::span<const ReusePart
   const std::int64_t length = options.context_length > 0 || core.positions.empty() ? options.context_length : core.positions.back() + 1;
   KVMELD_TRY(detail::compile(core, alignment, {detail::rotation_equivariant<detail::BlendSum>(), detail::keeps_single<detail::BlendSum>()}, recompute, length));
   KVMELD_TRY(detail::check_rows<detail::BlendSum>(core, detail::BlendSum{}));
+  KVMELD_TRY(detail::check_range(core, detail::BlendSum{}));
   KVMELD_TRY(detail::warn(core, detail::with_several(geometry, alignment, core.positions.size()),
                           RenderWarnings::none, false, false));
   core.render_id = detail::reuse_id(build.pieces, geometry, options);

@@ -11,6 +11,7 @@
 #include <kvmeld/state/plan_compile.hpp>
 #include <kvmeld/state/plan_core.hpp>
 #include <kvmeld/state/plan_local.hpp>
+#include <kvmeld/state/plan_range.hpp>
 #include <kvmeld/state/plan_rows.hpp>
 #include <kvmeld/state/plan_score.hpp>
 #include <kvmeld/state/plan_warnings.hpp>
@@ -196,6 +197,8 @@ template <class M>
   detail::add_local_heads(core, *alignment, target, *layer_parts);
   KVMELD_TRY(detail::compile(core, *alignment, {detail::rotation_equivariant<Rows>(), detail::keeps_single<Rows>()}, recompute, length));
   KVMELD_TRY(detail::check_rows<Fuse>(core, merger.fuse.policy()));
+  if constexpr (std::is_same_v<Rows, detail::MeanRows>) detail::scale_weights(core);
+  KVMELD_TRY(detail::check_range(core, detail::row_form(merger.fuse.policy())));
   KVMELD_TRY(detail::warn(core, several, target.refuse, detail::chosen(merger.fuse.policy()),
                           detail::names_nobody(merger.fuse.policy(), detail::span_of(ordered))));
   core.render_id = detail::render_id(merger, target, parts->prefix, ordered, local);

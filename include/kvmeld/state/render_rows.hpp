@@ -92,7 +92,9 @@ void select_heads(const F& fuser, const PlaneTask& task, RowMode mode, const Hea
       if (channels != n) std::memcpy(to, row + at, static_cast<std::size_t>(n) * sizeof(float));
       pad_row(to, n);
     }
-    select_rows(fuser, mode.isa, values, used, static_cast<int>((n + row_block - 1) / row_block), fused + at);
+    const auto blocks = static_cast<int>((n + row_block - 1) / row_block);
+    select_rows(fuser, mode.isa, values, used, blocks, fused + at);
+    reselect(fuser, task.out.shape.type, mode.isa, values, used, blocks, fused + at);
   }
 }
 
@@ -234,6 +236,7 @@ void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::i
         pad_row(values + i * selected_channels, n);
       }
       select_rows(fuser, mode.isa, values, count, blocks(n), fused);
+      reselect(fuser, shape.type, mode.isa, values, count, blocks(n), fused);
       std::byte* const out = row_address(task, slot, 0) + offset;
       store_row(shape.type, mode.isa, fused, n, mode.streams ? stage : out);
       if (mode.streams) stream_copy(out, stage, static_cast<std::size_t>(byte_size(shape.type, n)));
