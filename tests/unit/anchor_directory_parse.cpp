@@ -155,10 +155,10 @@ TEST_CASE("an anchor's list: round trips, every cut is refused, damage and noise
     }
     changed = bytes, changed[5] |= std::byte{1};
     CHECK(kvmeld::decode_anchor_list(changed).error().code() == ErrorCode::unknown_field);
-    CHECK(kvmeld::decode_anchor_list(bytes, 10).error().code() == ErrorCode::oversized);
+    CHECK(kvmeld::decode_anchor_list(bytes, {.max_payload_bytes = 10}).error().code() == ErrorCode::oversized);
     for (int i = 0; i < 6'000; ++i) {
       const auto hostile = i % 6 == 0 ? noise(random, 600) : damaged(bytes, random);
-      const auto got = kvmeld::decode_anchor_list(hostile, 1U << 20U);
+      const auto got = kvmeld::decode_anchor_list(hostile, {.max_payload_bytes = 1U << 20U});
       if (!got) {
         REQUIRE_FALSE(got.error().message().empty());
         continue;
@@ -339,7 +339,11 @@ TEST_CASE("a list that announces gigabytes and names small chunks costs no more 
     REQUIRE(store.put(key, kvmeld::encode_chunk(raw)).ok());
     const AnchorRecord record{list.anchor.id, {}, kvmeld::text_digest(list.anchor.base.tokens()), 0, 4096, list.bytes(), key, 1, 1, false, false};
     largest_array = 0;
-    const auto loaded = kvmeld::load_anchor(store, record, wide_format);
+    const auto repeats = kvmeld::load_anchor(store, record, wide_format);
+    CHECK(repeats.error().code() == ErrorCode::oversized);
+    auto believing = wide_format;
+    believing.max_repeated_bytes = std::uint64_t{1} << 34U;
+    const auto loaded = kvmeld::load_anchor(store, record, believing);
     REQUIRE_FALSE(loaded.ok());
     INFO(loaded.error().message());
     CHECK(loaded.error().code() == ErrorCode::corrupt);

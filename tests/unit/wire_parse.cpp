@@ -3,6 +3,10 @@
 #include <kvmeld/cache/verify_fragment.hpp>
 #include <kvmeld/codec/assembler.hpp>
 #include <kvmeld/codec/frame.hpp>
+#include <kvmeld/session/fragment_io.hpp>
+#include <kvmeld/transport/memory_store.hpp>
+
+#include <fstream>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -15,6 +19,14 @@ using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::Manifest;
 using Bytes = std::vector<std::byte>;
+
+/// Memory of this process that is there, not only promised.
+std::size_t resident_bytes() {
+  std::ifstream file("/proc/self/statm");
+  std::size_t pages = 0, resident = 0;
+  file >> pages >> resident;
+  return resident * 4096;
+}
 
 /// All fields that a fragment has, so that one that the wire forgot is seen.
 void same(const Fragment& a, const Fragment& b) {
@@ -168,10 +180,72 @@ TEST_CASE("empty fragments, and chunks that occur twice") {
   const auto twice = kvmeld::make_manifest(*flat, 128);
   REQUIRE(twice.ok());
   Assembler assembler(*twice);
-  CHECK(assembler.left() > 1);
+  CHECK(twice->chunks[0].size() > 1);
+  CHECK(assembler.left() == 1);  // of one key all
+  CHECK(assembler.missing() == std::vector<BlobKey>{twice->chunks[0][0]});
   REQUIRE(assembler.add(twice->chunks[0][0], stored(*flat, 128)[0][0]).ok());
   CHECK(assembler.complete());
-  CHECK(assembler.finish().ok());
+  CHECK(assembler.held_bytes() == 128);  // not once for each place
+  const auto whole = assembler.finish();
+  REQUIRE(whole.ok());
+  CHECK(kvmeld::verify_fragment(*whole).ok());
+  CHECK(assembler.held_bytes() == 0);
+  CHECK(assembler.finish().error().code() == ErrorCode::invalid_argument);
+}
+
+TEST_CASE("memory follows the chunks that came, and a few of them make no payload of gigabytes") {
+  // As many zeros as a manifest can name, of which one chunk ever comes: 2 GiB, of a message of 66 KB.
+  auto geometry = std::make_shared<kvmeld::Geometry>();
+  geometry->model = "m";
+  geometry->tokenizer = "t";
+  geometry->layers.push_back(kvmeld::attention_layer(kvmeld::ElementType::f32, 64, 64,
+                                                   kvmeld::RopeSpec::none()));
+  auto body = std::make_shared<kvmeld::Fragment::Body>();
+  body->geometry = geometry;
+  body->token_count = 65536;  // of 32 KiB
+  kvmeld::Payload payload;
+  for (std::int64_t i = 0; i < body->token_count; ++i) payload.positions.push_back(i);
+  payload.token_sets.push_back({});
+  payload.layer_set = {0};
+  REQUIRE(kvmeld::detail::lay_out(*geometry, payload, std::uint64_t{1} << 40U).ok());
+  REQUIRE(payload.byte_count == std::size_t{1} << 31U);
+  kvmeld::Manifest manifest;
+  const Bytes zeros(manifest.chunk_bytes);
+  const BlobKey key = kvmeld::chunk_key(std::span<const std::byte>(zeros));
+  manifest.chunks.emplace_back(2048, key);
+  body->payloads.push_back(payload);
+  body->id = kvmeld::detail::fragment_id<kvmeld::Xxh3_128>(*body);
+  manifest.fragment = kvmeld::Fragment(body);
+  const Bytes wire = kvmeld::encode_manifest(manifest);
+  const auto refused = kvmeld::decode_manifest(wire);
+  CHECK(refused.error().code() == ErrorCode::oversized);
+  CHECK(refused.error().message().find("2146435072 bytes") != std::string::npos);
+
+  // Whoever raises the bound has the chunk once until it gives the payload out.
+  const auto believed = kvmeld::decode_manifest(wire, {.max_repeated_bytes = std::uint64_t{1} << 31U});
+  REQUIRE(believed.ok());
+  Assembler assembler(*believed);
+  CHECK(assembler.bytes_of(key) == zeros.size());
+  CHECK(assembler.bytes_of(BlobKey{}) == 0);
+  REQUIRE(assembler.add(key, kvmeld::encode_chunk(std::span<const std::byte>(zeros))).ok());
+  CHECK(assembler.complete());
+  CHECK(assembler.held_bytes() == zeros.size());
+  CHECK(assembler.bytes_of(key) == 0);
+  CHECK(resident_bytes() < std::size_t{1} << 30U);
+
+  // What nobody would read again is not stored either.
+  test::TestCache flat(test::geometry({.heads = 1, .channels = 32}), 64);
+  for (auto& buffer : flat.buffers()) std::fill(buffer.begin(), buffer.end(), std::byte{0});
+  const auto fragment = kvmeld::seal(flat.ref());
+  REQUIRE(fragment.ok());
+  kvmeld::MemoryStore store;
+  kvmeld::FragmentFormat<> format;
+  format.chunk_bytes = 128;
+  format.max_repeated_bytes = 1000;
+  CHECK(kvmeld::store_fragment(store, *fragment, format).error().code() == ErrorCode::oversized);
+  format.max_repeated_bytes = 1 << 20;
+  CHECK(kvmeld::store_fragment(store, *fragment, format).ok());
+  CHECK(kvmeld::load_fragment(store, fragment->id(), format).ok());
 }
 
 TEST_CASE("planes with scales, of several shapes, and layers without any") {
@@ -273,7 +347,7 @@ TEST_CASE("a manifest that lies is found out, at the latest when its bytes are t
   CHECK(assembled(swapped) == ErrorCode::id_mismatch);
   swapped = *manifest;
   swapped.chunks[0].back() = swapped.chunks[0][0];  // one key for two sizes
-  CHECK(assembled(swapped) == ErrorCode::payload_missing);
+  refused(swapped, ErrorCode::corrupt);
 
   CHECK(kvmeld::make_manifest(test::evicted(rich(), 1)).error().code() == ErrorCode::payload_missing);
   CHECK(kvmeld::make_manifest(rich(), 0).error().code() == ErrorCode::invalid_argument);

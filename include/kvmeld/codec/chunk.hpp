@@ -36,6 +36,16 @@ inline constexpr std::size_t max_chunk_bytes = std::size_t{1} << 26;  ///< no ma
   return {payload.bytes.get() + index * chunk_bytes, chunk_size(payload.byte_count, index, chunk_bytes)};
 }
 
+/// Bytes that a payload has only because chunks are named again: a list of 32 bytes a chunk makes as
+/// many of one that came once. No less than the true number, by less than a chunk. O(n log n).
+KVMELD_LAZY [[nodiscard]] std::uint64_t repeated_bytes(std::span<const BlobKey> chunks,
+                                                       std::size_t chunk_bytes) {
+  std::vector<BlobKey> keys(chunks.begin(), chunks.end());
+  std::sort(keys.begin(), keys.end());
+  const auto distinct = std::unique(keys.begin(), keys.end()) - keys.begin();
+  return std::uint64_t{chunks.size() - static_cast<std::size_t>(distinct)} * chunk_bytes;
+}
+
 /// The form of the plane in which chunk `index` begins. O(planes).
 KVMELD_LAZY [[nodiscard]] ChunkForm chunk_form(const Geometry& geometry, const Payload& payload, std::size_t index,
                                                std::size_t chunk_bytes = default_chunk_bytes) {

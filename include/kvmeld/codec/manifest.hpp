@@ -26,6 +26,8 @@ struct Manifest {
 /// What a reader of manifests takes from strangers.
 struct ManifestLimits {
   std::uint64_t max_payload_bytes = std::uint64_t{1} << 36;  ///< of one payload, raw
+  /// Of one payload, by `repeated_bytes`: what a few chunks may be blown up to.
+  std::uint64_t max_repeated_bytes = std::uint64_t{1} << 26;
 };
 
 namespace detail {
@@ -34,6 +36,37 @@ inline constexpr std::uint8_t manifest_version = 1;
 inline constexpr std::uint32_t manifest_magic = 0x4D4D564BU;  // "KVMM"
 
 [[nodiscard]] inline std::uint64_t accident_sum(std::span<const std::byte> bytes) noexcept { return XXH3_64bits(bytes.data(), bytes.size()); }
+
+/// Errors: `oversized` for a payload that is mostly a few chunks again and again.
+KVMELD_LAZY [[nodiscard]] Status check_repeats(std::span<const BlobKey> chunks,
+                                               std::size_t chunk_bytes, std::uint64_t most) {
+  if (chunks.size() <= most / chunk_bytes) return {};
+  const std::uint64_t repeated = repeated_bytes(chunks, chunk_bytes);
+  if (repeated <= most) return {};
+  return error(ErrorCode::oversized, "a payload of ", chunks.size(), " chunks has ", repeated,
+               " bytes from chunks that are named again; at most ", most,
+               " are taken (max_repeated_bytes)");
+}
+
+/// Errors: `corrupt` where a payload's last, shorter chunk has the key of a longer one.
+KVMELD_LAZY [[nodiscard]] Status check_sizes(const Fragment::Body& body, const Manifest& manifest) {
+  const auto size = [&](std::size_t p, std::size_t c) {
+    return chunk_size(body.payloads[p].byte_count, c, manifest.chunk_bytes);
+  };
+  for (std::size_t last = 0; last < manifest.chunks.size(); ++last) {
+    const std::size_t tail = manifest.chunks[last].size() - 1;  // no use where there is none
+    if (manifest.chunks[last].empty() || size(last, tail) == manifest.chunk_bytes) continue;
+    for (std::size_t p = 0; p < manifest.chunks.size(); ++p) {
+      for (std::size_t c = 0; c < manifest.chunks[p].size(); ++c) {
+        if (manifest.chunks[p][c] != manifest.chunks[last][tail]) continue;
+        if (size(p, c) == size(last, tail)) continue;
+        return error(ErrorCode::corrupt, "manifest: one key for chunks of ", size(p, c), " and ",
+                     size(last, tail), " bytes");
+      }
+    }
+  }
+  return {};
+}
 
 KVMELD_LAZY [[nodiscard]] Status read_manifest(ByteReader& r, Fragment::Body& body, Manifest& out, const ManifestLimits& limits) {
   if (const auto id = r.bytes(32); !id.empty()) std::memcpy(body.id.bytes.data(), id.data(), 32);
@@ -69,9 +102,11 @@ KVMELD_LAZY [[nodiscard]] Status read_manifest(ByteReader& r, Fragment::Body& bo
     std::vector<BlobKey> keys(r.ok() ? count : 0);
     for (BlobKey& key : keys) std::memcpy(key.bytes.data(), r.bytes(sizeof(BlobKey)).data(), sizeof(BlobKey));
     KVMELD_TRY(r.status("manifest"));
+    KVMELD_TRY(check_repeats(keys, out.chunk_bytes, limits.max_repeated_bytes));
     out.chunks.push_back(std::move(keys));
     body.payloads.push_back(std::move(payload));
   }
+  KVMELD_TRY(check_sizes(body, out));
   body.geometry = std::move(geometry);
   return r.finish("manifest");
 }

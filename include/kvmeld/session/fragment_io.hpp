@@ -22,9 +22,15 @@ struct FragmentFormat {
   using hash_type = Hash;
   std::size_t chunk_bytes = default_chunk_bytes;
   std::uint64_t max_payload_bytes = std::uint64_t{1} << 34;  ///< of one payload that a stranger announces
+  /// Of one payload, as `ManifestLimits` has it: a fragment beyond is neither stored nor taken.
+  std::uint64_t max_repeated_bytes = std::uint64_t{1} << 26;
   C compressor{};
   /// Hashes payloads that a store maps in one piece before they are believed, O(bytes). Off: whoever may write there is trusted.
   bool verify_mapped = true;
+
+  [[nodiscard]] ManifestLimits limits() const noexcept {
+    return {max_payload_bytes, max_repeated_bytes};
+  }
 };
 
 /// What storing a fragment took.
@@ -56,6 +62,20 @@ template <ContentHash Hash>
   return code == ErrorCode::id_mismatch || code == ErrorCode::corrupt || code == ErrorCode::truncated;
 }
 
+KVMELD_LAZY [[nodiscard]] Status check_limits(const Manifest& manifest,
+                                              const ManifestLimits& limits) {
+  for (std::size_t p = 0; p < manifest.chunks.size(); ++p) {
+    const std::size_t bytes = manifest.fragment.payloads()[p].byte_count;
+    if (bytes > limits.max_payload_bytes) {
+      return error(ErrorCode::oversized, "payload ", p, " of fragment ",
+                   manifest.fragment.id().hex(), " has ", bytes, " bytes; at most ",
+                   limits.max_payload_bytes, " are read again (max_payload_bytes)");
+    }
+    KVMELD_TRY(check_repeats(manifest.chunks[p], manifest.chunk_bytes, limits.max_repeated_bytes));
+  }
+  return {};
+}
+
 inline void count(StoredBytes& counted, bool fresh, std::size_t bytes) {
   (fresh ? counted.bytes : counted.dedup_bytes) += bytes;
   counted.dedup_hits += fresh ? 0U : 1U;
@@ -66,11 +86,13 @@ inline void count(StoredBytes& counted, bool fresh, std::size_t bytes) {
 /// Puts a whole fragment into a store: payloads in one piece where the store can, else in chunks; the manifest last, so that whoever
 /// finds it finds the rest. O(bytes).
 ///
-/// Errors: the store's, and those of `make_manifest` (`payload_missing`). What was put stays and harms nobody: a retry finds it there.
+/// Errors: the store's, those of `make_manifest` (`payload_missing`), and `oversized` for what the
+/// format's bounds would not let anybody read again. What was put stays and harms nobody: a retry finds it there.
 template <BlobStore S, ContentHash Hash, Compressor C>
 [[nodiscard]] Result<StoredBytes> store_fragment(S& store, const Fragment& fragment, const FragmentFormat<Hash, C>& format) {
   auto manifest = make_manifest<Hash>(fragment, format.chunk_bytes);
   if (!manifest) return manifest.error();
+  KVMELD_TRY(detail::check_limits(*manifest, format.limits()));
   StoredBytes counted;
   for (std::size_t p = 0; p < fragment.payloads().size(); ++p) {
     const Payload& payload = fragment.payloads()[p];
@@ -108,7 +130,7 @@ template <BlobStore S, ContentHash Hash, Compressor C>
 [[nodiscard]] Result<Manifest> load_manifest(S& store, const FragmentId& id, const FragmentFormat<Hash, C>& format) {
   const auto blob = store.get(manifest_key(id));
   if (!blob) return blob.error();
-  auto manifest = decode_manifest<Hash>(blob->bytes(), {format.max_payload_bytes});
+  auto manifest = decode_manifest<Hash>(blob->bytes(), format.limits());
   Status status = manifest.status();
   if (status.ok() && manifest->fragment.id() != id) {
     status = detail::error(ErrorCode::id_mismatch, "manifest of fragment ", manifest->fragment.id().hex(), " under the key of ", id.hex());

@@ -152,7 +152,7 @@ Status Replica<Store, Auth, Hash, C>::on_piece(MemberId from, ReplicaMessage typ
   Want& want = at->second;
   if (type == ReplicaMessage::manifest) {
     if (want.assembler) return {};
-    auto manifest = decode_manifest<Hash>(piece->bytes, {options_.format.max_payload_bytes});
+    auto manifest = decode_manifest<Hash>(piece->bytes, options_.format.limits());
     if (!manifest || manifest->fragment.id() != piece->id) {
       strike(from);
       turn(want);

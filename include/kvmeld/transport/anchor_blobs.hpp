@@ -74,7 +74,7 @@ template <BlobStore S, ContentHash Hash, Compressor C>
 /// Reads a list, and checks that it is the one that a record speaks of.
 template <ContentHash Hash, Compressor C>
 [[nodiscard]] Result<AnchorList> list_of(const AnchorRecord& record, std::span<const std::byte> raw, const FragmentFormat<Hash, C>& format) {
-  auto list = decode_anchor_list(raw, format.max_payload_bytes);
+  auto list = decode_anchor_list(raw, format.limits());
   if (!list) return list.error();
   const Anchor& anchor = list->anchor;
   if (anchor.id != record.id || list->context != record.context || anchor.base.token_count() != record.tokens || anchor.approximate != record.approximate ||

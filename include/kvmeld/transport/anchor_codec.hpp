@@ -13,6 +13,7 @@
 
 #include <kvmeld/codec/chunk.hpp>
 #include <kvmeld/codec/geometry_codec.hpp>
+#include <kvmeld/codec/manifest.hpp>
 #include <kvmeld/codec/payload_codec.hpp>
 #include <kvmeld/codec/payload_layout.hpp>
 #include <kvmeld/state/anchor_record.hpp>
@@ -156,7 +157,7 @@ inline void write_part(ByteWriter& w, const Fragment& part, std::span<const Blob
 }
 
 KVMELD_LAZY [[nodiscard]] Result<Fragment> read_part(ByteReader& r, const std::shared_ptr<const Geometry>& geometry, AnchorList& out,
-                                                     std::uint64_t max_payload_bytes) {
+                                                     const ManifestLimits& limits) {
   auto body = std::make_shared<Fragment::Body>();
   body->geometry = geometry;
   body->id = read_name<FragmentId>(r);
@@ -176,7 +177,7 @@ KVMELD_LAZY [[nodiscard]] Result<Fragment> read_part(ByteReader& r, const std::s
     return error(ErrorCode::corrupt, "anchor: K/V at position ", payload.positions.back(), "; what is in the local frame has none");
   }
   std::fill(payload.positions.begin(), payload.positions.end(), 0);
-  KVMELD_TRY(lay_out(*geometry, payload, max_payload_bytes));
+  KVMELD_TRY(lay_out(*geometry, payload, limits.max_payload_bytes));
   if (declared != payload.byte_count) {
     return error(ErrorCode::corrupt, "anchor: a part declares ", declared, " bytes, its geometry and tokens take ", payload.byte_count);
   }
@@ -185,12 +186,14 @@ KVMELD_LAZY [[nodiscard]] Result<Fragment> read_part(ByteReader& r, const std::s
   std::vector<BlobKey> keys(r.ok() ? count : 0);
   for (BlobKey& key : keys) key = read_name<BlobKey>(r);
   KVMELD_TRY(r.status("anchor"));
+  KVMELD_TRY(check_repeats(keys, out.chunk_bytes, limits.max_repeated_bytes));
   out.chunks.push_back(std::move(keys));
   body->payloads.push_back(std::move(payload));
   return Fragment(std::move(body));
 }
 
-KVMELD_LAZY [[nodiscard]] Status read_anchor(ByteReader& r, AnchorList& out, std::uint64_t max_payload_bytes) {
+KVMELD_LAZY [[nodiscard]] Status read_anchor(ByteReader& r, AnchorList& out,
+                                             const ManifestLimits& limits) {
   out.anchor.id = read_name<FragmentId>(r);
   out.context = read_digest(r);
   const auto geometry = std::make_shared<const Geometry>(read_geometry(r));
@@ -211,7 +214,7 @@ KVMELD_LAZY [[nodiscard]] Status read_anchor(ByteReader& r, AnchorList& out, std
   ContextOffset offset{out.context, {}, {}};
   for (Fragment* part : {&out.anchor.base, &offset.segment, &offset.following}) {
     if (out.chunks.size() == parts) break;
-    auto read = read_part(r, geometry, out, max_payload_bytes);
+    auto read = read_part(r, geometry, out, limits);
     if (!read) return read.error();
     *part = *std::move(read);
   }
@@ -242,9 +245,11 @@ KVMELD_LAZY [[nodiscard]] std::vector<std::byte> encode_anchor_list(const Anchor
 
 /// A list from bytes that nobody vouches for. Where planes lie is worked out, never read.
 ///
-/// O(bytes). Errors: `truncated`, `oversized` (also for parts above `max_payload_bytes`), `corrupt`, `unknown_field`, `version_mismatch`,
+/// O(bytes). Errors: `truncated`, `oversized` (also for parts above the limits), `corrupt`, `unknown_field`, `version_mismatch`,
 /// `token_count_mismatch`, those of `validate` and `add_offset`.
-KVMELD_LAZY [[nodiscard]] Result<AnchorList> decode_anchor_list(std::span<const std::byte> bytes, std::uint64_t max_payload_bytes = std::uint64_t{1} << 34U) {
+KVMELD_LAZY [[nodiscard]] Result<AnchorList> decode_anchor_list(
+    std::span<const std::byte> bytes,
+    const ManifestLimits& limits = {.max_payload_bytes = std::uint64_t{1} << 34U}) {
   using detail::error;
   ByteReader r(bytes);
   const auto magic = r.value<std::uint32_t>();
@@ -256,7 +261,7 @@ KVMELD_LAZY [[nodiscard]] Result<AnchorList> decode_anchor_list(std::span<const 
   if ((flags & ~unsigned{detail::anchor_approximate}) != 0) return error(ErrorCode::unknown_field, "anchor: flags ", flags, " are unknown to this build");
   AnchorList out;
   out.anchor.approximate = flags != 0;
-  KVMELD_TRY(detail::read_anchor(r, out, max_payload_bytes));
+  KVMELD_TRY(detail::read_anchor(r, out, limits));
   return out;
 }
 

@@ -61,7 +61,7 @@ class CoordinatorUpdate {
   /// Errors: those of `decode_manifest`, `id_mismatch` for another fragment's, `quota_exceeded` where its payloads are too large.
   Status add_manifest(const FragmentId& id, std::span<const std::byte> bytes) {
     KVMELD_TRY(spend(bytes.size(), manifest_expansion, "a manifest"));
-    auto manifest = decode_manifest<Hash>(bytes, {format_.max_payload_bytes});
+    auto manifest = decode_manifest<Hash>(bytes, format_.limits());
     if (!manifest) return manifest.error();
     if (manifest->fragment.id() != id) {
       return detail::error(ErrorCode::id_mismatch, "manifest of fragment ", manifest->fragment.id().hex(), " sent as that of ", id.hex());

@@ -23,7 +23,7 @@ Status CoordinatorClient<Auth, Hash, C>::take(const detail::rpc::StateReply& rep
       return {};
     }
     case Item::kManifest: {
-      auto manifest = decode_manifest<Hash>(detail::as_bytes(reply.manifest().encoded()), {options_.format.max_payload_bytes});
+      auto manifest = decode_manifest<Hash>(detail::as_bytes(reply.manifest().encoded()), options_.format.limits());
       if (!manifest) return manifest.error();
       into.current = manifest->fragment.id();
       into.parts.insert_or_assign(*into.current, Assembler<Hash>(*std::move(manifest)));
