@@ -82,7 +82,7 @@ class FragmentSet {
     Removal removal{dot, id, {}};
     for (const Mark& mark : entry->metadata.marks) removal.removed.push_back(mark.dot);
     context_.add(dot);
-    set_marks(*entry, {}, dot);
+    set_marks(*entry, {});
     log(std::move(removal));
     return {};
   }
@@ -98,7 +98,9 @@ class FragmentSet {
   /// Removals that were compacted away while it was absent travel as the ranges of what is gone, so that it never has to guess.
   KVMELD_LAZY [[nodiscard]] FragmentSet delta_since(const CausalContext& seen) const;
 
-  /// Forgets removals that everybody has seen, and drops their payloads. `stable` is the meet of all members' contexts. O(removals).
+  /// Forgets removals that everybody has seen, and drops payloads that no other removal names.
+  ///
+  /// `stable` is the meet of all members' contexts. O(removals · log removals).
   KVMELD_LAZY void compact(const CausalContext& stable);
 
   /// Drops a payload's bytes and keeps the id; `render` says `payload_missing` until `restore`. The digest does not change.
@@ -166,12 +168,6 @@ class FragmentSet {
   }
 
  private:
-  /// A removed fragment's payload, and the removal to wait for; without one it goes at the next compaction.
-  struct Retired {
-    Fragment fragment;
-    std::optional<Provenance> removal;
-  };
-
   KVMELD_LAZY [[nodiscard]] Status check(const Fragment& fragment) const {
     if (!fragment.valid()) return detail::error(ErrorCode::invalid_argument, "an empty Fragment has no id to insert");
     return check(fragment.id());
@@ -213,13 +209,15 @@ class FragmentSet {
     put(std::move(entry));
     return {};
   }
-  KVMELD_LAZY void set_marks(const Entry& entry, std::vector<Mark> marks, const std::optional<Provenance>& removal);
-  KVMELD_LAZY void retire(const Fragment& fragment, const std::optional<Provenance>& removal) {
-    const auto at = std::lower_bound(retired_.begin(), retired_.end(), fragment.id(), [](const Retired& r, const FragmentId& id) { return r.fragment.id() < id; });
-    if (at != retired_.end() && at->fragment.id() == fragment.id()) {
-      *at = {with_all_bytes(at->fragment, fragment), removal};
+  KVMELD_LAZY void set_marks(const Entry& entry, std::vector<Mark> marks);
+  KVMELD_LAZY void retire(const Fragment& fragment) {
+    const auto at =
+        std::lower_bound(retired_.begin(), retired_.end(), fragment.id(),
+                         [](const Fragment& r, const FragmentId& id) { return r.id() < id; });
+    if (at != retired_.end() && at->id() == fragment.id()) {
+      *at = with_all_bytes(*at, fragment);
     } else {
-      retired_.insert(at, {fragment, removal});
+      retired_.insert(at, fragment);
     }
   }
   KVMELD_LAZY void drop_everywhere(std::vector<Provenance> dots);
@@ -227,8 +225,7 @@ class FragmentSet {
     const auto at = std::lower_bound(removals_.begin(), removals_.end(), removal.dot, [](const Removal& r, const Provenance& dot) { return r.dot < dot; });
     if (at == removals_.end() || at->dot != removal.dot) removals_.insert(at, std::move(removal));
   }
-  template <class RemovalOf>
-  void join_entry(const Entry& theirs, const CausalContext& their_context, const RemovalOf& removal_of);
+  KVMELD_LAZY void join_entry(const Entry& theirs, const CausalContext& their_context);
   KVMELD_LAZY [[nodiscard]] bool explained() const noexcept { return compacted_.empty(); }
 
   SetHash hash_;
@@ -237,7 +234,8 @@ class FragmentSet {
   CausalContext context_;
   CausalContext compacted_;
   std::vector<Removal> removals_;  // ascending by dot
-  std::vector<Retired> retired_;   // ascending by id
+  // Payloads of what was removed, ascending by id: until no removal that is logged names them.
+  std::vector<Fragment> retired_;
 };
 
 KVMELD_NAMESPACE_END

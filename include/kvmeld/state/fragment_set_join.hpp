@@ -38,25 +38,25 @@ KVMELD_LAZY [[nodiscard]] inline bool has_mark(const SetEntry& entry, const Prov
 
 /// Gives an entry other marks; without any it leaves, and its payload waits until the removal is stable.
 template <class>
-void FragmentSet::set_marks(const Entry& entry, std::vector<Mark> marks, const std::optional<Provenance>& removal) {
+void FragmentSet::set_marks(const Entry& entry, std::vector<Mark> marks) {
   if (!marks.empty() || entry.metadata.unattributed) {
     if (marks == entry.metadata.marks) return;
     put({entry.id, entry.fragment, {std::move(marks), entry.metadata.unattributed}});
     return;
   }
-  if (entry.fragment.valid()) retire(entry.fragment, removal);
+  if (entry.fragment.valid()) retire(entry.fragment);
   digest_.subtract(detail::entry_digest(hash_, entry.id, entry.metadata));
   entries_.erase(FragmentId(entry.id));
 }
 
-template <class RemovalOf>
-void FragmentSet::join_entry(const Entry& theirs, const CausalContext& their_context, const RemovalOf& removal_of) {
+template <class>
+void FragmentSet::join_entry(const Entry& theirs, const CausalContext& their_context) {
   Entry mine = entry_of(theirs.id);
   std::vector<Mark> marks = detail::join_marks(mine.metadata.marks, context_, theirs.metadata.marks, their_context);
   const bool unattributed = mine.metadata.unattributed || theirs.metadata.unattributed;
   mine.fragment = merged(mine.fragment, theirs.fragment);
   if (marks.empty() && !unattributed) {
-    if (const Entry* const entry = find(theirs.id)) set_marks(*entry, {}, removal_of(theirs.id));
+    if (const Entry* const entry = find(theirs.id)) set_marks(*entry, {});
     return;
   }
   mine.metadata = {std::move(marks), unattributed};
@@ -69,13 +69,6 @@ Status FragmentSet::join(const FragmentSet& other) {
     return detail::error(ErrorCode::hash_mismatch, "sets of hash tags ", hash_.tag, " and ", other.hash_.tag);
   }
   if (&other == this) return {};
-  std::vector<const Removal*> by_id;
-  for (const Removal& removal : other.removals_) by_id.push_back(&removal);
-  std::sort(by_id.begin(), by_id.end(), [](const Removal* a, const Removal* b) { return a->id < b->id; });
-  const auto removal_of = [&](const FragmentId& id) -> std::optional<Provenance> {
-    const auto at = std::lower_bound(by_id.begin(), by_id.end(), id, [](const Removal* r, const FragmentId& key) { return r->id < key; });
-    return at != by_id.end() && (*at)->id == id ? std::optional((*at)->dot) : std::nullopt;
-  };
   const auto forgotten = [&](const Entry& mine) {
     const auto& marks = mine.metadata.marks;
     return std::any_of(marks.begin(), marks.end(), [&](const Mark& mark) { return other.context_.contains(mark.dot); });
@@ -83,7 +76,7 @@ Status FragmentSet::join(const FragmentSet& other) {
   // Marks of mine that the other has seen removed. Those of its log name their entries; for compacted ones every entry is looked at.
   std::vector<FragmentId> touched;
   if (other.explained() && other.size() * 16 < size()) {
-    for (const Entry& theirs : other.entries()) join_entry(theirs, other.context_, removal_of);
+    for (const Entry& theirs : other.entries()) join_entry(theirs, other.context_);
   } else {
     std::vector<const Entry*> changed;
     const bool may_remove = !other.explained();
@@ -114,7 +107,7 @@ Status FragmentSet::join(const FragmentSet& other) {
     for (; may_remove && !i.done(); i.next()) {
       if (forgotten(i.entry())) touched.push_back(i.entry().id);
     }
-    for (const Entry* theirs : changed) join_entry(*theirs, other.context_, removal_of);
+    for (const Entry* theirs : changed) join_entry(*theirs, other.context_);
   }
   std::vector<Provenance> elsewhere;
   for (const Removal& removal : other.removals_) {
@@ -130,7 +123,7 @@ Status FragmentSet::join(const FragmentSet& other) {
   for (const FragmentId& id : touched) {
     const Entry* const entry = find(id);
     if (entry == nullptr) continue;  // several removals may name one id
-    set_marks(*entry, detail::join_marks(entry->metadata.marks, context_, {}, other.context_), removal_of(id));
+    set_marks(*entry, detail::join_marks(entry->metadata.marks, context_, {}, other.context_));
   }
   context_.join(other.context_);
   compacted_.join(other.compacted_);
@@ -152,7 +145,7 @@ void FragmentSet::drop_everywhere(std::vector<Provenance> dots) {
     const Entry& entry = *find(id);
     std::vector<Mark> marks = entry.metadata.marks;
     std::erase_if(marks, dropped);
-    set_marks(entry, std::move(marks), std::nullopt);
+    set_marks(entry, std::move(marks));
   }
 }
 
@@ -193,7 +186,14 @@ void FragmentSet::compact(const CausalContext& stable) {
     for (const Provenance& dot : removal.removed) gone.add(dot);
   }
   std::erase_if(removals_, [&](const Removal& r) { return gone.contains(r.dot); });
-  std::erase_if(retired_, [&](const Retired& r) { return !r.removal || stable.contains(*r.removal); });
+  // A payload goes with the last removal that names its fragment: whoever lacks one may hold it in
+  // force.
+  std::vector<FragmentId> named;
+  for (const Removal& removal : removals_) named.push_back(removal.id);
+  std::sort(named.begin(), named.end());
+  std::erase_if(retired_, [&](const Fragment& fragment) {
+    return !std::binary_search(named.begin(), named.end(), fragment.id());
+  });
   compacted_.join(gone);
 }
 
@@ -224,8 +224,10 @@ Status FragmentSet::restore(const Fragment& fragment) {
 template <class>
 Fragment FragmentSet::payload(const FragmentId& id) const {
   if (const Entry* const entry = find(id)) return entry->fragment;
-  const auto at = std::lower_bound(retired_.begin(), retired_.end(), id, [](const Retired& r, const FragmentId& key) { return r.fragment.id() < key; });
-  return at != retired_.end() && at->fragment.id() == id ? at->fragment : Fragment();
+  const auto at =
+      std::lower_bound(retired_.begin(), retired_.end(), id,
+                       [](const Fragment& r, const FragmentId& key) { return r.id() < key; });
+  return at != retired_.end() && at->id() == id ? *at : Fragment();
 }
 
 template <class>
