@@ -113,7 +113,8 @@ struct Engine {
     parameters.kv_unified = true;
     parameters.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     context = llama_init_from_model(model, parameters);
-    const auto g = kvmeld::llama::geometry(model, parameters, {});
+    const auto g =
+        kvmeld::llama::geometry(model, parameters, {.adapters = kvmeld::Adapters::none()});
     if (context == nullptr || !g) return;
     const auto shared = std::make_shared<const kvmeld::Geometry>(*g);
     const std::vector<kvmeld::TokenId> one{1};

@@ -217,7 +217,8 @@ int main(int argc, char** argv) {
   const auto cells = static_cast<std::uint32_t>(1024 + 8 * flags.rounds * flags.sync);
   const auto engine = Engine::open({.model = flags.model, .threads = flags.threads, .cells = cells, .sequences = 4});
   if (!engine) return std::fprintf(stderr, "llama.cpp cannot open %s\n", flags.model.c_str()), 1;
-  kvmeld::Result<kvmeld::Geometry> declared = kvmeld::llama::geometry(engine->model(), engine->parameters());
+  kvmeld::Result<kvmeld::Geometry> declared = kvmeld::llama::geometry(
+      engine->model(), engine->parameters(), {.adapters = kvmeld::Adapters::none()});
   if (!declared) return std::fprintf(stderr, "%s\n", declared.error().message().c_str()), 1;
   const auto geometry = std::make_shared<const kvmeld::Geometry>(*std::move(declared));
 

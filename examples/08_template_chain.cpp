@@ -534,7 +534,9 @@ void print(const std::vector<Row>& rows, const Json& figures) {
 kvmeld::Status run(const Flags& flags) {
   const std::unique_ptr<Engine> engine = Engine::open({.model = flags.model, .threads = flags.threads, .cells = 4096, .sequences = 64});
   if (!engine) return {kvmeld::ErrorCode::engine_failure, "llama.cpp cannot open " + flags.model};
-  auto geometry = kvmeld::llama::geometry(engine->model(), engine->parameters(), {.model = "", .tenant = "", .gguf_path = flags.model});
+  auto geometry =
+      kvmeld::llama::geometry(engine->model(), engine->parameters(),
+                              {.adapters = kvmeld::Adapters::none(), .gguf_path = flags.model});
   if (!geometry) return geometry.error();
   Anchored anchored(*engine, std::make_shared<const kvmeld::Geometry>(*std::move(geometry)), flags.threads);
   Chain chain(flags, *engine, anchored);

@@ -36,7 +36,9 @@ class NoteAgent {
     auto agent = std::unique_ptr<NoteAgent>(new NoteAgent);
     agent->engine_ = Engine::open({.model = model, .threads = threads, .cells = 4096, .sequences = 64});
     if (!agent->engine_) return refused("llama.cpp cannot open " + model);
-    auto geometry = kvmeld::llama::geometry(agent->engine_->model(), agent->engine_->parameters(), {.model = "", .tenant = "", .gguf_path = model});
+    auto geometry =
+        kvmeld::llama::geometry(agent->engine_->model(), agent->engine_->parameters(),
+                                {.adapters = kvmeld::Adapters::none(), .gguf_path = model});
     if (!geometry) return geometry.error();
     agent->geometry_ = std::make_shared<const kvmeld::Geometry>(*std::move(geometry));
     agent->frame_ = make_frame(*agent->engine_, "You answer questions about the notes below. Notes:", "Complete the statement as the notes say.");

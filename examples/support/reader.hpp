@@ -25,7 +25,9 @@ class Reader {
     auto reader = std::unique_ptr<Reader>(new Reader);
     reader->engine_ = Engine::open({.model = model, .threads = threads, .cells = 4096, .sequences = 64});
     if (!reader->engine_) return refused("llama.cpp cannot open " + model);
-    auto geometry = kvmeld::llama::geometry(reader->engine_->model(), reader->engine_->parameters(), {.model = "", .tenant = "", .gguf_path = model});
+    auto geometry =
+        kvmeld::llama::geometry(reader->engine_->model(), reader->engine_->parameters(),
+                                {.adapters = kvmeld::Adapters::none(), .gguf_path = model});
     if (!geometry) return geometry.error();
     reader->geometry_ = std::make_shared<const kvmeld::Geometry>(*std::move(geometry));
     reader->frame_ = make_frame(*reader->engine_, "You answer questions about the notes below. Notes:", "Complete the statement as the notes say.");

@@ -39,7 +39,8 @@ struct Geometries {
 
 inline kvmeld::Result<Geometries> make_geometries(const Engine& engine, const std::string& model_path) {
   kvmeld::Result<kvmeld::Geometry> geometry =
-      kvmeld::llama::geometry(engine.model(), engine.parameters(), {.model = "", .tenant = "", .gguf_path = model_path});
+      kvmeld::llama::geometry(engine.model(), engine.parameters(),
+                              {.adapters = kvmeld::Adapters::none(), .gguf_path = model_path});
   if (!geometry) return geometry.error();
   kvmeld::Geometry bare = *geometry;
   for (kvmeld::LayerShape& layer : bare.layers) {

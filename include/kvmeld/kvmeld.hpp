@@ -15,6 +15,7 @@
 #include <kvmeld/align/seam.hpp>
 #include <kvmeld/align/select.hpp>
 #include <kvmeld/align/token_match.hpp>
+#include <kvmeld/cache/adapters.hpp>
 #include <kvmeld/cache/cache_rows.hpp>
 #include <kvmeld/cache/check_view.hpp>
 #include <kvmeld/cache/content_digest.hpp>

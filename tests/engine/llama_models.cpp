@@ -36,6 +36,7 @@ TEST_CASE("probe passes on published models") {
       const test::EngineContext context(model, parameters);
       REQUIRE(context.get() != nullptr);
       llama::GeometryOptions options;
+      options.adapters = Adapters::none();
       options.gguf_path = path;
       const Result<Geometry> geometry = llama::geometry(model.get(), parameters, options);
       INFO((geometry ? "" : geometry.error().message()));

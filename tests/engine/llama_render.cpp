@@ -103,7 +103,8 @@ TEST_CASE("two agents' caches become one") {
       parameters.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
       const test::EngineContext context(model, parameters);
       REQUIRE(context.get() != nullptr);
-      const auto geometry = std::make_shared<const Geometry>(*llama::geometry(model.get(), parameters));
+      const auto geometry = std::make_shared<const Geometry>(
+          *llama::geometry(model.get(), parameters, {.adapters = Adapters::none()}));
       INFO(architecture << " flash " << flash);
       const Agents agents;
       REQUIRE(llama::detail::decode(context.get(), 3, agents.all, 0).ok());

@@ -36,7 +36,7 @@ struct Agent {
   Agent(const test::EngineModel& model, MemoryHub& hub, MemberId self, const std::vector<TokenId>& prefix, llama::MemoryOptions memory = {},
         std::uint32_t cells = 512, bool prefix_in_place = false)
       : context(model, parameters(cells)), transport(*hub.join(self)) {
-    const auto g = llama::geometry(model.get(), parameters(cells), {});
+    const auto g = llama::geometry(model.get(), parameters(cells), {.adapters = Adapters::none()});
     REQUIRE(g.ok());
     geometry = std::make_shared<const Geometry>(*g);
     REQUIRE(llama::detail::decode(context.get(), 0, prefix, 0).ok());

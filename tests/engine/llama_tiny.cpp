@@ -21,6 +21,7 @@ struct Live {
   }
   std::shared_ptr<const Geometry> geometry(const std::string& gguf = {}) const {
     llama::GeometryOptions options;
+    options.adapters = Adapters::none();
     options.gguf_path = gguf;
     const Result<Geometry> g = llama::geometry(model.get(), parameters, options);
     INFO((g ? "" : g.error().message()));
@@ -194,8 +195,12 @@ TEST_CASE("what the adapter cannot hold is refused by name") {
   axes.architecture = "qwen2vl";
   axes.rope_sections = {4, 6, 6, 0};
   const Live live(axes);
-  CHECK(llama::geometry(live.model.get(), live.parameters).error().code() == ErrorCode::unsupported);
   llama::GeometryOptions any;
+  CHECK(llama::geometry(live.model.get(), live.parameters, any).error().code() ==
+        ErrorCode::invalid_argument);  // which adapters
+  any.adapters = Adapters::none();
+  CHECK(llama::geometry(live.model.get(), live.parameters, any).error().code() ==
+        ErrorCode::unsupported);
   any.any_architecture = true;
   CHECK(llama::geometry(live.model.get(), live.parameters, any).error().code() == ErrorCode::rope_unsupported);
 
@@ -204,11 +209,21 @@ TEST_CASE("what the adapter cannot hold is refused by name") {
   const Live scaled(large);  // context 4096: not of the kind that carries factors
   llama_context_params q4 = test::engine_parameters();
   q4.type_k = GGML_TYPE_Q4_0;
-  CHECK(llama::geometry(scaled.model.get(), q4).error().code() == ErrorCode::unsupported);
+  CHECK(llama::geometry(scaled.model.get(), q4, any).error().code() == ErrorCode::unsupported);
   any.gguf_path = "/nowhere.gguf";
   CHECK(llama::geometry(scaled.model.get(), scaled.parameters, any).error().code() == ErrorCode::invalid_argument);
 
-  // Fingerprints tell models and tokenizers apart.
+  // Fingerprints tell adapters, models and tokenizers apart.
+  llama::GeometryOptions named;
+  named.model = "weights";
+  named.adapters = Adapters::none();
+  CHECK(llama::geometry(scaled.model.get(), scaled.parameters, named)->model == "weights");
+  named.adapters = Adapters::of({{.name = "style", .scale = 0.5F}});
+  CHECK(llama::geometry(scaled.model.get(), scaled.parameters, named)->model ==
+        *adapted_model("weights", named.adapters));
+  named.model.clear();
+  CHECK(llama::geometry(scaled.model.get(), scaled.parameters, named)->model ==
+        *adapted_model(llama::model_fingerprint(scaled.model.get()), named.adapters));
   test::TinyModel other;
   other.hidden = 128;
   const Live second(other);

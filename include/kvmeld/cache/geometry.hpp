@@ -49,7 +49,8 @@ struct LayerShape {
 
 /// Everything that must agree before two caches may meet in one context.
 struct Geometry {
-  std::string model{};                      ///< fingerprint of weights and quantisation, e.g. a file digest
+  std::string model{};  ///< fingerprint of weights and quantisation, e.g. a file digest; under
+                        ///< adapters `adapted_model`
   std::string tokenizer{};                  ///< fingerprint of vocabulary and merges
   std::string tenant{};                     ///< caches of different tenants never meet
   TokenId bos = -1;                         ///< beginning-of-sequence id; -1: the model has none

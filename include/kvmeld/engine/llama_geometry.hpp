@@ -13,6 +13,7 @@
 
 #include <llama.h>
 
+#include <kvmeld/cache/adapters.hpp>
 #include <kvmeld/cache/geometry.hpp>
 #include <kvmeld/cache/hash.hpp>
 #include <kvmeld/engine/llama_form.hpp>
@@ -24,10 +25,16 @@ namespace llama {
 
 /// What the loaded model cannot say by itself.
 struct GeometryOptions {
-  std::string model;  ///< fingerprint of the weights, best a digest of the file; empty: `model_fingerprint`
-  std::string tenant;
-  std::string gguf_path;  ///< the model's file, from which a `rope_freqs` tensor is read; empty: models that need it
-                          ///< are refused
+  std::string model =
+      {};  ///< fingerprint of the weights, best a digest of the file; empty: `model_fingerprint`
+  /// What is loaded on the context: `Adapters::none()`, or `Adapters::of` the LoRAs that
+  /// `llama_set_adapters_lora` got, with their scales, and the control vectors of
+  /// `llama_set_adapter_cvec` (scale 1, its first and last layer). The engine does not tell them,
+  /// so there is no default: left out, `geometry` refuses.
+  Adapters adapters = {};
+  std::string tenant = {};
+  std::string gguf_path = {};  ///< the model's file, from which a `rope_freqs` tensor is read;
+                               ///< empty: models that need it are refused
   /// Take an architecture's metadata at its word although this library does not know how the engine builds its layers.
   /// `probe` then decides: do not merge without it.
   bool any_architecture = false;
@@ -91,15 +98,21 @@ namespace detail {
 
 /// The geometry of contexts that `llama_init_from_model(model, parameters)` makes.
 ///
-/// Shapes and rope come from the GGUF metadata as the engine reads them (llama.cpp, src/llama-model.cpp), element types
-/// and rope overrides from the parameters. Nothing is guessed from a name: an architecture whose layers are built in a
-/// way that the metadata does not tell is refused. `read` compares every export with it, `probe` compares it with the
-/// engine's keys. Errors: `unsupported` (architecture, element type, latent attention, unknown sliding pattern, rope
-/// tensor that cannot be read), `rope_unsupported` (M-RoPE), `corrupt` (metadata that is missing or contradicts
-/// itself). O(metadata + vocabulary).
-[[nodiscard]] inline Result<Geometry> geometry(const llama_model* model, const llama_context_params& parameters,
-                                               const GeometryOptions& options = {}) {
+/// Shapes and rope come from the GGUF metadata as the engine reads them (llama.cpp,
+/// src/llama-model.cpp), element types and rope overrides from the parameters. Nothing is guessed
+/// from a name: an architecture whose layers are built in a way that the metadata does not tell is
+/// refused. `read` compares every export with it, `probe` compares it with the engine's keys. The
+/// model's name holds the adapters (`adapted_model`). Errors: `invalid_argument` (adapters that
+/// nobody declared, or that cannot be), `unsupported` (architecture, element type, latent
+/// attention, unknown sliding pattern, rope tensor that cannot be read), `rope_unsupported`
+/// (M-RoPE), `corrupt` (metadata that is missing or contradicts itself). O(metadata + vocabulary).
+[[nodiscard]] inline Result<Geometry> geometry(const llama_model* model,
+                                               const llama_context_params& parameters,
+                                               const GeometryOptions& options) {
   using detail::error;
+  const Result<std::string> name = adapted_model(
+      options.model.empty() ? model_fingerprint(model) : options.model, options.adapters);
+  if (!name) return name.error();
   const detail::Metadata metadata(model);
   const std::string& arch = metadata.architecture();
   const detail::Architecture* const known = detail::known_architecture(arch);
@@ -143,7 +156,7 @@ namespace detail {
   }
 
   Geometry result;
-  result.model = options.model.empty() ? model_fingerprint(model) : options.model;
+  result.model = *name;
   result.tokenizer = tokenizer_fingerprint(model);
   result.tenant = options.tenant;
   const llama_vocab* const vocabulary = llama_model_get_vocab(model);
