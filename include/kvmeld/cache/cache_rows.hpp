@@ -110,7 +110,7 @@ KVMELD_LAZY [[nodiscard]] Status write_row(const MutableKvCacheRef& cache, const
   bool bad = !std::all_of(values.begin(), values.end(), finite);
   if (!bad && shape.channels > 0)
     detail::store_row(shape.type, Isa::baseline, values.data(), shape.channels, bytes.data());
-  if (bad || detail::normalise(shape.type, bytes.data(), bytes.size())) {
+  if (bad || !detail::is_finite(detail::normalise(shape.type, bytes.data(), bytes.size()))) {
     return error(ErrorCode::non_finite, "write_row: a number for token ", row.token, " of layer ",
                  row.layer, " plane ", row.plane, " is not finite in ", to_string(shape.type));
   }
