@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <kvmeld/config.hpp>
+#include <kvmeld/decimal.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -217,17 +218,15 @@ namespace detail {
 inline void append(std::string& out, std::string_view text) { out += text; }
 template <class Number>
   requires std::is_arithmetic_v<Number>
-void append(std::string& out, Number number) {
-  out += std::to_string(number);
-}
+  void append(std::string& out, Number number) { append_decimal(out, number); }
 
-/// Builds an error whose message is the concatenation of texts and numbers.
-template <class... Parts>
-[[nodiscard]] Status error(ErrorCode code, const Parts&... parts) {
-  std::string message;
-  (append(message, parts), ...);
-  return Status(code, std::move(message));
-}
+  /// Builds an error whose message is the concatenation of texts and numbers.
+  template <class... Parts>
+  [[nodiscard]] Status error(ErrorCode code, const Parts&... parts) {
+    std::string message;
+    (append(message, parts), ...);
+    return Status(code, std::move(message));
+  }
 
 }  // namespace detail
 

@@ -6,6 +6,7 @@
 #include <kvmeld/engine/llama_probe.hpp>
 
 #include "support/catch.hpp"
+#include "support/comma_locale.hpp"
 #include "support/llama_context.hpp"
 #include "support/llama_tiny_model.hpp"
 
@@ -97,6 +98,23 @@ void check_probe(const Live& live, const std::shared_ptr<const Geometry>& geomet
 }
 
 }  // namespace
+
+TEST_CASE("the engine prints metadata in the locale of the moment; the geometry is the same") {
+  test::TinyModel tiny;
+  tiny.rope_base = 23456.5;
+  const auto plain = Live(tiny).geometry();
+  CHECK(plain->layers[0].rope.base == 23456.5);
+  const test::CommaLocale comma;
+  comma.require();
+  const auto other = Live(tiny).geometry();
+  CHECK(other->layers[0].rope.base == 23456.5);
+  CHECK(*other == *plain);
+  CHECK(llama::detail::metadata_number<double>("10000,000000") == 10000.0);
+  CHECK(llama::detail::metadata_number<double>("1\xd9\xab"
+                                               "5") == 1.5);  // the Arabic separator is of two bytes
+  CHECK(llama::detail::metadata_number<double>("1.000,5") == std::nullopt);
+  CHECK(llama::detail::metadata_number<std::int64_t>("4,5") == std::nullopt);
+}
 
 TEST_CASE("probe passes with both pairings, plain and transposed V, and every element type") {
   for (const char* architecture : {"llama", "qwen2"}) {

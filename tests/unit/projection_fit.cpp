@@ -19,6 +19,7 @@ TEST_CASE("fits of projections") {
 #include <kvmeld/align/projection_fit.hpp>
 #include <kvmeld/align/projection_fit_gate.hpp>
 
+#include "support/comma_locale.hpp"
 #include "support/projection_maps.hpp"
 
 namespace {
@@ -348,6 +349,30 @@ TEST_CASE("a map planted between two models comes back from their fragments, and
     CHECK((*map)->matrices().size() == (sharing == FitSharing::per_head ? 16U : 2U));
     CHECK(other->low_rank(1e-3, 2).ok());
   }
+}
+
+TEST_CASE("a fit has one name in every locale, and strengths keep all their digits") {
+  using namespace kvmeld;
+  const auto model = test::geometry({.layers = 1, .heads = 1, .channels = 4});
+  const auto fitted = [&](double strength) {
+    auto fit = ProjectionFit::make(*model, *model, {});
+    REQUIRE(fit.ok());
+    for (std::uint64_t i = 0; i < 4; ++i) {
+      REQUIRE(fit->add(test::sealed(model, 20, i).fragment, test::sealed(model, 20, 9 + i).fragment).ok());
+    }
+    const auto map = fit->ridge(strength);
+    REQUIRE(map.ok());
+    return *map;
+  };
+  CHECK(fitted(1e-7)->record().method == "ridge 1e-07");
+  CHECK(fitted(4e-7)->record().method == "ridge 4e-07");
+  const auto plain = fitted(0.015625);
+  CHECK(plain->record().method == "ridge 0.015625");
+  const test::CommaLocale comma;
+  comma.require();
+  const auto other = fitted(0.015625);
+  CHECK(other->record().method == plain->record().method);
+  CHECK(other->digest() == plain->digest());
 }
 
 TEST_CASE("heads that do not divide, ropes that no fit can undo; one matrix for all layers where the first lacks a plane") {

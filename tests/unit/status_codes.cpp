@@ -24,7 +24,7 @@ TEST_CASE("a status is a code and a sentence") {
   const Status bad = kvmeld::detail::error(ErrorCode::truncated, "ends at byte ", 7, " of ", 12U, ", share ", 0.5F);
   CHECK_FALSE(bad);
   CHECK(bad.code() == ErrorCode::truncated);
-  CHECK(bad.message() == "ends at byte 7 of 12, share 0.500000");
+  CHECK(bad.message() == "ends at byte 7 of 12, share 0.5");
 }
 
 TEST_CASE("a result holds a value or an error, and gives a movable value away") {

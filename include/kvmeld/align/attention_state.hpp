@@ -129,7 +129,7 @@ template <LseBase Base>
   std::vector<detail::StateRows> rows;
   rows.reserve(states.size());
   for (std::size_t i = 0; i < states.size(); ++i) {
-    const std::string name = "state " + std::to_string(i);
+    const std::string name = "state " + detail::decimal(i);
     KVMELD_TRY(detail::check_state_pair(states[i], name.c_str(), out));
     KVMELD_TRY(detail::check_state_numbers(states[i], name.c_str()));
     rows.push_back({states[i].outputs.data(), states[i].lse.data()});

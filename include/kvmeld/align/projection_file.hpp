@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <memory>
 #include <span>
 #include <string>
@@ -119,11 +118,6 @@ KVMELD_LAZY [[nodiscard]] Result<std::vector<std::byte>> to_safetensors(const Pr
   const ProjectionParts& parts = map.parts();
   const MapRecord& record = parts.record;
   SafetensorsWriter out;
-  const auto number = [](double x) {
-    char text[32];
-    (void)std::snprintf(text, sizeof(text), "%.6g", x);
-    return std::string(text);
-  };
   out.metadata("kvmeld.projection", "1");
   out.metadata("kvmeld.digest", map.digest().hex());
   out.metadata("source_model", parts.source.model);
@@ -132,11 +126,11 @@ KVMELD_LAZY [[nodiscard]] Result<std::vector<std::byte>> to_safetensors(const Pr
   out.metadata("target_tokenizer", parts.target.tokenizer);
   out.metadata("method", record.method);
   out.metadata("fit_data", record.fit_data.hex());
-  out.metadata("fit_tokens", std::to_string(record.fit_tokens));
-  out.metadata("held_out_tokens", std::to_string(record.held_out_tokens));
-  out.metadata("attention_cosine", number(record.attention_cosine));
-  out.metadata("downstream", number(record.downstream));
-  out.metadata("bar", number(record.bar));
+  out.metadata("fit_tokens", detail::decimal(record.fit_tokens));
+  out.metadata("held_out_tokens", detail::decimal(record.held_out_tokens));
+  out.metadata("attention_cosine", detail::decimal(record.attention_cosine));
+  out.metadata("downstream", detail::decimal(record.downstream));
+  out.metadata("bar", detail::decimal(record.bar));
   ByteWriter head;
   head.value(parts.kind);
   detail::visit_record(record, [&](const std::string& text) { head.text(text); }, [&](const auto& value) { head.value(value); });
@@ -151,7 +145,7 @@ KVMELD_LAZY [[nodiscard]] Result<std::vector<std::byte>> to_safetensors(const Pr
   out.tensor("kvmeld.head", StoredType::u8, {head.size()}, head.written());
   for (std::size_t i = 0; i < parts.matrices.size(); ++i) {
     const LinearMap& m = parts.matrices[i];
-    const std::string prefix = "matrix." + std::to_string(i) + ".";
+    const std::string prefix = "matrix." + detail::decimal(i) + ".";
     const auto size = [](std::int32_t n) { return static_cast<std::uint64_t>(n); };
     detail::write_numbers(out, prefix + "weight", {size(m.outputs), size(m.rank == 0 ? m.inputs : m.rank)}, m.weight);
     if (m.rank != 0) detail::write_numbers(out, prefix + "inner", {size(m.rank), size(m.inputs)}, m.inner);
@@ -189,7 +183,7 @@ KVMELD_LAZY [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> projectio
   KVMELD_TRY(in.finish("projection file"));
   if (matrices > file->tensors.size()) return error(ErrorCode::corrupt, "projection file: ", matrices, " matrices in ", file->tensors.size(), " tensors");
   for (std::uint64_t i = 0; i < matrices; ++i) {
-    auto matrix = detail::read_matrix(*file, "matrix." + std::to_string(i) + ".");
+    auto matrix = detail::read_matrix(*file, "matrix." + detail::decimal(i) + ".");
     if (!matrix) return matrix.error();
     parts.matrices.push_back(*std::move(matrix));
   }

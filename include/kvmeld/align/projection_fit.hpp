@@ -43,7 +43,7 @@ class ProjectionFit {
   /// A ridge map; see `NormalEquations::ridge` for the unit of `strength`. Errors: those of `NormalEquations::ridge`.
   template <class Lazy = void>
   [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> ridge(double strength) const {
-    return solved("ridge " + std::to_string(strength), [&](std::size_t i) { return units_[i].ridge(strength); });
+    return solved("ridge " + detail::decimal(strength), [&](std::size_t i) { return units_[i].ridge(strength); });
   }
   /// For every matrix the strength that errs least on tokens that were held out. Errors: those of `ridge`; `invalid_argument` for no
   /// strengths, or a `held_out` of other shapes.
@@ -52,7 +52,8 @@ class ProjectionFit {
   /// A ridge of low rank. Errors: those of `NormalEquations::low_rank`.
   template <class Lazy = void>
   [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> low_rank(double strength, std::int32_t rank) const {
-    return solved("ridge " + std::to_string(strength) + ", rank " + std::to_string(rank), [&](std::size_t i) { return units_[i].low_rank(strength, rank); });
+    return solved("ridge " + detail::decimal(strength) + ", rank " + detail::decimal(rank),
+                  [&](std::size_t i) { return units_[i].low_rank(strength, rank); });
   }
   /// The map that keeps norms. Errors: those of `NormalEquations::procrustes`.
   template <class Lazy = void>

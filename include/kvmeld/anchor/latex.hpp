@@ -84,7 +84,7 @@ KVMELD_LAZY [[nodiscard]] Result<Formula> parse_formula(std::string_view text, c
     if (!numbers) return numbers.error();
     steps = renaming.steps();
     detail::LatexNormal<> form(tree, ops, free);
-    for (std::size_t v = 0; v < numbers->size(); ++v) form.call(v, "$" + std::to_string((*numbers)[v]));
+    for (std::size_t v = 0; v < numbers->size(); ++v) form.call(v, "$" + detail::decimal((*numbers)[v]));
     return form.text(part);
   };
   auto whole = normal(*root);

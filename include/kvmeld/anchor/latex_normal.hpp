@@ -67,7 +67,7 @@ class LatexNormal {
   [[nodiscard]] Text symbol(std::uint32_t at) const {
     const std::string& name = tree_[at].name;
     for (std::size_t i = bound_.size(); i-- > 0;) {
-      if (*bound_[i] == name) return Writer::leaf(std::string(binder_mark) + std::to_string(bound_.size() - 1 - i));
+      if (*bound_[i] == name) return Writer::leaf(std::string(binder_mark) + detail::decimal(bound_.size() - 1 - i));
     }
     return free_ == nullptr || free_->of[at] == LatexFree::none ? Writer::leaf(name) : called_[free_->of[at]];
   }
@@ -131,7 +131,7 @@ class LatexNormal {
     visit_children(elements ? tree_[node.children[0]] : node, bound_, [&](std::uint32_t child) { parts.push_back(part(child).signed_text()); });
     if (elements) return {put_unordered(node.name, parts)};
     if (node.kind == Kind::chain) return {chained(std::move(parts), node.words)};
-    if (node.kind == Kind::binder) return {put(node.name + "#" + std::to_string(node.words.size()), parts)};
+    if (node.kind == Kind::binder) return {put(node.name + "#" + detail::decimal(node.words.size()), parts)};
     return {put(node.name, parts)};
   }
   void flatten(std::uint32_t at, const std::string& name, std::vector<Text>& parts) {

@@ -40,7 +40,7 @@ std::uint32_t LatexParser<Lazy>::scripted() {
       break;
     }
   }
-  if (primes > 0) base = operation("prime:" + std::to_string(primes), {base});
+  if (primes > 0) base = operation("prime:" + detail::decimal(primes), {base});
   if (power != none) base = operation("^", {base, power});
   if (first.kind == LatexKind::symbol && latex_applied.find(first.name) != std::string_view::npos && first.name.size() == 1 && next_is(LatexKind::open, "(")) {
     base = operation("apply", {base, delimited()});

@@ -62,7 +62,10 @@ class LatexParser {
     status_ = error(code, "formula: ", why, " at byte ", tokens_[(std::min)(at_, tokens_.size() - 1)].at);
     at_ = limit_ = tokens_.size() - 1;
   }
-  void too_deep() { fail("parts within parts, deeper than max_depth " + std::to_string(max_depth_) + " allows; raise it or simplify", ErrorCode::oversized); }
+  void too_deep() {
+    fail("parts within parts, deeper than max_depth " + detail::decimal(max_depth_) + " allows; raise it or simplify",
+         ErrorCode::oversized);
+  }
   /// One level down, for whatever can hold itself: `expression`, `argument`, `script` and `function`, one of which is in every cycle of
   /// productions. False once too deep, or failed before; there the caller ends before it reads on. Else it takes the level back.
   [[nodiscard]] bool deeper() {

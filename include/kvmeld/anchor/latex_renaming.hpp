@@ -71,14 +71,14 @@ class LatexRenaming {
     for (;;) {
       const std::vector<std::size_t> members = members_of(rank);
       const auto classes = count_ - static_cast<std::size_t>(std::count(members.begin(), members.end(), std::size_t{0}));
-      for (std::size_t v = 0; v < count_; ++v) form_.call(v, "?" + std::to_string(rank[v]));
+      for (std::size_t v = 0; v < count_; ++v) form_.call(v, "?" + detail::decimal(rank[v]));
       std::vector<std::pair<std::size_t, Digest128>> around(count_);
       for (std::size_t v = 0; v < count_; ++v) {
         around[v].first = rank[v];
         if (members[rank[v]] < 2) continue;
         form_.call(v, "!");
         around[v].second = form_.text(root_);
-        form_.call(v, "?" + std::to_string(rank[v]));
+        form_.call(v, "?" + detail::decimal(rank[v]));
         if (spent()) return;
       }
       auto sorted = around;
@@ -91,7 +91,7 @@ class LatexRenaming {
   /// Whether each two variables of a class may be exchanged: the first with every other one, which makes up all orders. All are tried though
   /// one fails: which one that is hangs on the names, and the steps must not.
   [[nodiscard]] bool exchangeable(const std::vector<std::size_t>& rank, std::size_t of) {
-    const auto call = [&](std::size_t v, std::size_t name) { form_.call(v, "?" + std::to_string(name)); };
+    const auto call = [&](std::size_t v, std::size_t name) { form_.call(v, "?" + detail::decimal(name)); };
     for (std::size_t v = 0; v < count_; ++v) call(v, v);
     const Digest128 before = form_.text(root_);
     const auto first = static_cast<std::size_t>(std::find(rank.begin(), rank.end(), of) - rank.begin());

@@ -165,7 +165,7 @@ class LatexTokens {
     if (style == "fn") return put(LatexKind::function, std::move(content));
     if (style.empty() && std::all_of(content.begin(), content.end(), letter)) return put(LatexKind::symbol, std::move(content));
     // Whatever it holds, its name is told apart from the tree's own signs by its length.
-    put(LatexKind::symbol, std::string(style) + ':' + std::to_string(content.size()) + ':' + content);
+    put(LatexKind::symbol, std::string(style) + ':' + detail::decimal(content.size()) + ':' + content);
   }
   void character(char32_t c) {
     if (c == 0x00A0 || (c >= 0x2000 && c <= 0x200B) || c == 0x202F || c == 0x2061 || c == 0x2062) return;  // blanks, invisible signs
@@ -191,7 +191,7 @@ class LatexTokens {
     for (const auto& [code, name] : latex_characters) {
       if (code == c) return word(name);
     }
-    put(LatexKind::symbol, "U:" + std::to_string(static_cast<std::uint32_t>(c)));
+    put(LatexKind::symbol, "U:" + detail::decimal(static_cast<std::uint32_t>(c)));
   }
   [[nodiscard]] static char script_character(char32_t c, bool super) noexcept {
     if (super) {

@@ -164,7 +164,7 @@ class LayoutBuilder {
     plane.space = space_;
     const auto before = static_cast<std::size_t>(plane.byte_offset(s.offset));
     plane.data = buffer.data() == nullptr ? nullptr : buffer.data() + before;
-    std::string where = "plane " + std::to_string(index);
+    std::string where = "plane " + detail::decimal(index);
     expect(check_table(placement, s.block_size), l, where.c_str());
     if (plane.scales.data == nullptr) expect(outer_scales(plane, slots), l, where.c_str());
     if (ok()) expect(check_plane_view(plane, buffer.size(), before, too_small<Byte>, slots), l, where.c_str());

@@ -72,9 +72,13 @@ inline Result<std::vector<std::byte>> SafetensorsWriter::finish() const {
     header.append(":{\"dtype\":\"").append(to_string(tensor->entry.type)).append("\",\"shape\":[");
     for (std::size_t d = 0; d < tensor->entry.shape.size(); ++d) {
       if (d > 0) header += ',';
-      header += std::to_string(tensor->entry.shape[d]);
+      header += detail::decimal(tensor->entry.shape[d]);
     }
-    header.append("],\"data_offsets\":[").append(std::to_string(at)).append(",").append(std::to_string(at + *bytes)).append("]}");
+    header.append("],\"data_offsets\":[")
+        .append(detail::decimal(at))
+        .append(",")
+        .append(detail::decimal(at + *bytes))
+        .append("]}");
     at += *bytes;
   }
   header += '}';

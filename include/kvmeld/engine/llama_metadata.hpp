@@ -3,16 +3,18 @@
 /// The scalar GGUF metadata of a loaded model, by the keys that the engine itself reads, and which architectures are
 /// known.
 
-#include <charconv>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include <llama.h>
 
 #include <kvmeld/config.hpp>
+#include <kvmeld/decimal.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace llama {
@@ -32,6 +34,19 @@ template <class Getter>
   return text;
 }
 
+/// A number as the engine prints metadata: with the decimal separator of the locale under which the model was loaded,
+/// whatever the locale is now, so anything between two digits is taken for the point. Integers have none.
+template <class Number>
+[[nodiscard]] std::optional<Number> metadata_number(std::string text) {
+  constexpr std::string_view own = "0123456789+-.eEinfa";
+  const std::size_t first = text.find_first_not_of(own);
+  if (std::is_floating_point_v<Number> && first != std::string::npos) {
+    const std::size_t last = text.find_first_of(own, first);
+    text.replace(first, (last == std::string::npos ? text.size() : last) - first, ".");
+  }
+  return kvmeld::detail::parse_decimal<Number>(text);
+}
+
 /// Reads `ARCHITECTURE.key`. Arrays are not among what the engine hands out.
 class Metadata {
  public:
@@ -48,10 +63,7 @@ class Metadata {
  private:
   template <class Number>
   [[nodiscard]] Number parse(std::string_view key, Number otherwise) const {
-    const std::string value = text(key);
-    Number number{};
-    const auto [end, problem] = std::from_chars(value.data(), value.data() + value.size(), number);
-    return !value.empty() && problem == std::errc() && end == value.data() + value.size() ? number : otherwise;
+    return metadata_number<Number>(text(key)).value_or(otherwise);
   }
   [[nodiscard]] std::string text_of(const std::string& key) const {
     return metadata_text(

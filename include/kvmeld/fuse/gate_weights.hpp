@@ -117,7 +117,7 @@ Status each_gate_network(const GateShape& shape, const F& f) {
   for (std::int32_t l = 0; l < shape.layers; ++l) {
     for (std::int32_t p = 0; p < shape.planes(); ++p) {
       std::string prefix;
-      if (shape.layers > 1) prefix.append("layers.").append(std::to_string(l)).append(".");
+      if (shape.layers > 1) prefix.append("layers.").append(detail::decimal(l)).append(".");
       if (shape.planes_apart) prefix.append(p == 0 ? "key." : "value.");
       KVMELD_TRY(f(prefix, p));
     }

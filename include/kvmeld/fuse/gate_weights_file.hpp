@@ -30,7 +30,8 @@ KVMELD_LAZY [[nodiscard]] Result<std::shared_ptr<const GateWeights>> gate_from_s
   const std::string* const activation = parsed->find_metadata("activation");
   if (activation != nullptr && *activation != "tanh") return error(ErrorCode::unknown_field, "gate: activation '", *activation, "'; this build has tanh");
   GateShape shape;
-  while (parsed->find("layers." + std::to_string(shape.layers) + (parsed->find("layers.0.first.weight") != nullptr ? ".first.weight" : ".key.first.weight")) !=
+  while (parsed->find("layers." + detail::decimal(shape.layers) +
+                      (parsed->find("layers.0.first.weight") != nullptr ? ".first.weight" : ".key.first.weight")) !=
          nullptr) {
     ++shape.layers;
   }

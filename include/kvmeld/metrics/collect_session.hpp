@@ -55,8 +55,9 @@ KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const Accounting& fr
   KVMELD_TRY(out.counter(rounds, rounds_help, number(from.rounds_swapped), detail::with_label(labels, "result", "swapped")));
   KVMELD_TRY(out.counter(rounds, rounds_help, number(from.rounds_kept), detail::with_label(labels, "result", "kept")));
   for (std::size_t l = 0; l < from.sealed_bytes.size(); ++l) {
-    KVMELD_TRY(out.counter("kvmeld_sealed_bytes_total", "Raw K/V of sealed fragments, by layer of the model", number(from.sealed_bytes[l]),
-                           detail::with_label(labels, "model_layer", std::to_string(l))));
+    KVMELD_TRY(out.counter("kvmeld_sealed_bytes_total", "Raw K/V of sealed fragments, by layer of the model",
+                           number(from.sealed_bytes[l]),
+                           detail::with_label(labels, "model_layer", detail::decimal(l))));
   }
   page = std::move(out);
   return {};

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include <kvmeld/codec/utf8.hpp>
+#include <kvmeld/decimal.hpp>
 #include <kvmeld/metrics/histogram.hpp>
 #include <kvmeld/status.hpp>
 #include <kvmeld/tensor/span_of.hpp>
@@ -23,9 +23,7 @@ namespace detail {
 KVMELD_LAZY [[nodiscard]] std::string metric_number(double value) {
   if (std::isnan(value)) return "NaN";
   if (std::isinf(value)) return value > 0 ? "+Inf" : "-Inf";
-  char digits[32];
-  const auto end = std::to_chars(digits, digits + sizeof digits, value);
-  return {digits, end.ptr};
+  return decimal(value);
 }
 
 }  // namespace detail

@@ -62,8 +62,10 @@ KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const ServingMetrics
     const auto code = static_cast<ErrorCode>(c);
     if (from.alignments[code] == 0) continue;
     const std::string_view name = to_string(code);
-    KVMELD_TRY(out.counter("kvmeld_alignment_failures_total", "Alignments that were refused, by cause", static_cast<double>(from.alignments[code]),
-                           detail::with_label(labels, "code", name == "unknown" ? std::to_string(c) : std::string(name))));
+    KVMELD_TRY(
+        out.counter("kvmeld_alignment_failures_total", "Alignments that were refused, by cause",
+                    static_cast<double>(from.alignments[code]),
+                    detail::with_label(labels, "code", name == "unknown" ? detail::decimal(c) : std::string(name))));
   }
   const auto count = [&](const char* name, const char* help, const Counter& counter) {
     return out.counter(name, help, static_cast<double>(counter.value()), labels);

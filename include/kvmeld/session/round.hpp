@@ -112,10 +112,12 @@ class Round {
   void tick(std::int64_t now_ms) {
     const std::int64_t age = now_ms - begun_ms_;
     if (state_ == RoundState::waiting && age >= options_.cut_ms) {
-      keep(ErrorCode::timed_out, "no cut after " + std::to_string(age) + " ms; ready: " + std::to_string(ready_.size() + 1) + " of " +
-                                     std::to_string(options_.members.size()) + " members, quorum " + std::to_string(quorum()));
+      keep(ErrorCode::timed_out,
+           "no cut after " + detail::decimal(age) + " ms; ready: " + detail::decimal(ready_.size() + 1) + " of " +
+               detail::decimal(options_.members.size()) + " members, quorum " + detail::decimal(quorum()));
     }
-    if (state_ == RoundState::cut && age >= options_.timeout_ms) keep(ErrorCode::timed_out, "the cut was not rendered after " + std::to_string(age) + " ms");
+    if (state_ == RoundState::cut && age >= options_.timeout_ms)
+      keep(ErrorCode::timed_out, "the cut was not rendered after " + detail::decimal(age) + " ms");
     if (state_ != RoundState::waiting || now_ms < next_ready_ms_) return;
     next_ready_ms_ = now_ms + options_.retry_ms;
     out_.push_back({everyone, RoundMessage::ready, encode(RoundReady{options_.session, round_, merger_, seen_})});
@@ -248,7 +250,8 @@ class Round {
     status_ = detail::error(code, "round ", round_, " ends with the old cache: ", why);
   }
   [[nodiscard]] std::string mergers(const Digest128& other) const {
-    return "member " + std::to_string(publisher(round_)) + " merges by " + other.hex() + ", this one by " + merger_.hex();
+    return "member " + detail::decimal(publisher(round_)) + " merges by " + other.hex() + ", this one by " +
+           merger_.hex();
   }
 
   MemberId self_;

@@ -64,8 +64,8 @@ Status check_rows(const PlanCore& core, const F& fuser) {
         const bool single = alone && (keeps_single<RowForm<F>>() || row.inputs[row.first_used()].source == core.local_source);
         const Status checked = single ? Status() : check_row(fuser, core.geometry->layers[l].planes, row);
         if (checked) continue;
-        return error(checked.code(), "output ", o, " at position ", core.positions[o], by_head ? ", head " : "", by_head ? std::to_string(h) : "", ": ",
-                     checked.message());
+        return error(checked.code(), "output ", o, " at position ", core.positions[o], by_head ? ", head " : "",
+                     by_head ? detail::decimal(h) : "", ": ", checked.message());
       }
     }
   }

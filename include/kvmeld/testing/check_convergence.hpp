@@ -25,7 +25,7 @@ template <class Node = Replica<SimulatedStore>, class... Mergers>
 [[nodiscard]] Report check_convergence(const CheckOptions& options, const Mergers&... mergers) {
   CheckOptions o = options;
   if (const char* const only = std::getenv("KVMELD_SIM_SEED"); only != nullptr && *only != '\0') {
-    o.first_seed = std::strtoull(only, nullptr, 10);
+    o.first_seed = detail::parse_decimal<std::uint64_t>(only).value_or(0);
     o.seeds = 1;
     if (o.simulation.trace == nullptr) o.simulation.trace = [](const char* line) { std::fprintf(stderr, "%s\n", line); };
   }

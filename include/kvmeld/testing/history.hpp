@@ -71,7 +71,8 @@ class History {
   }
 
   [[nodiscard]] static std::string text(const Provenance& dot) {
-    return std::to_string(dot.agent) + ", epoch " + std::to_string(dot.epoch) + ", sequence " + std::to_string(dot.sequence);
+    return detail::decimal(dot.agent) + ", epoch " + detail::decimal(dot.epoch) + ", sequence " +
+           detail::decimal(dot.sequence);
   }
   [[nodiscard]] static std::string text(const Operation& o) {
     const char* const kind = o.kind == Operation::Kind::insert ? "insertion" : o.kind == Operation::Kind::supersede ? "supersession" : "removal";

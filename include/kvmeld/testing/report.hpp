@@ -37,7 +37,9 @@ struct Report {
   [[nodiscard]] bool ok() const noexcept { return failure.empty(); }
 
   /// What runs the failing seed again, alone and with a trace.
-  [[nodiscard]] std::string replay() const { return "replay: KVMELD_SIM_SEED=" + std::to_string(seed) + " and the same program"; }
+  [[nodiscard]] std::string replay() const {
+    return "replay: KVMELD_SIM_SEED=" + detail::decimal(seed) + " and the same program";
+  }
 
   /// Adds another run's figures; the first failure stays.
   void add(const Report& other) {
@@ -83,7 +85,7 @@ struct Report {
   }
 
   [[nodiscard]] static std::string line(const std::string& name, std::uint64_t value) {
-    const std::string number = std::to_string(value);
+    const std::string number = detail::decimal(value);
     const std::size_t used = name.size() + number.size();
     return name + std::string(used < 48 ? 48 - used : 1, ' ') + number + "\n";
   }

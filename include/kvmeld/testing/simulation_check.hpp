@@ -23,7 +23,7 @@ void Simulation<Node>::heal() {
     network_.set_slowness(member.id, 0);
     if (member.gone) continue;
     if (!member.up()) start(member);
-    if (!member.up()) return fail("member " + std::to_string(member.id) + " could not start from a disk that works");
+    if (!member.up()) return fail("member " + detail::decimal(member.id) + " could not start from a disk that works");
   }
   set_members();
 }
@@ -101,8 +101,8 @@ void Simulation<Node>::check_sets() {
   const FragmentSet& first = all.front()->replica->set();
   for (const Member* member : all) {
     const FragmentSet& set = member->replica->set();
-    const std::string who = "member " + std::to_string(member->id);
-    const std::string and_first = who + " and member " + std::to_string(all.front()->id);
+    const std::string who = "member " + detail::decimal(member->id);
+    const std::string and_first = who + " and member " + detail::decimal(all.front()->id);
     if (!(set == first)) return fail(and_first + " hold different sets");
     if (set.digest() != first.digest()) return fail(and_first + " hold equal sets with different digests");
     if (set.context() != first.context()) return fail(and_first + " have not seen the same operations");
@@ -118,8 +118,10 @@ void Simulation<Node>::check_sets() {
         }
       }
     }
-    if (member->replica->wanted() != 0) return fail(who + " still waits for " + std::to_string(member->replica->wanted()) + " payloads");
-    if (!set.removals().empty()) return fail(who + " keeps " + std::to_string(set.removals().size()) + " removals that everybody knows");
+    if (member->replica->wanted() != 0)
+      return fail(who + " still waits for " + detail::decimal(member->replica->wanted()) + " payloads");
+    if (!set.removals().empty())
+      return fail(who + " keeps " + detail::decimal(set.removals().size()) + " removals that everybody knows");
   }
   std::vector<std::pair<FragmentId, Mark>> marks;
   for (const FragmentSet::Entry& entry : first.entries()) {
@@ -144,13 +146,16 @@ void Simulation<Node>::check_rest() {
   for (const std::int64_t until = now_ + 500; now_ < until;) step(50);  // answers that were under way
   const std::uint64_t before = busy();
   for (const std::int64_t until = now_ + 1'000; now_ < until;) step(50);
-  if (busy() != before) fail("members agree and still send each other " + std::to_string(busy() - before) + " bytes a second beside news");
+  if (busy() != before)
+    fail("members agree and still send each other " + detail::decimal(busy() - before) + " bytes a second beside news");
   if (!agreed()) fail("members agreed and disagree again, though nothing happened");
   std::uint64_t most = 0;  // of a shared store every reader keeps within its own bound
   for (const Member* member : up()) most = (std::max)(most, member->max_records);
   for (const Member* member : up()) {
     const std::size_t records = member->store->disk()->records.size();
-    if (records > most) fail("the store of member " + std::to_string(member->id) + " keeps " + std::to_string(records) + " records where " + std::to_string(most) + " are enough");
+    if (records > most)
+      fail("the store of member " + detail::decimal(member->id) + " keeps " + detail::decimal(records) +
+           " records where " + detail::decimal(most) + " are enough");
   }
 }
 
@@ -161,8 +166,8 @@ void Simulation<Node>::check_mergers() {
     for (const Member* other : up()) {
       const bool differs = member->upgraded != other->upgraded;
       if (other != member && (std::find(named.begin(), named.end(), other->id) != named.end()) != differs) {
-        return fail("member " + std::to_string(member->id) + (differs ? " does not notice" : " wrongly says") + " that member " + std::to_string(other->id) +
-                    " renders with another merger");
+        return fail("member " + detail::decimal(member->id) + (differs ? " does not notice" : " wrongly says") +
+                    " that member " + detail::decimal(other->id) + " renders with another merger");
       }
     }
   }
@@ -177,14 +182,16 @@ void Simulation<Node>::check_rendered(const M& merger) {
     Target target;
     target.geometry = corpus_.front().geometry();
     const auto planned = plan(member->replica->set(), merger, target);
-    if (!planned) return fail("member " + std::to_string(member->id) + " cannot plan: " + planned.error().message());
+    if (!planned) return fail("member " + detail::decimal(member->id) + " cannot plan: " + planned.error().message());
     HostCache cache(corpus_.front().shared_geometry(), planned->tokens());
     std::vector<std::byte> workspace(planned->workspace_bytes());
     const auto rendered = kvmeld::run(exec::seq, *planned, workspace, cache.mutable_ref(), {.content_digest = true});
-    if (!rendered) return fail("member " + std::to_string(member->id) + " cannot render: " + rendered.error().message());
+    if (!rendered)
+      return fail("member " + detail::decimal(member->id) + " cannot render: " + rendered.error().message());
     if (!first) first = *rendered->content_digest;
     if (*rendered->content_digest != *first) {
-      return fail("member " + std::to_string(member->id) + " renders other bytes of the same set than member " + std::to_string(up().front()->id));
+      return fail("member " + detail::decimal(member->id) + " renders other bytes of the same set than member " +
+                  detail::decimal(up().front()->id));
     }
   }
 }

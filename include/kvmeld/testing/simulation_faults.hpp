@@ -49,7 +49,8 @@ void Simulation<Node>::operate() {
 template <class Node>
 void Simulation<Node>::record(Operation operation, const Result<Provenance>& done, const Digest256& before, const Member& member) {
   if (done.ok()) {
-    if (done->agent != member.id || done->epoch != member.epoch) fail("agent " + std::to_string(member.id) + " was given the dot of another life");
+    if (done->agent != member.id || done->epoch != member.epoch)
+      fail("agent " + detail::decimal(member.id) + " was given the dot of another life");
     operation.acknowledged = true;
     operation.dot = *done;
     ++(operation.kind == Operation::Kind::insert ? report_.inserted : operation.kind == Operation::Kind::remove ? report_.removed : report_.superseded);

@@ -36,7 +36,8 @@ void Simulation<Node>::start(Member& member) {
   member.epoch = o.epoch;
   member.replica = std::make_unique<Node>(*member.store, o);
   const Status opened = member.replica->open();
-  say("member ", member.id, " starts: ", opened.ok() ? std::string("holds ") + std::to_string(member.replica->set().size()) : opened.message());
+  say("member ", member.id, " starts: ",
+      opened.ok() ? std::string("holds ") + detail::decimal(member.replica->set().size()) : opened.message());
   if (member.store->crashed()) return crash(member, "as it started");
   if (opened.ok()) return;
   member.replica.reset();
@@ -49,7 +50,8 @@ void Simulation<Node>::crash(Member& member, const char* why) {
   say("member ", member.id, " ends ", why);
   CausalContext durable = context_of(*member.store->disk());
   durable.join(shared_disk_ != nullptr ? lost_ : member.rotten);
-  if (!leq(member.replica->set().context(), durable)) fail("member " + std::to_string(member.id) + " had joined operations that are not in its store");
+  if (!leq(member.replica->set().context(), durable))
+    fail("member " + detail::decimal(member.id) + " had joined operations that are not in its store");
   sum_counters(*member.replica);
   member.replica.reset();
   member.store->dies_in = 0;
@@ -115,9 +117,9 @@ const Fragment* Simulation<Node>::fragment(const FragmentId& id) const {
 template <class Node>
 std::string Simulation<Node>::describe(std::span<const std::byte> bytes) {
   const auto frame = decode_frame(bytes);
-  if (!frame) return std::to_string(bytes.size()) + " damaged bytes";
+  if (!frame) return detail::decimal(bytes.size()) + " damaged bytes";
   constexpr const char* names[] = {"nothing", "news", "a request for a delta", "a delta", "a request for ", "the manifest of ", "a chunk of ", "a refusal of "};
-  if (frame->type >= std::size(names)) return "a message of type " + std::to_string(frame->type);
+  if (frame->type >= std::size(names)) return "a message of type " + detail::decimal(frame->type);
   std::string out = names[frame->type];
   if (frame->type >= 4 && frame->body.size() >= 32) {
     FragmentId id;

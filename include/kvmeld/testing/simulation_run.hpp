@@ -124,7 +124,8 @@ void Simulation<Node>::deliver(const Delivery& delivery) {
   if (!taken.ok() && taken.error().code() != ErrorCode::quota_exceeded && (after.digest() != before || after.context() != seen)) {
     fail(kvmeld::detail::error(ErrorCode::corrupt, "member ", member.id, " refused a message (", taken.error().message(), ") and its set changed").message());
   }
-  if (!leq(seen, after.context())) fail("member " + std::to_string(member.id) + " forgot an operation that it had seen");
+  if (!leq(seen, after.context()))
+    fail("member " + detail::decimal(member.id) + " forgot an operation that it had seen");
   flush(member);
 }
 

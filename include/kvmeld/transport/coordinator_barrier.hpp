@@ -95,7 +95,7 @@ struct CoordinatorSession {
 
 [[nodiscard]] inline std::string list_of(const std::vector<MemberId>& members) {
   std::string out;
-  for (const MemberId member : members) out += (out.empty() ? "" : ", ") + std::to_string(member);
+  for (const MemberId member : members) out += (out.empty() ? "" : ", ") + detail::decimal(member);
   return out.empty() ? "none" : out;
 }
 

@@ -51,7 +51,7 @@ class TempFile {
     for (int attempt = 0; attempt < 100; ++attempt) {
       TempFile temp;
       temp.folder_ = folder;
-      temp.name_ = "temp/" + std::to_string(fresh_number());
+      temp.name_ = "temp/" + detail::decimal(fresh_number());
       temp.file_ = open_file(folder, temp.name_, O_CREAT | O_EXCL | O_RDWR, 0600);
       if (!temp.file_.valid()) {
         const int number = errno;

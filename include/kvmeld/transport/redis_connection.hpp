@@ -86,11 +86,11 @@ class RedisConnection {
   /// Appends a command to what the next `exchange` sends.
   void queue(std::initializer_list<RedisArgument> arguments) {
     text_ += '*';
-    text_ += std::to_string(arguments.size());
+    text_ += detail::decimal(arguments.size());
     for (const RedisArgument& argument : arguments) {
       const std::string_view bytes = argument.text();
       text_ += "\r\n$";
-      text_ += std::to_string(bytes.size());
+      text_ += detail::decimal(bytes.size());
       text_ += "\r\n";
       if (bytes.size() <= copied_bytes) {
         text_ += bytes;
@@ -176,7 +176,7 @@ class RedisConnection {
     } else if (!options_.password.empty()) {
       queue({"AUTH", options_.password});
     }
-    if (options_.database != 0) queue({"SELECT", std::to_string(options_.database)});
+    if (options_.database != 0) queue({"SELECT", detail::decimal(options_.database)});
     queue({"PING"});
     auto replies = transfer();
     if (!replies) return replies.error();

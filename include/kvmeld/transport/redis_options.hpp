@@ -29,7 +29,7 @@ namespace detail {
 
 [[nodiscard]] inline std::string redis_address(const RedisOptions& options) {
   if (!options.unix_socket.empty()) return "redis at " + options.unix_socket;
-  return "redis at " + options.host + ":" + std::to_string(options.port);
+  return "redis at " + options.host + ":" + detail::decimal(options.port);
 }
 
 [[nodiscard]] inline Status check_redis(const RedisOptions& options) {

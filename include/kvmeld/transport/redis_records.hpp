@@ -55,7 +55,7 @@ class RedisRecords {
       // and a flush shows in the content's name, which is read behind the list.
       connection.queue({"GET", base_key_});
       connection.queue({"LLEN", list_key_});
-      connection.queue({"LRANGE", list_key_, std::to_string(first), std::to_string(first + page - 1)});
+      connection.queue({"LRANGE", list_key_, detail::decimal(first), detail::decimal(first + page - 1)});
       connection.queue({"GET", content_key_});
       connection.queue({"GET", base_key_});
       auto replies = connection.exchange();
@@ -115,8 +115,8 @@ class RedisRecords {
       connection.queue({"MULTI"});
       connection.queue({"RPUSH", list_key_, bytes});
       if (replaced > 0) {
-        connection.queue({"LTRIM", list_key_, std::to_string(replaced), "-1"});
-        connection.queue({"SET", base_key_, std::to_string(base_ + replaced)});
+        connection.queue({"LTRIM", list_key_, detail::decimal(replaced), "-1"});
+        connection.queue({"SET", base_key_, detail::decimal(base_ + replaced)});
       }
       connection.queue({"EXEC"});
       auto done = connection.exchange();

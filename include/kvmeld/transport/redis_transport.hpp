@@ -139,7 +139,9 @@ class RedisTransport {
     explicit State(RedisTransportOptions given)
         : options(std::move(given)), prefix("{" + options.name_space + "}:"), publisher(options.server), subscriber(options.server) {}
 
-    [[nodiscard]] std::string channel(MemberId to) const { return to == everyone ? prefix + "news" : prefix + "to:" + std::to_string(to); }
+    [[nodiscard]] std::string channel(MemberId to) const {
+      return to == everyone ? prefix + "news" : prefix + "to:" + detail::decimal(to);
+    }
 
     /// Tried again where the connection was lost: not after a timeout, which may have delivered it, nor a refusal.
     [[nodiscard]] Result<RedisReply> publish(MemberId to, std::span<const std::byte> bytes) {
