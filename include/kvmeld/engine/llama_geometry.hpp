@@ -57,8 +57,8 @@ struct GeometryOptions {
   for (std::int32_t i = 0; i < count; ++i) {
     hasher.text(detail::metadata_text(
         [&](char* out, std::size_t size) { return llama_model_meta_key_by_index(model, i, out, size); }));
-    hasher.text(detail::metadata_text(
-        [&](char* out, std::size_t size) { return llama_model_meta_val_str_by_index(model, i, out, size); }));
+    hasher.text(detail::without_locale(detail::metadata_text(
+        [&](char* out, std::size_t size) { return llama_model_meta_val_str_by_index(model, i, out, size); })));
   }
   return "llama:" + hasher.digest().hex();
 }

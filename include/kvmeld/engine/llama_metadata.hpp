@@ -5,10 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 
 #include <llama.h>
@@ -34,17 +32,17 @@ template <class Getter>
   return text;
 }
 
-/// A number as the engine prints metadata: with the decimal separator of the locale under which the model was loaded,
-/// whatever the locale is now, so anything between two digits is taken for the point. Integers have none.
-template <class Number>
-[[nodiscard]] std::optional<Number> metadata_number(std::string text) {
-  constexpr std::string_view own = "0123456789+-.eEinfa";
-  const std::size_t first = text.find_first_not_of(own);
-  if (std::is_floating_point_v<Number> && first != std::string::npos) {
-    const std::size_t last = text.find_first_of(own, first);
-    text.replace(first, (last == std::string::npos ? text.size() : last) - first, ".");
-  }
-  return kvmeld::detail::parse_decimal<Number>(text);
+/// A value as the engine prints it in the C locale. It prints reals with the decimal separator of the locale under
+/// which the model was loaded, whatever the locale is now: the one run of other bytes within a number is the separator.
+[[nodiscard]] inline std::string without_locale(std::string value) {
+  constexpr std::string_view own = "0123456789+-.eE";
+  const std::size_t first = value.find_first_not_of(own);
+  if (first == 0 || first == std::string::npos) return value;
+  const std::size_t last = value.find_first_of(own, first);
+  if (last == std::string::npos) return value;
+  std::string number = value;
+  number.replace(first, last - first, ".");
+  return kvmeld::detail::parse_decimal<double>(number) ? number : value;
 }
 
 /// Reads `ARCHITECTURE.key`. Arrays are not among what the engine hands out.
@@ -63,7 +61,7 @@ class Metadata {
  private:
   template <class Number>
   [[nodiscard]] Number parse(std::string_view key, Number otherwise) const {
-    return metadata_number<Number>(text(key)).value_or(otherwise);
+    return kvmeld::detail::parse_decimal<Number>(without_locale(text(key))).value_or(otherwise);
   }
   [[nodiscard]] std::string text_of(const std::string& key) const {
     return metadata_text(
