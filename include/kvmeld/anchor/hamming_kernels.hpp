@@ -121,12 +121,12 @@ struct ScanAvx2 {
     const Bytes32 table = {0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4, 0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4};
     const Halves8 nibbles = 0x0F0F0F0FU - Halves8{};
     const Halves8 bits = *reinterpret_cast<const Halves8*>(at) ^ query;
-    const Bytes32 counts = __builtin_ia32_pshufb256(table, (Bytes32)(bits & nibbles)) + __builtin_ia32_pshufb256(table, (Bytes32)((bits >> 4U) & nibbles));
-    const Shorts16 pairs = (Shorts16)__builtin_ia32_pmaddubsw256(counts, (Bytes32)(0x01010101U - Halves8{}));
-    return (Words8)__builtin_ia32_pmaddwd256(pairs, (Shorts16)(0x00010001U - Halves8{}));
+    const Bytes32 counts = __builtin_ia32_pshufb256(table, reinterpret_cast<Bytes32>(bits & nibbles)) + __builtin_ia32_pshufb256(table, reinterpret_cast<Bytes32>((bits >> 4U) & nibbles));
+    const Shorts16 pairs = reinterpret_cast<Shorts16>(__builtin_ia32_pmaddubsw256(counts, reinterpret_cast<Bytes32>(0x01010101U - Halves8{})));
+    return reinterpret_cast<Words8>(__builtin_ia32_pmaddwd256(pairs, reinterpret_cast<Shorts16>(0x00010001U - Halves8{})));
   }
   [[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE bool any_within(const Words8& a, const Words8& b) const noexcept {
-    return __builtin_ia32_pmovmskb256((Bytes32)((a < above) | (b < above))) != 0;
+    return __builtin_ia32_pmovmskb256(reinterpret_cast<Bytes32>((a < above) | (b < above))) != 0;
   }
   [[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE bool low_within(const ScanRun& run, std::uint32_t i) const noexcept {
     return any_within(distance(run.low + i, low), distance(run.low + i + 8, low));

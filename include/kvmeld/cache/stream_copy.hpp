@@ -131,7 +131,7 @@ KVMELD_LAZY [[nodiscard]] Result<Streaming> measure_streaming(std::span<std::byt
   const std::byte* const in = scratch.data() + bytes;
   std::memset(scratch.data(), 1, scratch.size());
   const auto best_of_three = [&](const auto& copy) {
-    std::chrono::nanoseconds best = std::chrono::nanoseconds::max();
+    std::chrono::nanoseconds best = std::chrono::nanoseconds(std::int64_t{1} << 62);
     for (int i = 0; i < 3; ++i) {
       const auto begin = std::chrono::steady_clock::now();
       copy();
@@ -148,7 +148,7 @@ KVMELD_LAZY [[nodiscard]] Result<Streaming> measure_streaming(std::span<std::byt
     detail::stream_four_pages(to, in, bytes - head);
     detail::stream_fence();
   });
-  auto one = std::chrono::nanoseconds::max();
+  auto one = std::chrono::nanoseconds(std::int64_t{1} << 62);
   if (best_isa() != Isa::baseline) {
     one = best_of_three([&] {
       detail::stream_one_page(to, in, bytes - head);

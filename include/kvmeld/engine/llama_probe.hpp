@@ -195,16 +195,16 @@ inline void copy_rows(const KvCacheRef& from, const MutableKvCacheRef& to) {
   if (!fresh) return fresh.error();
   for (std::size_t l = 0; l < layers; ++l) {
     const LayerShape& layer = geometry->layers[l];
-    const std::vector<float> near = detail::layer_keys(state->view(), fresh->view(), l);
-    const std::vector<float> far = detail::layer_keys(fresh->view(), state->view(), l);
+    const std::vector<float> first_keys = detail::layer_keys(state->view(), fresh->view(), l);
+    const std::vector<float> shifted_keys = detail::layer_keys(fresh->view(), state->view(), l);
     if (l == 0) {
-      const Result<RopeCheck> check = verify_rope(layer.rope, layer.planes[0].heads, layer.planes[0].channels, near,
-                                                  far, 0, shift, tolerance(0), length);
+      const Result<RopeCheck> check = verify_rope(layer.rope, layer.planes[0].heads, layer.planes[0].channels, first_keys,
+                                                  shifted_keys, 0, shift, tolerance(0), length);
       if (!check) return error(check.error().code(), "llama: layer 0: ", check.error().message());
       report.first_layer_error = check->relative_error;
       continue;
     }
-    const Result<detail::ShiftFit> fit = detail::fit_shift(layer, near, far, shift, length);
+    const Result<detail::ShiftFit> fit = detail::fit_shift(layer, first_keys, shifted_keys, shift, length);
     if (!fit) return fit.error();
     if (!report.engine_can_shift && fit->plain_error > options.deep_tolerance)
       return error(ErrorCode::rope_mismatch, "llama: layer ", l, " for the same tokens ", shift,

@@ -14,15 +14,15 @@ namespace detail {
 
 /// Krum's score of each of the `present` contributions: the sum of squared distances to its `neighbours` nearest others.
 KVMELD_LAZY void krum_scores(const Scoring& scoring, std::span<const std::size_t> present, std::size_t neighbours, std::span<double> scores) {
-  std::vector<double> near;
+  std::vector<double> distances;
   for (std::size_t i = 0; i < present.size(); ++i) {
-    near.clear();
+    distances.clear();
     for (const std::size_t j : present) {
-      if (j != present[i]) near.push_back(scoring.distance(present[i], j));
+      if (j != present[i]) distances.push_back(scoring.distance(present[i], j));
     }
-    std::sort(near.begin(), near.end());
+    std::sort(distances.begin(), distances.end());
     scores[i] = 0;
-    for (std::size_t k = 0; k < (std::min)(neighbours, near.size()); ++k) scores[i] += near[k];
+    for (std::size_t k = 0; k < (std::min)(neighbours, distances.size()); ++k) scores[i] += distances[k];
   }
 }
 

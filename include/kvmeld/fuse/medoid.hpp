@@ -130,9 +130,9 @@ struct GeometricMedian {
     std::vector<std::size_t> all(n);
     for (std::size_t i = 0; i < n; ++i) all[i] = i;
     const std::size_t medoid = detail::medoid_of(scoring, detail::span_of(all), detail::span_of(mass));
-    double near = INFINITY;
-    for (std::size_t j = 0; j < n; ++j) near = scoring.distance(medoid, j) > 0 ? (std::min)(near, scoring.distance(medoid, j)) : near;
-    for (std::size_t j = 0; j < n; ++j) weights[j] = mass[j] / math::sqrt((std::max)(scoring.distance(medoid, j), (std::min)(near, 1e300)));
+    double nearest = INFINITY;
+    for (std::size_t j = 0; j < n; ++j) nearest = scoring.distance(medoid, j) > 0 ? (std::min)(nearest, scoring.distance(medoid, j)) : nearest;
+    for (std::size_t j = 0; j < n; ++j) weights[j] = mass[j] / math::sqrt((std::max)(scoring.distance(medoid, j), (std::min)(nearest, 1e300)));
     const std::size_t padded = (n + detail::weiszfeld_block - 1) / detail::weiszfeld_block * detail::weiszfeld_block;
     std::vector<double> both((n + 3) * padded, 0.0);  // distances, then masses, weights, and the iteration's own
     double* const masses = both.data() + n * padded;

@@ -116,7 +116,7 @@ class AnchorDirectory {
     else if (query.consumer == Consumer::never_approximate) out.reason = ReuseReason::exact_required;
     if (out.reason != ReuseReason::empty_pool || size() == 0) return out;
     out.reason = ReuseReason::below_threshold;
-    std::vector<std::pair<int, const AnchorRecord*>> near;
+    std::vector<std::pair<int, const AnchorRecord*>> found;
     for (const auto& [key, entry] : entries_) {
       const AnchorRecord& record = entry.record;
       const int distance = std::popcount(record.signature ^ query.signature);
@@ -126,10 +126,10 @@ class AnchorDirectory {
       if (out.reason == ReuseReason::below_threshold || reason == ReuseReason::reuse || (out.reason == ReuseReason::too_short && reason == ReuseReason::no_offset)) {
         out.reason = reason;
       }
-      if (reason == ReuseReason::reuse) near.emplace_back(distance, &record);
+      if (reason == ReuseReason::reuse) found.emplace_back(distance, &record);
     }
-    std::sort(near.begin(), near.end(), [](const auto& a, const auto& b) { return a.first != b.first ? a.first < b.first : a.second->id < b.second->id; });
-    for (std::size_t i = 0; i < (std::min)(near.size(), query.most); ++i) out.records.push_back(*near[i].second);
+    std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first != b.first ? a.first < b.first : a.second->id < b.second->id; });
+    for (std::size_t i = 0; i < (std::min)(found.size(), query.most); ++i) out.records.push_back(*found[i].second);
     return out;
   }
   /// The record of exactly this text that holds a Δ for the context and was never approximate, or null. O(n).
