@@ -32,6 +32,26 @@ if(cuda_headers)
   string(APPEND all "int main() {}\n")
   file(CONFIGURE OUTPUT "${cuda_dir}/all.cu" CONTENT "${all}")
   nvcc_object("${cuda_dir}/all.cu" "${cuda_dir}/all.o")
+  # What a file under nvcc includes beside them: sessions, replicas, stores; a warning of nvcc's is an error there. Bodies of templates
+  # are read where they are instantiated.
+  file(GLOB beside RELATIVE "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}/include/kvmeld/session/*.hpp"
+    "${PROJECT_SOURCE_DIR}/include/kvmeld/transport/*.hpp")
+  list(FILTER beside EXCLUDE REGEX "grpc_|mpi_")
+  if(NOT kvmeld_redis_FOUND)
+    list(FILTER beside EXCLUDE REGEX "redis")
+  endif()
+  set(sessions "")
+  foreach(header IN LISTS beside)
+    string(APPEND sessions "#include <${header}>\n")
+  endforeach()
+  file(CONFIGURE OUTPUT "${cuda_dir}/sessions.cu" @ONLY CONTENT "#include <kvmeld/cuda/render.cuh>
+${sessions}template class kvmeld::Replica<kvmeld::FileStore>;
+using Merger = decltype(kvmeld::merger());
+template class kvmeld::RenderWorker<Merger>;
+template class kvmeld::AgentSession<Merger, kvmeld::FileStore, kvmeld::MemoryTransport>;
+")
+  nvcc_object("${cuda_dir}/sessions.cu" "${cuda_dir}/sessions.o" -Werror all-warnings)
+  list(APPEND objects "${cuda_dir}/sessions.o")
   # And two files that never saw nvcc, in the same program.
   foreach(unit IN ITEMS host host_again)
     file(CONFIGURE OUTPUT "${cuda_dir}/${unit}.cpp" CONTENT "#include <kvmeld/kvmeld.hpp>\n#include <kvmeld/cache/gather.hpp>\n")

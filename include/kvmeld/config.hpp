@@ -33,6 +33,13 @@ static_assert(std::endian::native == std::endian::little, "kvmeld stores little-
 #define KVMELD_HD
 #endif
 
+/// Warns where a value of a class is dropped. Not under nvcc, which takes every assignment for a dropped value.
+#if defined(__CUDACC__)
+#define KVMELD_NODISCARD_CLASS
+#else
+#define KVMELD_NODISCARD_CLASS [[nodiscard]]
+#endif
+
 /// Marks the one body that is inlined into each instruction set's wrapper (docs/numerics.md).
 #define KVMELD_ALWAYS_INLINE inline __attribute__((always_inline))
 #define KVMELD_NOINLINE __attribute__((noinline))

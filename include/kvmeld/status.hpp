@@ -122,7 +122,7 @@ enum class ErrorCode : std::uint8_t {
 }
 
 /// Success, or a code with a sentence that names the offending number and what to do.
-class [[nodiscard]] Status {
+class KVMELD_NODISCARD_CLASS Status {
  public:
   Status() = default;
   Status(ErrorCode code, std::string message) : code_(code), message_(std::move(message)) {}
@@ -142,7 +142,7 @@ class [[nodiscard]] Status {
 
 /// A value, or the `Status` that says why there is none. Reading the value of an error is undefined.
 template <class T>
-class [[nodiscard]] Result {
+class KVMELD_NODISCARD_CLASS Result {
  public:
   using value_type = T;
 

@@ -1,6 +1,7 @@
 // Renders on the device: the bytes of exec::seq, for every merger, layout and element type, a user's own fuser
 // included.
 #include <kvmeld/cuda/render.cuh>
+#include <kvmeld/session/render_worker.hpp>
 
 #include <kvmeld/align/attention.hpp>
 #include <kvmeld/fuse/gated.hpp>
@@ -148,6 +149,48 @@ TEST_CASE("resident payloads, and render with a workspace from the stream's pool
   stream.wait();
   CHECK(first.download() == expected->buffers());
   CHECK(second.download() == expected->buffers());
+}
+
+namespace {
+
+/// Device memory that a worker renders into.
+struct DeviceBacking {
+  struct Buffer {
+    TestCache host;
+    test::DeviceCache device;
+
+    Buffer(const std::shared_ptr<const kvmeld::Geometry>& g, std::int64_t tokens)
+        : host(g, tokens), device(host, Tables::host) {}
+    [[nodiscard]] const kvmeld::MutableKvCacheRef& mutable_ref() const { return device.out(); }
+  };
+  kvmeld::Result<std::unique_ptr<Buffer>> make(const std::shared_ptr<const kvmeld::Geometry>& g,
+                                               std::span<const std::int64_t> positions,
+                                               std::span<const kvmeld::TokenId>, std::unique_ptr<Buffer>) const {
+    return std::make_unique<Buffer>(g, static_cast<std::int64_t>(positions.size()));
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a worker renders on the device and hands out what the stream has finished") {
+  const auto g = test::geometry({.type = ElementType::f16});
+  const auto set = spans(g, 40);
+  const auto merger = kvmeld::merger(ById{});
+  const auto plan = kvmeld::plan(set, merger, at(g));
+  REQUIRE(plan.ok());
+  const auto expected = test::run_in(kvmeld::exec::seq, *plan, Layout::canonical);
+  const test::TestStream stream;
+  kvmeld::RenderWorker worker(merger, DeviceBacking{}, stream.get());
+  for (std::uint64_t request = 1; request <= 3; ++request) {
+    REQUIRE(worker.request(set, at(g)) == request);
+    REQUIRE(worker.wait_idle(60'000));
+    const auto outcome = worker.take();
+    REQUIRE(outcome.has_value());
+    INFO(outcome->status.message());
+    REQUIRE(outcome->status.ok());
+    CHECK(outcome->rendered->buffer->device.download() == expected->buffers());  // nobody waited for the stream here
+    CHECK(outcome->rendered->report.render_id == plan->render_id());
+  }
 }
 
 TEST_CASE("the lines of docs/cuda.md") {

@@ -91,6 +91,11 @@ template <class Rows>
   }
 }
 
+template <>
+struct RunOptionsOf<gpu::Stream> {
+  using type = gpu::RenderOptions;
+};
+
 /// What can be told of device views: memory that the host cannot see is compared where the slots are known.
 [[nodiscard]] inline Status check_device_output(const PlanCore& core, const DeviceView<std::byte>& out,
                                                 std::span<const std::byte> workspace,
@@ -199,6 +204,23 @@ template <class M>
   return detail::run_on_device(stream, plan, workspace, out, options, false);
 }
 
+namespace detail {
+
+/// Runs a plan in a workspace of the stream's memory pool. What the plan made itself may go when this returns.
+template <class M>
+static Result<RenderReport> run_in_pool(const gpu::Stream& stream, const Plan<M>& plan, const MutableKvCacheRef& out,
+                                        const gpu::RenderOptions& options) {
+  const std::size_t bytes = gpu::workspace_bytes(plan, out, options);
+  void* workspace = nullptr;
+  KVMELD_TRY(cuda_status(cudaMallocAsync(&workspace, bytes, stream.get()), "allocating a workspace"));
+  auto report = run_on_device(stream, plan, std::span(static_cast<std::byte*>(workspace), bytes), out, options, true);
+  const Status freed = cuda_status(cudaFreeAsync(workspace, stream.get()), "freeing a workspace");
+  if (report.ok() && !freed) return freed;
+  return report;
+}
+
+}  // namespace detail
+
 /// Plans on the host and runs on the device, in a workspace of the stream's own memory pool.
 ///
 /// Allocates with `cudaMallocAsync` and frees with `cudaFreeAsync`, both in the stream: callers who
@@ -227,14 +249,21 @@ template <class M>
   }
   const auto made = plan(set, merger, target);
   if (!made) return made.error();
-  const std::size_t bytes = gpu::workspace_bytes(*made, out, options);
-  void* workspace = nullptr;
-  KVMELD_TRY(detail::cuda_status(cudaMallocAsync(&workspace, bytes, stream.get()), "allocating a workspace"));
-  // What the plan made itself goes with it when this returns.
-  auto report = detail::run_on_device(stream, *made, std::span(static_cast<std::byte*>(workspace), bytes), out, options,
-                                      true);
-  const Status freed = detail::cuda_status(cudaFreeAsync(workspace, stream.get()), "freeing a workspace");
-  if (report.ok() && !freed) return freed;
+  return detail::run_in_pool(stream, *made, out, options);
+}
+
+/// Runs a plan in a workspace of the stream's own memory pool and waits until the stream has passed: what a `RenderWorker` does
+/// on its thread, for which it makes the stream's device the current one.
+///
+/// Errors: those of `run`, and what the device reports before the stream has passed (`engine_failure`).
+template <class M>
+[[nodiscard]] static Result<RenderReport> run_and_wait(const gpu::Stream& stream, const Plan<M>& plan,
+                                                       const MutableKvCacheRef& out,
+                                                       const gpu::RenderOptions& options = {}) {
+  KVMELD_TRY(detail::cuda_status(cudaSetDevice(stream.device()), "choosing the stream's device"));
+  auto report = detail::run_in_pool(stream, plan, out, options);
+  if (!report) return report;
+  KVMELD_TRY(detail::cuda_status(cudaStreamSynchronize(stream.get()), "waiting for a render"));
   return report;
 }
 

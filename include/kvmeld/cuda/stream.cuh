@@ -84,9 +84,13 @@ class Stream {
   static constexpr bool on_device = true;
 
   /// There is no default: a caller who wants the default stream names it, `Stream{cudaStreamPerThread}`.
-  explicit Stream(cudaStream_t stream) noexcept : stream_(stream) {}
+  explicit Stream(cudaStream_t stream) noexcept : stream_(stream) {
+    if (cudaGetDevice(&device_) != cudaSuccess) device_ = -1;
+  }
 
   [[nodiscard]] cudaStream_t get() const noexcept { return stream_; }
+  /// The device that was current where this was made; −1: there was none.
+  [[nodiscard]] int device() const noexcept { return device_; }
 
   /// Enqueues one warp for each row; `work` is copied, what it points to is device memory.
   ///
@@ -99,6 +103,7 @@ class Stream {
 
  private:
   cudaStream_t stream_;
+  int device_ = -1;
 };
 
 }  // namespace gpu

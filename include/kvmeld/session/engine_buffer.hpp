@@ -48,7 +48,9 @@ struct HostBacking {
   [[nodiscard]] Result<std::unique_ptr<HostBuffer>> make(const std::shared_ptr<const Geometry>& geometry, std::span<const std::int64_t> positions,
                                                          std::span<const TokenId>, std::unique_ptr<HostBuffer> recycled) const {
     const std::int64_t needed = std::ssize(positions) + spare_tokens;
-    if (recycled != nullptr && recycled->capacity_tokens() >= needed && recycled->mutable_ref().geometry() == *geometry) return recycled;
+    if (recycled != nullptr && recycled->capacity_tokens() >= needed && recycled->mutable_ref().geometry() == *geometry) {
+      return Result(std::move(recycled));  // spelled out for nvcc, which would copy
+    }
     // An eighth more: sets grow, and a buffer that fits only once is made anew each time.
     return std::make_unique<HostBuffer>(geometry, needed + needed / 8);
   }

@@ -34,13 +34,17 @@ struct RenderOutcome {
 ///
 /// The newest request wins: one that was not begun is dropped, a finished one that was not taken is replaced. `request`, `take`
 /// and `idle` hold a lock for as long as it takes to move a pointer; they belong to one thread, the generating one.
-/// @tparam M a `Merger`; @tparam Backing where the bytes go; @tparam E the executor that the worker renders on.
+/// @tparam M a `Merger`; @tparam Backing where the bytes go; @tparam E the executor that the worker renders on. On a device
+/// (`gpu::Stream`, with `cuda/render.cuh` included) buffers are views of its memory, the worker waits for the stream before it
+/// hands one out, and the thread's device is the one that was current where the worker was made.
 template <class M, CacheBacking Backing = HostBacking, ExecutionPolicy E = exec::Sequential>
 class RenderWorker {
  public:
   using Buffer = typename Backing::Buffer;
 
-  explicit RenderWorker(M merger, Backing backing = {}, E exec = {}, RunOptions options = {})
+  using Options = typename detail::RunOptionsOf<E>::type;
+
+  explicit RenderWorker(M merger, Backing backing = {}, E exec = E{}, Options options = {})
       : merger_(std::move(merger)), backing_(std::move(backing)), exec_(std::move(exec)), options_(options) {
 #if defined(__cpp_exceptions)
     try {
@@ -144,8 +148,7 @@ class RenderWorker {
     if (!buffer) return buffer.error();
     out.buffer = *std::move(buffer);
     out.home = pool_;
-    workspace_.resize((std::max)(workspace_.size(), made->workspace_bytes()));
-    auto report = kvmeld::run(exec_, *made, workspace_, out.buffer->mutable_ref(), options_);
+    auto report = run_plan(*made, out.buffer->mutable_ref());
     if (!report) return report.error();
     out.report = *report;
     out.positions.assign(made->positions().begin(), made->positions().end());
@@ -160,10 +163,19 @@ class RenderWorker {
     return {};
   }
 
+  [[nodiscard]] Result<RenderReport> run_plan(const Plan<M>& made, const MutableKvCacheRef& out) {
+    if constexpr (E::on_device) {
+      return run_and_wait(exec_, made, out, options_);  // of the device's header
+    } else {
+      workspace_.resize((std::max)(workspace_.size(), made.workspace_bytes()));
+      return kvmeld::run(exec_, made, workspace_, out, options_);
+    }
+  }
+
   M merger_;
   Backing backing_;
   E exec_;
-  RunOptions options_;
+  Options options_;
   std::shared_ptr<BufferPool<Buffer>> pool_ = std::make_shared<BufferPool<Buffer>>();
   std::vector<std::byte> workspace_;  // of the worker
   std::uint64_t last_request_ = 0;    // of the generating thread

@@ -23,6 +23,12 @@ struct RunOptions {
 
 namespace detail {
 
+/// What a run on an executor is told beside the plan; executors of devices have their own.
+template <class E>
+struct RunOptionsOf {
+  using type = RunOptions;
+};
+
 /// Whether a layer of the output has a place for every row that is rendered and read later.
 KVMELD_LAZY [[nodiscard]] Status check_slots_present(const PlanCore& core, std::size_t layer, const TokenSlots& slots) {
   if (slots.kind == SlotKind::identity) return {};

@@ -34,7 +34,7 @@ class FileLock {
       ::nanosleep(&pause, nullptr);
       pause_ns = (std::min)(pause_ns * 2, std::int64_t{2'000'000});
     }
-    return lock;
+    return Result(std::move(lock));  // spelled out for nvcc, which would copy
   }
 
  private:
@@ -62,7 +62,7 @@ class TempFile {
       uninterrupted([&] { return ::flock(temp.file_.get(), LOCK_EX); });
       struct ::stat status {};
       // Whoever cleans up may have looked at it before it was locked.
-      if (::fstat(temp.file_.get(), &status) == 0 && status.st_nlink > 0) return temp;
+      if (::fstat(temp.file_.get(), &status) == 0 && status.st_nlink > 0) return Result(std::move(temp));
     }
     return error(ErrorCode::unavailable, "no free name for a temporary file after 100 attempts");
   }

@@ -59,7 +59,7 @@ class RedisStore {
     KVMELD_TRY(detail::check_redis_namespace(options.name_space));
     RedisStore store(std::move(options));
     KVMELD_TRY(store.state_->ready());
-    return store;
+    return Result(std::move(store));  // spelled out for nvcc, which would copy
   }
 
   /// Two round trips for a new blob, one for a known or small one. Errors: also `oversized` beyond 512 MiB, the server's limit.

@@ -66,7 +66,7 @@ class RedisTransport {
     RedisTransport transport(std::move(options));
     KVMELD_TRY(transport.state_->subscribe());
     transport.state_->in = transport.state_->subscriber.traffic();
-    return transport;
+    return Result(std::move(transport));  // spelled out for nvcc, which would copy
   }
 
   [[nodiscard]] MemberId self() const noexcept { return state_->options.self; }

@@ -58,7 +58,7 @@ inline struct { unsigned x; } threadIdx;
 namespace emulated {
 
 inline std::map<const std::byte*, std::size_t> device_memory;
-inline int current_device = 0;  // of two
+inline thread_local int current_device = 0;  // of two
 
 inline bool is_device(const void* p) {
   const auto* at = static_cast<const std::byte*>(p);
