@@ -6,6 +6,12 @@
 #error "kvmeld needs C++20: compile with -std=c++20 (g++ >= 12, clang >= 14, nvcc >= 12)"
 #else
 
+#if defined(__clang__) && !defined(__apple_build_version__) && __clang_major__ < 14
+#error "kvmeld needs clang 14 or newer"
+#elif defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
+#error "kvmeld needs g++ 12 or newer: older ones lack what it uses of C++20 (Debian: apt install g++-12, then -DCMAKE_CXX_COMPILER=g++-12)"
+#endif
+
 #if defined(__FAST_MATH__)
 #error "kvmeld promises identical bytes everywhere: compile without -ffast-math"
 #endif

@@ -1,5 +1,9 @@
 #pragma once
 
+#if !__has_include(<xxhash.h>)
+#error "kvmeld needs xxhash.h: install libxxhash-dev (Debian, Ubuntu), xxhash-devel (Fedora), xxhash (vcpkg, Homebrew, Conan)"
+#endif
+
 #include <array>
 #include <bit>
 #include <compare>
