@@ -296,3 +296,32 @@ TEST_CASE("sums mod 2^256 carry and borrow across words") {
     REQUIRE(ab == a);
   }
 }
+
+TEST_CASE("what can never be rendered beside a set's fragments is refused when it is inserted, and says what differs") {
+  const auto base = test::geometry({.layers = 1, .heads = 1, .channels = 32});
+  const auto changed = [&](auto&& change) {
+    auto g = std::make_shared<kvmeld::Geometry>(*base);
+    change(*g);
+    return test::sealed(std::shared_ptr<const kvmeld::Geometry>(g), 2, 7).fragment;
+  };
+  FragmentSet set;
+  REQUIRE(set.insert(test::sealed(base, 2, 1).fragment, {1, 0}).ok());
+  const auto before = set.digest();
+  const Fragment wider = changed([](kvmeld::Geometry& g) { g.layers.push_back(g.layers[0]); });
+  const Fragment other_base = changed([](kvmeld::Geometry& g) { g.layers[0].rope.base *= 2; });
+  const Fragment other_tenant = changed([](kvmeld::Geometry& g) { g.tenant = "other"; });
+  for (const Fragment& f : {wider, other_base, other_tenant}) {
+    const kvmeld::Status with_dot = set.insert(f, {1, 1}), without = set.insert(f);
+    CHECK(with_dot.code() == ErrorCode::geometry_mismatch);
+    CHECK(without.code() == ErrorCode::geometry_mismatch);
+    CHECK(with_dot.message().find(f.id().hex()) != std::string::npos);
+    CHECK(set.digest() == before);
+  }
+  CHECK(set.insert(wider, {1, 1}).message().find("layer count") != std::string::npos);
+  // Another model's may be mapped; and what others inserted is joined, or replicas would not converge.
+  CHECK(set.insert(changed([](kvmeld::Geometry& g) { g.model = "larger"; g.layers.push_back(g.layers[0]); }), {1, 1}).ok());
+  FragmentSet others;
+  REQUIRE(others.insert(wider, {2, 0}).ok());
+  CHECK(set.join(others).ok());
+  CHECK(set.size() == 3);
+}

@@ -42,7 +42,8 @@ class FragmentSet {
   /// evicted. Without provenance the fragment can never be removed. O(log n).
   ///
   /// Errors: `hash_mismatch` where the fragment's id comes from another content hash; `non_finite` for a NaN or infinite confidence;
-  /// `dot_reused` for a dot that this set has seen on another operation; `invalid_argument`. The set is unchanged then.
+  /// `dot_reused` for a dot that this set has seen on another operation; `geometry_mismatch` as `check_geometry` tells;
+  /// `invalid_argument`. The set is unchanged then.
   KVMELD_LAZY Status insert(const Fragment& fragment, const Provenance& dot, std::optional<float> confidence = std::nullopt, std::int64_t time_ms = 0) {
     KVMELD_TRY(check(fragment));
     if (confidence) {
@@ -57,6 +58,27 @@ class FragmentSet {
     entry.fragment = merged(entry.fragment, fragment);
     entry.metadata.unattributed = true;
     put(std::move(entry));
+    return {};
+  }
+
+  /// Whether a fragment can be rendered beside those that are here: of the same tenant, and of one geometry where the model is the
+  /// same. Another model's are taken, since a projection may map them.
+  ///
+  /// It looks at 64 fragments at most, so that an insertion stays O(log n); `plan` refuses what it did not see, and `join` takes
+  /// what others inserted, or replicas would not converge. Errors: `geometry_mismatch` with what differs.
+  KVMELD_LAZY [[nodiscard]] Status check_geometry(const Fragment& fragment) const {
+    int looked_at = 0;
+    for (const Entry& entry : entries()) {
+      if (++looked_at > 64) break;
+      if (!entry.fragment.valid()) continue;
+      const Geometry& here = entry.fragment.geometry();
+      const Geometry& other = fragment.geometry();
+      if (&here == &other) return {};
+      Status same = here.tenant != other.tenant || here.model == other.model ? check_same(here, other) : Status();
+      if (same) continue;
+      return detail::error(same.code(), "fragment ", fragment.id().hex(), " does not go with fragment ", entry.id.hex(),
+                           " of this set: ", same.message());
+    }
     return {};
   }
 
@@ -170,7 +192,8 @@ class FragmentSet {
  private:
   KVMELD_LAZY [[nodiscard]] Status check(const Fragment& fragment) const {
     if (!fragment.valid()) return detail::error(ErrorCode::invalid_argument, "an empty Fragment has no id to insert");
-    return check(fragment.id());
+    KVMELD_TRY(check(fragment.id()));
+    return check_geometry(fragment);
   }
   KVMELD_LAZY [[nodiscard]] Status check(const FragmentId& id) const {
     if (id.tag() == hash_.tag) return {};
