@@ -124,7 +124,8 @@ TEST_CASE("context vectors of parts, merged, are those of the whole, however it 
     while (!left.empty()) {  // any tokens in any part
       AttendSource part{view.ref(), positions, {false, {}}};
       std::vector<std::int32_t> rest;
-      for (const std::int32_t t : left) (*rc::gen::inRange(0, 3) == 0 ? part.tokens.present : rest).push_back(t);
+      for (const std::int32_t t : left)
+        (*rc::gen::inRange(0, 3) == 0 ? part.selected.present : rest).push_back(t);
       left = rest;
       State some(a.count, heads, channels);
       RC_ASSERT(kvmeld::attend(queries, std::span(&part, 1), some.out<LseNatural>()).ok());

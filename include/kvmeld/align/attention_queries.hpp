@@ -35,7 +35,8 @@ struct AttentionQueries {
 struct AttendSource {
   KvCacheRef cache;
   std::span<const std::int64_t> positions{};  ///< (token) of the cache's keys, in any order, each in [0, `max_position`]; used only where keys have to be turned
-  TokenSet tokens{};                          ///< which of them take part; those that a layer does not hold do not, in that layer
+  TokenSet selected{};  ///< which of them take part; those that a layer does not hold do not, in
+                        ///< that layer
 };
 
 namespace detail {
@@ -79,7 +80,9 @@ KVMELD_LAZY Status check_attended_source(std::span<const AttendSource> sources, 
   const KvCacheRef& first = sources[0].cache;
   if (source.cache.shared_geometry() != first.shared_geometry()) KVMELD_TRY(check_same(source.cache.geometry(), first.geometry()));
   std::int64_t last = -1;
-  for (const std::int32_t t : source.tokens.all ? std::span<const std::int32_t>() : std::span<const std::int32_t>(source.tokens.present)) {
+  for (const std::int32_t t : source.selected.all
+                                  ? std::span<const std::int32_t>()
+                                  : std::span<const std::int32_t>(source.selected.present)) {
     if (t <= last || t >= source.cache.tokens()) {
       return error(ErrorCode::invalid_argument, "attention: cache ", s, " of ", source.cache.tokens(), " tokens: token ", t, " is named behind token ", last);
     }

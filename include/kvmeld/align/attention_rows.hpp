@@ -81,9 +81,12 @@ class AttentionReader {
     const AttendSource& source = sources_[s];
     if (source.cache.geometry().layers[l].planes.empty()) return;
     const TokenSlots& slots = source.cache.plane(l, 0).slots;
-    const std::int64_t n = source.tokens.all ? source.cache.tokens() : static_cast<std::int64_t>(source.tokens.present.size());
+    const std::int64_t n = source.selected.all
+                               ? source.cache.tokens()
+                               : static_cast<std::int64_t>(source.selected.present.size());
     for (std::int64_t i = 0; i < n; ++i) {
-      const std::int64_t t = source.tokens.all ? i : source.tokens.present[static_cast<std::size_t>(i)];
+      const std::int64_t t =
+          source.selected.all ? i : source.selected.present[static_cast<std::size_t>(i)];
       if (slots.slot(t) >= 0) out.push_back({static_cast<std::uint32_t>(s), static_cast<std::uint32_t>(t)});
     }
   }
