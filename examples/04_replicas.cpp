@@ -18,7 +18,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <ctime>
 #include <fstream>
 #include <string>
 #include <thread>
@@ -82,10 +81,7 @@ int run_agent(const Flags& flags) {
   if (!transport) return fail(transport.error());
 
   const auto merger = kvmeld::merger();
-  kvmeld::Replica<kvmeld::RedisStore>::Options options;
-  options.self = self;
-  options.epoch = kvmeld::fresh_epoch(static_cast<std::uint64_t>(std::time(nullptr)));
-  options.merger = merger.digest();
+  kvmeld::Replica<kvmeld::RedisStore>::Options options{.self = self, .epoch = kvmeld::fresh_epoch(), .merger = merger.digest()};
   options.shared_store = true;
   options.max_message_bytes = transport->max_message_bytes();
   options.frame.name_space = kvmeld::frame_namespace("examples", agent.geometry()->model, "");

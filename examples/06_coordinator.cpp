@@ -99,11 +99,10 @@ FactSet facts(const Flags& flags) { return make_fact_set(Task::single, 2, flags.
 kvmeld::Status serve(const Flags& flags, const Folder& folder, const std::string& port) {
   auto store = kvmeld::FileStore::open(folder / "store");
   if (!store) return store.error();
-  kvmeld::CoordinatorOptions<Auth> options;
-  options.replica.self = coordinator_member;
-  options.replica.epoch = kvmeld::fresh_epoch(static_cast<std::uint64_t>(std::time(nullptr)));
-  options.replica.frame = frame(flags);
-  options.replica.merger = kvmeld::merger().digest();
+  kvmeld::CoordinatorOptions<Auth> options{.replica = {.self = coordinator_member,
+                                                       .epoch = kvmeld::fresh_epoch(),
+                                                       .frame = frame(flags),
+                                                       .merger = kvmeld::merger().digest()}};
   options.members = {cpp_member, python_member};
   options.soft_ms = patience_ms;
   kvmeld::CoordinatorServer<kvmeld::FileStore, Auth> server(*store, options);

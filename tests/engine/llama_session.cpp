@@ -44,7 +44,7 @@ struct Agent {
     REQUIRE(state.ok());
     const auto sealed = seal(state->view(), {.role = Role::prefix, .tokens = prefix});
     REQUIRE(sealed.ok());
-    Session::Options options;
+    Session::Options options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
     options.replica.self = self;
     options.replica.epoch = 1;
     options.replica.members = {1, 2};

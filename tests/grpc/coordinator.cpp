@@ -72,7 +72,7 @@ TEST_CASE("what one member publishes another one gets, byte for byte, and each p
   CHECK(b.traffic().dedup_hits == 2);
 
   kvmeld::MemoryStore store;
-  kvmeld::Replica<kvmeld::MemoryStore> replica(store, {.self = 5, .epoch = 1, .frame = {test::test_namespace()}});
+  kvmeld::Replica<kvmeld::MemoryStore> replica(store, {.self = 5, .epoch = 1, .frame = {test::test_namespace()}, .merger = test::test_merger});
   REQUIRE(a.sync(replica, store).ok());
   REQUIRE(replica.tick(1).ok());
   CHECK(replica.set().digest() == mine.digest());
@@ -299,7 +299,7 @@ TEST_CASE("a payload that the coordinator lacked at first reaches a replica with
   REQUIRE(bare.evict(fragment(1).id()).ok());
   CHECK(client.publish(bare).status().code() == ErrorCode::payload_missing);
   kvmeld::MemoryStore store;
-  kvmeld::Replica<kvmeld::MemoryStore> replica(store, {.self = 5, .epoch = 1, .frame = {test::test_namespace()}});
+  kvmeld::Replica<kvmeld::MemoryStore> replica(store, {.self = 5, .epoch = 1, .frame = {test::test_namespace()}, .merger = test::test_merger});
   CoordinatorClient<> fifth(server.address(), client_options(5));
   REQUIRE(fifth.sync(replica, store).ok());
   CHECK(replica.wanted() == 1);

@@ -132,7 +132,7 @@ TEST_CASE("TLS: the right certificate, a wrong one, none; client certificates wh
 
 TEST_CASE("another namespace, another key, no token, an old token: unauthenticated, and nothing is told or changed") {
   using Auth = kvmeld::HmacSha256;
-  kvmeld::CoordinatorOptions<Auth> options;
+  kvmeld::CoordinatorOptions<Auth> options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
   options.replica.self = 1000;
   options.replica.frame = {test::test_namespace(), 1 << 26, Auth("a secret of the session")};
   test::Server<kvmeld::MemoryStore, Auth> server(options);

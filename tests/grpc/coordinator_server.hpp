@@ -34,7 +34,7 @@ inline kvmeld::Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
 }
 
 inline kvmeld::CoordinatorOptions<> server_options() {
-  kvmeld::CoordinatorOptions<> options;
+  kvmeld::CoordinatorOptions<> options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
   options.replica.self = 1000;
   options.replica.epoch = 1;
   options.replica.frame.name_space = test_namespace();

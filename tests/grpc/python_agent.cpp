@@ -45,7 +45,7 @@ TEST_CASE("a Python agent publishes, waits for the merge, and has the fragments'
     std::printf("skipped: no python3 with grpc and protobuf, or no protoc (Debian: python3-grpcio, python3-protobuf, protobuf-compiler)\n");
     std::exit(77);
   }
-  kvmeld::CoordinatorOptions<Auth> options;
+  kvmeld::CoordinatorOptions<Auth> options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
   options.replica.self = 1000;
   options.replica.frame = {test::test_namespace(), 1 << 26, Auth("the session's secret")};
   options.replica.format.chunk_bytes = 1000;

@@ -187,7 +187,7 @@ void absurd_sizes() {
 
 void replicas() {
   kvmeld::MemoryStore store(rank_number == 1 ? 40'000 : ~std::size_t{0});
-  kvmeld::ReplicaOptions<> options;
+  kvmeld::ReplicaOptions<> options{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
   options.self = static_cast<std::uint64_t>(rank_number) + 1;
   options.epoch = 1;
   kvmeld::Replica<kvmeld::MemoryStore> replica(store, options);

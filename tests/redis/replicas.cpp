@@ -36,7 +36,7 @@ struct Member {
       : store(std::move(given)), transport(std::move(carrier)), replica(store, options(transport, self, shared)) {}
 
   static typename kvmeld::Replica<Store>::Options options(const RedisTransport& transport, MemberId self, bool shared) {
-    typename kvmeld::Replica<Store>::Options options;
+    typename kvmeld::Replica<Store>::Options options{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
     options.self = self;
     options.epoch = 1;
     options.members = {1, 2, 3};

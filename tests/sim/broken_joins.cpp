@@ -26,10 +26,12 @@ class Tampered : public kvmeld::Replica<SimulatedStore> {
   kvmeld::Result<std::optional<kvmeld::FrameView>> receive(MemberId from, std::span<const std::byte> bytes) {
     const auto frame = kvmeld::decode_frame(bytes);
     if (!frame || frame->type != static_cast<std::uint8_t>(kvmeld::ReplicaMessage::delta)) return Replica::receive(from, bytes);
-    const auto delta = kvmeld::decode_set(frame->body);
+    const auto body = kvmeld::detail::decode_body(frame->body);
+    if (!body) return Replica::receive(from, bytes);
+    const auto delta = kvmeld::decode_set(body->rest);
     if (!delta) return Replica::receive(from, bytes);
     const auto changed = change_(*delta);
-    return changed ? Replica::receive(from, *kvmeld::encode_frame(frame->type, encode_set(*changed))) : Replica::receive(from, bytes);
+    return changed ? Replica::receive(from, *kvmeld::encode_replica_frame(kvmeld::ReplicaMessage::delta, body->merger, encode_set(*changed))) : Replica::receive(from, bytes);
   }
 
  private:

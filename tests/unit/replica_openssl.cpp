@@ -29,7 +29,7 @@ namespace {
 std::vector<std::byte> key(unsigned char fill) { return std::vector<std::byte>(32, std::byte{fill}); }
 
 Replica::Options options(kvmeld::MemberId self, unsigned char secret) {
-  Replica::Options out;
+  Replica::Options out{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
   out.self = self;
   out.epoch = 1;
   out.frame.auth = HmacSha256(key(secret));

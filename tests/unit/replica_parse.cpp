@@ -23,11 +23,18 @@ Fragment fragment(std::uint64_t seed, std::int64_t tokens = 3) {
   return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed, {.tokens = test::token_ids(tokens)}).fragment;
 }
 
+constexpr kvmeld::Digest128 merger_digest{1, 1};
+
+// A message as replicas send it.
+std::vector<std::byte> message(kvmeld::ReplicaMessage type, std::span<const std::byte> body) {
+  return *kvmeld::encode_replica_frame(type, merger_digest, body);
+}
+
 // Members on a network that delivers everything at once, unless a test says otherwise.
 struct Net {
   explicit Net(std::size_t n, std::size_t chunk_bytes = 100, bool shared = false) : stores(shared ? 1 : n) {
     for (MemberId m = 0; m < n; ++m) {
-      Replica::Options options;
+      Replica::Options options{.epoch = 1, .merger = merger_digest};
       options.self = m;
       options.epoch = 1;
       for (MemberId other = 0; other < n; ++other) options.members.push_back(other);
@@ -125,7 +132,7 @@ TEST_CASE("a payload comes chunk by chunk, stays wanted while chunks lack, and i
 
 TEST_CASE("a restarted replica has what was acknowledged, and uses no dot again") {
   MemoryStore store;
-  Replica::Options options;
+  Replica::Options options{.epoch = 1, .merger = merger_digest};
   options.self = 3;
   options.epoch = 10;
   options.max_records = 4;
@@ -155,7 +162,7 @@ TEST_CASE("a restarted replica has what was acknowledged, and uses no dot again"
 
 TEST_CASE("a store's records stay few while a replica runs") {
   MemoryStore store;
-  Replica::Options options;
+  Replica::Options options{.epoch = 1, .merger = merger_digest};
   options.self = 5;
   options.max_records = 8;
   Replica replica(store, options);
@@ -165,7 +172,7 @@ TEST_CASE("a store's records stay few while a replica runs") {
     REQUIRE(replica.tick(static_cast<std::int64_t>(i)).ok());
     REQUIRE(store.records(0)->records.size() <= 8);
   }
-  options.epoch = 1;  // of another life
+  options.epoch = 2;  // of another life
   Replica again(store, options);
   REQUIRE(again.open().ok());
   CHECK(again.set().digest() == replica.set().digest());
@@ -192,7 +199,7 @@ TEST_CASE("liars and floods cost themselves") {
   REQUIRE(mixed.insert(good, {9, 0, 1}).ok());
   REQUIRE(mixed.join(flood).ok());
   const auto frame = [](const kvmeld::FragmentSet& set) {
-    return *kvmeld::encode_frame(static_cast<std::uint8_t>(kvmeld::ReplicaMessage::delta), encode_set(set));
+    return message(kvmeld::ReplicaMessage::delta, encode_set(set));
   };
   CHECK(net.replicas[0].receive(9, frame(flood)).status().code() == ErrorCode::quota_exceeded);
   CHECK(net.replicas[0].receive(9, frame(forged)).status().code() == ErrorCode::quota_exceeded);
@@ -206,17 +213,17 @@ TEST_CASE("liars and floods cost themselves") {
   net.lose = [&](MemberId, MemberId to, const kvmeld::Outgoing&) { return to == 2; };
   net.run(3);
   auto& victim = net.replicas[2];
-  const auto liar = [&](std::uint8_t type, std::span<const std::byte> body) { return victim.receive(8, *kvmeld::encode_frame(type, body)); };
+  const auto liar = [&](kvmeld::ReplicaMessage type, std::span<const std::byte> body) { return victim.receive(8, message(type, body)); };
   kvmeld::FragmentSet claim;
   REQUIRE(claim.insert(bad, {8, 0, 1}).ok());
-  REQUIRE(liar(3, encode_set(claim)).ok());
+  REQUIRE(liar(kvmeld::ReplicaMessage::delta, encode_set(claim)).ok());
   CHECK(victim.wanted() == 1);
   const auto other = encode_manifest(*make_manifest(good, 100));
   for (int i = 0; i < 3; ++i) {
-    CHECK(liar(5, kvmeld::detail::encode(kvmeld::detail::Piece{bad.id(), manifest_key(bad.id()), other})).status().code() == ErrorCode::id_mismatch);
+    CHECK(liar(kvmeld::ReplicaMessage::manifest, kvmeld::detail::encode(kvmeld::detail::Piece{bad.id(), manifest_key(bad.id()), other})).status().code() == ErrorCode::id_mismatch);
   }
   CHECK(victim.counters().strikes == 3);
-  CHECK(liar(5, kvmeld::detail::encode(kvmeld::detail::Piece{bad.id(), manifest_key(bad.id()), other})).ok());  // not listened to any more
+  CHECK(liar(kvmeld::ReplicaMessage::manifest, kvmeld::detail::encode(kvmeld::detail::Piece{bad.id(), manifest_key(bad.id()), other})).ok());  // not listened to any more
   net.lose = nullptr;
   net.run(60);
   CHECK(victim.set().find(bad.id())->complete());
@@ -240,7 +247,7 @@ TEST_CASE("a bit that rots in a record costs that record, and never makes anothe
   auto rotten = record;
   rotten[rotten.size() / 2] ^= std::byte{1};
   REQUIRE(store.add_record(rotten).ok());
-  Replica replica(store, {});
+  Replica replica(store, {.epoch = 1, .merger = merger_digest});
   REQUIRE(replica.open().ok());
   CHECK(replica.set().empty());
   CHECK(replica.counters().corrupt_records == 1);
@@ -276,11 +283,11 @@ TEST_CASE("a manifest whose chunks nobody has is given up, since the id does not
   auto& victim = net.replicas[2];
   kvmeld::FragmentSet claim;
   REQUIRE(claim.insert(f, {8, 0, 1}).ok());
-  REQUIRE(victim.receive(8, *kvmeld::encode_frame(3, encode_set(claim))).ok());
+  REQUIRE(victim.receive(8, message(kvmeld::ReplicaMessage::delta, encode_set(claim))).ok());
   auto manifest = make_manifest(f, 100);
   manifest->chunks[0][2].bytes[5] ^= 1U;
   const auto body = encode_manifest(*manifest);
-  REQUIRE(victim.receive(8, *kvmeld::encode_frame(5, kvmeld::detail::encode(kvmeld::detail::Piece{f.id(), manifest_key(f.id()), body}))).ok());
+  REQUIRE(victim.receive(8, message(kvmeld::ReplicaMessage::manifest, kvmeld::detail::encode(kvmeld::detail::Piece{f.id(), manifest_key(f.id()), body}))).ok());
   net.lose = nullptr;
   net.run(200);
   CHECK(victim.set().find(f.id())->complete());
@@ -338,7 +345,7 @@ TEST_CASE("members with other mergers are told apart, those of other namespaces 
   MemoryStore store;
   Replica::Options options = net.replicas[0].options();
   options.self = 5;
-  options.merger = {1, 2};
+  options.merger = kvmeld::Digest128{1, 2};
   Replica other(store, options);
   REQUIRE(other.tick(1).ok());
   for (const auto& out : other.take_outbox()) REQUIRE(net.replicas[0].receive(5, out.bytes).ok());
@@ -397,7 +404,7 @@ TEST_CASE("a removal that names the dot of another id ends the same in every ord
 
 TEST_CASE("an epoch that was used before is noticed, and nothing of it is lost") {
   MemoryStore store;
-  Replica::Options options;
+  Replica::Options options{.epoch = 1, .merger = merger_digest};
   options.self = 1;
   options.epoch = 5;
   {
@@ -416,7 +423,7 @@ TEST_CASE("an epoch that was used before is noticed, and nothing of it is lost")
 
 TEST_CASE("what was applied by the host is in a shared store, and what this build cannot read stays there") {
   MemoryStore store;
-  Replica::Options options;
+  Replica::Options options{.epoch = 1, .merger = merger_digest};
   options.self = 1;
   options.epoch = 1;
   options.shared_store = true;
@@ -425,7 +432,7 @@ TEST_CASE("what was applied by the host is in a shared store, and what this buil
   REQUIRE(update.insert(fragment(1), {7, 0, 1}).ok());
   Replica replica(store, options);
   REQUIRE(replica.open().ok());
-  REQUIRE(replica.receive(kvmeld::everyone, *kvmeld::encode_frame(3, encode_set(update))).ok());
+  REQUIRE(replica.join(update, kvmeld::everyone).ok());
   Replica after(store, options);
   (void)after.open();
   CHECK(after.set().size() == 1);
@@ -445,8 +452,9 @@ TEST_CASE("a fragment that gains provenance, or loses none, is the same set in e
   REQUIRE(bare.insert(x).ok());
   REQUIRE(marked.insert(x, {7, 0, 1}).ok());
   MemoryStore stores[2];
-  Replica a(stores[0], {}), b(stores[1], {});
-  const auto give = [](Replica& to, const kvmeld::FragmentSet& set) { REQUIRE(to.receive(9, *kvmeld::encode_frame(3, encode_set(set))).ok()); };
+  const Replica::Options options{.epoch = 1, .merger = merger_digest};
+  Replica a(stores[0], options), b(stores[1], options);
+  const auto give = [](Replica& to, const kvmeld::FragmentSet& set) { REQUIRE(to.receive(9, message(kvmeld::ReplicaMessage::delta, encode_set(set))).ok()); };
   give(a, bare);
   give(a, marked);
   give(b, marked);
@@ -466,14 +474,14 @@ TEST_CASE("asks of a few bytes do not fill the memory of who is asked, nor does 
   (void)net.replicas[0].take_outbox();
   kvmeld::detail::Fetch fetch{f.id(), {}};
   fetch.chunks.assign(16, make_manifest(f, 1000)->chunks[0][0]);
-  const auto frame = *kvmeld::encode_frame(4, kvmeld::detail::encode(fetch));
+  const auto frame = message(kvmeld::ReplicaMessage::fetch, kvmeld::detail::encode(fetch));
   REQUIRE(net.replicas[0].receive(1, frame).ok());
   CHECK(net.replicas[0].take_outbox().size() == 1);  // once, however often it is named
   struct Away : MemoryStore {
     kvmeld::Result<bool> put(const kvmeld::BlobKey&, std::span<const std::byte>) { return kvmeld::Status(ErrorCode::unavailable, "away"); }
   };
   Away away;
-  kvmeld::Replica<Away>::Options options;
+  kvmeld::Replica<Away>::Options options{.epoch = 1, .merger = merger_digest};
   options.max_operations = 8;
   kvmeld::Replica<Away> waiting(away, options);
   for (int i = 0; i < 100; ++i) CHECK(waiting.insert(f).status().code() == ErrorCode::unavailable);

@@ -78,7 +78,7 @@ struct Agent {
 };
 
 Session::Options options_for(MemberId self, std::size_t members) {
-  Session::Options options;
+  Session::Options options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
   options.replica.self = self;
   options.replica.epoch = 1;
   options.replica.seed = self;

@@ -26,7 +26,7 @@ struct OtherHash : Xxh3_128 {
 
 template <class Options = AgentSessionOptions<>>
 Options options_for(MemberId self, std::vector<MemberId> members) {
-  Options options;
+  Options options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
   options.replica.self = self;
   options.replica.epoch = 1;
   options.replica.members = members;

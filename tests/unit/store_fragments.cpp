@@ -64,7 +64,7 @@ std::vector<std::filesystem::path> places() {
 }
 
 Replica::Options options(kvmeld::MemberId self, std::uint32_t epoch = 1) {
-  Replica::Options out;
+  Replica::Options out{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
   out.self = self;
   out.epoch = epoch;
   out.members = {0, 1, 2, 3};

@@ -445,7 +445,8 @@ TEST_CASE("frames of newer versions, other namespaces and hostile lengths") {
     bent[at] = static_cast<std::byte>(value);
     return kvmeld::decode_frame(bent, options).error().code();
   };
-  CHECK(code(4, 2) == ErrorCode::version_mismatch);
+  CHECK(code(4, 1) == ErrorCode::version_mismatch);
+  CHECK(code(4, 3) == ErrorCode::version_mismatch);
   CHECK(code(4, 255) == ErrorCode::version_mismatch);
   CHECK(code(7, 2) == ErrorCode::unknown_field);
   CHECK(code(0, 'X') == ErrorCode::corrupt);
@@ -454,9 +455,9 @@ TEST_CASE("frames of newer versions, other namespaces and hostile lengths") {
   CHECK(code(24, 99) == ErrorCode::oversized);
   CHECK(code(6, 8) == ErrorCode::corrupt);
   Bytes newer = frame;
-  newer[4] = std::byte{2};
+  newer[4] = std::byte{3};
   CHECK(kvmeld::decode_frame(newer, options).error().message() ==
-        "frame of wire version 2.0; this build reads version 1: update the older of the two members");
+        "frame of wire version 3.0; this build reads version 2: update the older of the two members");
   CHECK(kvmeld::decode_frame(frame, kvmeld::FrameOptions<>{}).error().code() == ErrorCode::unauthenticated);
   CHECK(kvmeld::frame_namespace("ab", "", "c") != kvmeld::frame_namespace("a", "b", "c"));
   CHECK(kvmeld::encode_frame(9, Bytes(101), options).error().code() == ErrorCode::oversized);

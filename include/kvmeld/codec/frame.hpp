@@ -16,19 +16,27 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-inline constexpr std::uint8_t wire_major = 1;  ///< what a reader refuses when it is greater than its own
+/// A member of a session: one agent, whatever process or connection it uses just now.
+using MemberId = std::uint64_t;
+
+/// Everybody else in the session, as the receiver of a message; as a sender: nobody in particular.
+inline constexpr MemberId everyone = ~MemberId{0};
+
+inline constexpr std::uint8_t wire_major = 2;  ///< what a reader refuses when it is greater than its own
 inline constexpr std::uint8_t wire_minor = 0;  ///< what a reader ignores: new message types, never new fields of old ones
 
 /// Says that a frame comes from somebody who knows a secret.
 ///
 /// Semantic requirements: `sign` fills `tag_bytes` bytes that depend on every byte of both spans and on their border, and returns false
-/// where it cannot; `verify` compares in a time that does not depend on where the tags differ. No tag says when a frame was sent: what
-/// is above must bear a replay, as joins do.
+/// where it cannot; `verify` compares in a time that does not depend on where the tags differ, and is told who is said to have sent the
+/// frame (`everyone`: nobody says). One whose members have keys of their own answers false where that member did not sign: then a
+/// frame proves its sender. No tag says when a frame was sent: what is above must bear a replay, as joins do.
 template <class A>
-concept Authenticator = requires(const A& auth, std::span<const std::byte> bytes, std::span<std::byte> tag) {
+concept Authenticator = requires(const A& auth, MemberId from, std::span<const std::byte> bytes,
+                                 std::span<std::byte> tag) {
   { A::tag_bytes } -> std::convertible_to<std::size_t>;
   { auth.sign(bytes, bytes, tag) } -> std::same_as<bool>;
-  { auth.verify(bytes, bytes, bytes) } -> std::same_as<bool>;
+  { auth.verify(from, bytes, bytes, bytes) } -> std::same_as<bool>;
 };
 
 /// Trusts the transport; takes no frame that carries a tag, since it could not check it.
@@ -36,7 +44,10 @@ struct NoAuth {
   static constexpr std::size_t tag_bytes = 0;
 
   [[nodiscard]] bool sign(std::span<const std::byte>, std::span<const std::byte>, std::span<std::byte>) const noexcept { return true; }
-  [[nodiscard]] bool verify(std::span<const std::byte>, std::span<const std::byte>, std::span<const std::byte>) const noexcept { return true; }
+  [[nodiscard]] bool verify(MemberId, std::span<const std::byte>, std::span<const std::byte>,
+                            std::span<const std::byte>) const noexcept {
+    return true;
+  }
 };
 
 /// The digest by which a frame says whose caches it is about: those of another tenant, model or tokenizer never meet.
@@ -115,10 +126,13 @@ template <Authenticator Auth = NoAuth>
 
 /// Checks one whole frame from bytes that nobody vouches for; allocates nothing.
 ///
+/// @param from who is said to have sent it: an authenticator with a key for each member checks that.
 /// Errors: `truncated`, `oversized`, `corrupt` (no frame, or an accident), `version_mismatch` for a newer major version, `unknown_field` for
 /// a flag, `unauthenticated` for another namespace or a bad, missing or uncheckable tag. O(body).
 template <Authenticator Auth = NoAuth>
-[[nodiscard]] Result<FrameView> decode_frame(std::span<const std::byte> bytes, const FrameOptions<Auth>& options = {}) {
+[[nodiscard]] Result<FrameView> decode_frame(std::span<const std::byte> bytes,
+                                             const FrameOptions<Auth>& options = {},
+                                             MemberId from = everyone) {
   using detail::error;
   ByteReader r(bytes);
   const auto magic = r.value<std::uint32_t>();
@@ -158,7 +172,8 @@ template <Authenticator Auth = NoAuth>
     return error(ErrorCode::unauthenticated, tag_bytes > 0 ? "frame: carries a tag, and this member has no key to check it"
                                                            : "frame: carries no tag, and this member takes only frames that do");
   }
-  if (!options.auth.verify(bytes.first(detail::frame_header_bytes), view.body, bytes.last(tag_bytes))) {
+  if (!options.auth.verify(from, bytes.first(detail::frame_header_bytes), view.body,
+                           bytes.last(tag_bytes))) {
     return error(ErrorCode::unauthenticated, "frame: the tag of its ", bytes.size(), " bytes is not of this member's key");
   }
   return view;

@@ -25,7 +25,7 @@ enum class SessionMessage : std::uint8_t { round_ready = 32, round_cut = 33, app
 /// Who an agent is in a session, how it cuts its words into fragments, and when it takes over what the others said.
 template <Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 struct AgentSessionOptions {
-  ReplicaOptions<Auth, Hash, C> replica{};  ///< `merger` is the session's to set
+  ReplicaOptions<Auth, Hash, C> replica;    ///< the session's own merger takes the place of `merger`
   SpanOptions spans{};
   SpanStart start{};                        ///< of the first span: prefix, lead-in, position
   RoundOptions rounds{};                    ///< without members: no synchronous rounds
@@ -77,6 +77,7 @@ class AgentSession {
                Memory memory = Memory(), E exec = E{})
       : options_(complete(std::move(options), merger, *geometry)), store_(&store), transport_(&transport), memory_(std::move(memory)),
         span_(geometry, options_.spans, options_.start), replica_(store, options_.replica),
+        clock_((std::max)(options_.rounds.timeout_ms, options_.replica.max_retry_ms)),
         worker_(std::move(merger), memory_.backing(), std::move(exec), RunOptions{options_.content_digest}) {
     if (!options_.rounds.members.empty()) round_.emplace(options_.replica.self, options_.rounds);
   }
@@ -136,6 +137,8 @@ class AgentSession {
   /// Errors: the first of the store's and the transport's; the rest is done regardless, and nothing that was acknowledged is lost. Words
   /// that the store cannot take now are tried again. Words that nobody would take are told to nobody; the error says so once, and they
   /// stay in this agent's own view as long as there is room (`AgentSessionOptions::max_refused_tokens`).
+  ///
+  /// @param now_ms of any clock: one that is set back or ahead moves no deadline.
   Status poll(std::int64_t now_ms, std::int64_t wait_ms = 0);
   /// Comes to the barrier of the next synchronous round; `poll` and `try_swap` then bring it to its end. Errors: those of
   /// `Round::begin`; `unsupported` without members; those of storing what was said before, and the round goes on without it then.
@@ -146,7 +149,7 @@ class AgentSession {
   [[nodiscard]] const Round* round() const noexcept { return round_ ? &*round_ : nullptr; }
   /// A whole round for agents of one thread: waits at the barrier until it ends, by a cut that was swapped in or by its timeout.
   ///
-  /// @param now_ms gives milliseconds that go forward. Errors: those of `begin_round` where no round began; how it ended is in the report.
+  /// @param now_ms gives milliseconds. Errors: those of `begin_round` where no round began; how it ended is in the report.
   template <class Clock>
   Result<RoundReport> synchronize(const Clock& now_ms) {
     const std::uint64_t before = round_ ? round_->number() : 0;
@@ -214,7 +217,7 @@ class AgentSession {
   [[nodiscard]] bool replaced(const FragmentId& id, const FragmentSet& part) const;
   Status hear(std::int64_t wait_ms, std::int64_t now_ms);
   Status step_round(std::int64_t now_ms);
-  void end_round(std::int64_t now_ms);
+  void end_round();
   Status publish(std::int64_t now_ms);
   Status pursue_cut(std::int64_t now_ms);
   void render_behind();
@@ -235,7 +238,9 @@ class AgentSession {
   // Of the network thread.
   Replica<S, Auth, Hash, C> replica_;
   std::optional<Round> round_;
-  std::int64_t next_cut_want_ms_ = 0;
+  Elapsed clock_;
+  std::int64_t next_cut_want_ms_ = 0;  // by `clock_`
+  bool cut_wanted_ = false;
   bool round_open_ = false;
   std::optional<std::pair<Digest256, std::uint64_t>> asked_for_{};  // set and arrivals that were rendered last
   std::deque<std::pair<MemberId, Outgoing>> application_;

@@ -36,6 +36,7 @@ KVMELD_SESSION_MEMBER(Status)::poll(std::int64_t now_ms, std::int64_t wait_ms) {
   const auto note = [&](Status status) {
     if (first && !status) first = std::move(status);
   };
+  now_ms = clock_.advance(now_ms);  // from here on time only goes forward
   note(insert_said());
   note(flush());  // before waiting: others may wait for it
   note(hear(wait_ms, now_ms));
@@ -122,7 +123,7 @@ KVMELD_SESSION_MEMBER(Status)::hear(std::int64_t wait_ms, std::int64_t now_ms) {
       const auto kind = type == static_cast<std::uint8_t>(SessionMessage::round_cut) ? RoundMessage::cut : RoundMessage::ready;
       const bool was_in_round = in_round();
       (void)round_->receive(from, kind, (*frame)->body, now_ms);
-      if (was_in_round && !in_round()) end_round(now_ms);
+      if (was_in_round && !in_round()) end_round();
     }
   }
   return {};
@@ -130,16 +131,18 @@ KVMELD_SESSION_MEMBER(Status)::hear(std::int64_t wait_ms, std::int64_t now_ms) {
 
 KVMELD_SESSION_MEMBER(Status)::begin_round(std::int64_t now_ms) {
   if (!round_) return detail::error(ErrorCode::unsupported, "agent ", options_.replica.self, " has no members to synchronize with: set RoundOptions::members");
+  now_ms = clock_.advance(now_ms);
   Status stored = insert_said();  // what was said before the barrier belongs to the round
   KVMELD_TRY(round_->begin(now_ms, options_.replica.merger, set().context()));
   next_cut_want_ms_ = now_ms;
+  cut_wanted_ = false;
   round_open_ = true;
   if (round_->publisher(round_->number()) == options_.replica.self) {
     for (const FragmentSet::Entry* entry : in_force(set())) {
       if (!entry->complete()) (void)replica_.fetch(entry->id);  // evicted here, and others may hold it
     }
   }
-  if (!in_round()) end_round(now_ms);
+  if (!in_round()) end_round();
   return stored;
 }
 
@@ -153,7 +156,7 @@ KVMELD_SESSION_MEMBER(Status)::step_round(std::int64_t now_ms) {
   Status status;
   if (in_round()) status = publish(now_ms);
   if (in_round() && status) status = pursue_cut(now_ms);
-  if (!in_round()) end_round(now_ms);
+  if (!in_round()) end_round();
   for (Round::Outgoing& out : round_->take_messages()) {
     const auto type = out.kind == RoundMessage::cut ? SessionMessage::round_cut : SessionMessage::round_ready;
     if (Status posted = replica_.post(out.to, static_cast<std::uint8_t>(type), out.body); !posted && status) status = posted;
@@ -161,7 +164,7 @@ KVMELD_SESSION_MEMBER(Status)::step_round(std::int64_t now_ms) {
   return status;
 }
 
-KVMELD_SESSION_MEMBER(void)::end_round(std::int64_t now_ms) {
+KVMELD_SESSION_MEMBER(void)::end_round() {
   if (!std::exchange(round_open_, false)) return;
   const bool swapped = round_->state() == RoundState::swapped;
   // The round's request may have taken the place of another; what it did not render is asked for again.
@@ -170,14 +173,14 @@ KVMELD_SESSION_MEMBER(void)::end_round(std::int64_t now_ms) {
   const std::lock_guard lock(mutex_);
   round_request_ = 0;
   (swapped ? counted_.rounds_swapped : counted_.rounds_kept) += 1;
-  counted_.wait_ms += static_cast<double>(now_ms - round_->begun_ms());
+  counted_.wait_ms += static_cast<double>(round_->age_ms());
 }
 
 /// Writes this member's cut down and tells it, when it is due. A cut that an earlier life wrote down is the round's cut.
 KVMELD_SESSION_MEMBER(Status)::publish(std::int64_t now_ms) {
   if (!round_->wants_cut(now_ms, set().context(), replica_.wanted() == 0)) return {};
   const std::uint64_t number = round_->number();
-  auto cut = make_cut(set(), options_.replica.merger, options_.rounds.session, number, options_.replica.self);
+  auto cut = make_cut(set(), options_.replica.merger.digest(), options_.rounds.session, number, options_.replica.self);
   if (!cut) return cut.error();
   if (cut->set.empty()) return {};  // nothing to merge: members keep what they have
   const std::vector<std::byte> bytes = encode(*cut);
@@ -213,14 +216,12 @@ KVMELD_SESSION_MEMBER(Status)::pursue_cut(std::int64_t now_ms) {
     return {};
   }
   if (now_ms < next_cut_want_ms_) return {};
-  const bool first = next_cut_want_ms_ <= round_->begun_ms();
+  const bool first = !std::exchange(cut_wanted_, true);
   next_cut_want_ms_ = now_ms + options_.rounds.retry_ms;
   bool unknown = false;
   for (const FragmentId& id : missing) unknown = !replica_.fetch(id).ok() || unknown;
   if (!unknown) return {};
-  ByteWriter w;
-  write_context(w, set().context());
-  return replica_.post(first ? cut.publisher : everyone, static_cast<std::uint8_t>(ReplicaMessage::want), w.written());
+  return replica_.ask_for_delta(first ? cut.publisher : everyone);
 }
 
 /// Whether something in `part`, or something else that this agent said, stands where this fragment of the set stood, after however many

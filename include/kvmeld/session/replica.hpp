@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include <kvmeld/session/elapsed.hpp>
 #include <kvmeld/session/replica_messages.hpp>
 #include <kvmeld/session/replica_options.hpp>
 
@@ -21,17 +22,21 @@ KVMELD_NAMESPACE_BEGIN
 /// gives out, so that a simulation runs what a deployment runs. Operations are broadcast as deltas; news of what has been seen follow at
 /// intervals, and whoever lacks something asks for it. Payloads come after ids, chunk by chunk, verified against the id. Not thread-safe.
 ///
+/// An agent's operations are its own to tell. Members give on what others did; what a member says of another's dots goes no further than
+/// their author vouches for, and a stranger's word on them counts for nothing (docs/convergence.md, "Whose word counts").
+///
 /// @tparam Store a `BlobStore`: what was written there survives this object. It must outlive the replica.
 template <BlobStore Store, Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 class Replica {
  public:
   using Options = ReplicaOptions<Auth, Hash, C>;
 
-  Replica(Store& store, Options options) : store_(&store), options_(std::move(options)), set_(options_.set_hash), random_(options_.seed) {}
+  Replica(Store& store, Options options) : store_(&store), options_(std::move(options)), set_(options_.set_hash), random_(options_.seed),
+        clock_(options_.max_retry_ms) {}
 
   /// Reads the store's records. A record that is damaged costs itself; what it held comes back from peers.
   ///
-  /// Errors: the store's, call again; `dot_reused` where this agent was in this epoch before: take `fresh_epoch()`.
+  /// Errors: the store's, call again; `dot_reused` where this agent was in this epoch before: take `claim_epoch`.
   Status open() {
     opened_ = false;
     const Status read = read_records();
@@ -41,17 +46,19 @@ class Replica {
     const std::uint64_t used = set_.context().next_sequence(options_.self, options_.epoch);
     if (used <= next_sequence_) return {};
     next_sequence_ = used;
-    return detail::error(ErrorCode::dot_reused, "agent ", options_.self, " did ", used, " operations in epoch ", options_.epoch,
+    ++counters_.reused_dots;
+    return detail::error(ErrorCode::dot_reused, "agent ", options_.self, " did ", used, " operations in epoch ", std::uint64_t{options_.epoch},
                          " before; an agent takes a fresh epoch whenever it starts");
   }
 
   /// Adds a fragment that this agent produced. Durable, as far as the store is, when it returns without error; told to the others
   /// with the next outbox.
   ///
-  /// Errors: the store's, `payload_missing`, `hash_mismatch`, `non_finite`, `quota_exceeded`; the set is unchanged then.
+  /// Errors: the store's, `payload_missing`, `hash_mismatch`, `non_finite`, `quota_exceeded`; `dot_reused` once it is known that somebody
+  /// else has this life's dots (`reused_lives`). The set is unchanged then.
   Result<Provenance> insert(const Fragment& fragment, std::optional<float> confidence = std::nullopt, std::int64_t time_ms = 0) {
     KVMELD_TRY(FragmentSet(options_.set_hash).insert(fragment, {options_.self, 0, options_.epoch}, confidence));
-    KVMELD_TRY(check_quota());
+    KVMELD_TRY(check_life());
     const auto stored = store_fragment(*store_, fragment, options_.format);
     if (!stored) return stored.error();
     FragmentSet operation(options_.set_hash);
@@ -83,8 +90,20 @@ class Replica {
 
   /// Takes a message. Frames of the caller's own types are given back, checked, with a body that points into `bytes`.
   ///
-  /// Errors: those of `decode_frame` and of what the message holds; the state is as it was.
+  /// @param from who sent it, as the transport or the authenticator says: what it may say of whom depends on that.
+  /// Errors: those of `decode_frame` and of what the message holds; the state is as it was. `quota_exceeded` and `dot_reused` where some
+  /// operations of a message were left out; the others are taken.
   Result<std::optional<FrameView>> receive(MemberId from, std::span<const std::byte> bytes);
+
+  /// Takes operations that came by another way than a message: in a call to a service, say. Written to the store first.
+  ///
+  /// @param speaker whose word they are, as it was authenticated; `everyone` where the caller vouches for all of them.
+  /// Errors: as `receive` has them for operations.
+  Status join(const FragmentSet& operations, MemberId speaker) { return take(operations, speaker, false); }
+  /// Notes what a member says that it has seen, where that came by another way than its news.
+  ///
+  /// Errors: `dot_reused` where it has seen operations of this life that this replica has not done; `quota_exceeded` for too many members.
+  Status heard(MemberId member, const CausalContext& seen);
 
   /// Lets time pass: sends news, asks again, reads a shared store, compacts. A clock that jumps back or ahead does no harm.
   ///
@@ -105,6 +124,13 @@ class Replica {
     outbox_.push_back({to, type, *std::move(frame)});
     return {};
   }
+
+  /// As above, of a type of the replicas' own, behind this replica's merger.
+  Status post(MemberId to, ReplicaMessage type, std::span<const std::byte> body) {
+    return post(to, static_cast<std::uint8_t>(type), detail::encode_body(options_.merger, body));
+  }
+  /// Asks a member for what this replica lacks. Errors: `oversized`.
+  Status ask_for_delta(MemberId to) { return post_want(to, set_.context()); }
 
   /// Tells who the members are from now on, for one that joins or leaves while this replica runs. What was compacted before still reaches
   /// whoever joins; one that has left is waited for no longer, and asked for nothing.
@@ -129,14 +155,21 @@ class Replica {
   [[nodiscard]] const ReplicaCounters& counters() const noexcept { return counters_; }
   /// Fragments whose bytes are on their way.
   [[nodiscard]] std::size_t wanted() const noexcept { return wants_.size(); }
-  /// Members heard of so far that render with another merger: they hold the same set and would make other caches of it.
+  /// Members heard of so far that render with another merger than this replica: they hold the same set and make other caches of it.
+  /// Known from the first message of any type on.
   [[nodiscard]] std::vector<MemberId> other_mergers() const {
-    std::vector<MemberId> out;
-    for (const auto& [member, peer] : peers_) {
-      if (peer.other_merger) out.push_back(member);
-    }
-    return out;
+    return members_where([&](const MergerDigest& theirs) {
+      return theirs.renders() && options_.merger.renders() && theirs != options_.merger;
+    });
   }
+  /// Members heard of so far that render nothing.
+  [[nodiscard]] std::vector<MemberId> not_rendering() const {
+    return members_where([](const MergerDigest& theirs) { return !theirs.renders(); });
+  }
+  /// Lives whose dots somebody used twice: two processes of one agent in one epoch, a restart in an epoch that an older disk did not
+  /// know of any more, or a lie. Ascending; stays for as long as this replica lives. Members that met such dots in different order hold
+  /// different sets. While this replica's own life is among them it takes no more operations: start it again in a fresh epoch.
+  [[nodiscard]] std::span<const AgentLife> reused_lives() const noexcept { return reused_; }
   /// What a member said that it has seen; null where it was never heard of.
   [[nodiscard]] const CausalContext* seen_by(MemberId member) const {
     const auto at = peers_.find(member);
@@ -149,7 +182,14 @@ class Replica {
 
   struct Peer {
     CausalContext context;
-    bool other_merger = false;
+    std::optional<MergerDigest> merger{};
+    CausalContext vouched;   // of its own operations, by its own word
+    CausalContext claimed;   // of others' operations: gone, by its word
+    Digest256 unequal_mine;  // sets that differ though their contexts do not
+    Digest256 unequal_theirs;
+    std::uint32_t unequal_asks = 0;
+    bool asked_for_all = false;
+    std::int64_t want_patience = 0;
     std::uint32_t strikes = 0;
     std::int64_t trusted_from = 0;  // not asked before
     std::int64_t next_want = 0;     // no request for a delta before
@@ -170,13 +210,32 @@ class Replica {
   };
 
   [[nodiscard]] Provenance next_dot() noexcept { return {options_.self, next_sequence_++, options_.epoch}; }  // never given out twice, even where it fails
-  [[nodiscard]] Status check_quota() const {
+  [[nodiscard]] Status own_life_reused() const {
+    if (!std::binary_search(reused_.begin(), reused_.end(), AgentLife{options_.self, options_.epoch})) return {};
+    return detail::error(ErrorCode::dot_reused, "operations of agent ", options_.self, " in epoch ", std::uint64_t{options_.epoch},
+                         " were done by somebody else: two processes have this id, or an earlier life had this epoch; start again in a fresh epoch");
+  }
+  void note_reused(const AgentLife& life) {
+    ++counters_.reused_dots;
+    const auto at = std::lower_bound(reused_.begin(), reused_.end(), life);
+    if ((at == reused_.end() || *at != life) && reused_.size() < max_peers) reused_.insert(at, life);
+  }
+  template <class Test>
+  [[nodiscard]] std::vector<MemberId> members_where(const Test& test) const {
+    std::vector<MemberId> out;
+    for (const auto& [member, peer] : peers_) {
+      if (peer.merger && test(*peer.merger)) out.push_back(member);
+    }
+    return out;
+  }
+  [[nodiscard]] Status check_life() const {
+    KVMELD_TRY(own_life_reused());
     if (next_sequence_ < options_.max_operations) return {};
     return detail::error(ErrorCode::quota_exceeded, "agent ", options_.self, " did ", options_.max_operations, " operations in this life; nobody takes more");
   }
   template <class Change>
   Result<Provenance> change(const Change& make) {
-    KVMELD_TRY(check_quota());
+    KVMELD_TRY(check_life());
     const Provenance dot = next_dot();
     FragmentSet after = set_;
     KVMELD_TRY(make(after, dot));
@@ -192,14 +251,36 @@ class Replica {
     const std::vector<std::byte> bytes = encode_set(operation);
     KVMELD_TRY(write_down(bytes));
     KVMELD_TRY(set_.join(operation));
-    return post(everyone, static_cast<std::uint8_t>(ReplicaMessage::delta), bytes);
+    return post(everyone, ReplicaMessage::delta, bytes);
   }
-  Status post(MemberId to, ReplicaMessage type, std::span<const std::byte> body) { return post(to, static_cast<std::uint8_t>(type), body); }
-  Status post_news(MemberId to) { return post(to, ReplicaMessage::news, detail::encode(detail::News{set_.context(), set_.digest(), options_.merger})); }
+  Status post_news(MemberId to) { return post(to, ReplicaMessage::news, detail::encode(detail::News{set_.context(), set_.digest()})); }
 
   [[nodiscard]] std::int64_t jitter(std::int64_t ms) { return ms + static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(ms / 4 + 1)); }
-  Status take(std::span<const std::byte> bytes, MemberId from, bool from_store);
-  [[nodiscard]] Result<FragmentSet> admitted(FragmentSet delta);
+  Status post_want(MemberId to, const CausalContext& seen) {
+    ByteWriter w;
+    write_context(w, seen);
+    return post(to, ReplicaMessage::want, w.written());
+  }
+  [[nodiscard]] Status take(const FragmentSet& delta, MemberId from, bool from_store);
+  Status on_message(MemberId from, ReplicaMessage type, std::span<const std::byte> bytes);
+  Status on_delta(MemberId from, std::span<const std::byte> body);
+  // replica_word.hpp: whose word on whose operations counts.
+  [[nodiscard]] Peer* peer_of(MemberId member);
+  [[nodiscard]] bool is_member(MemberId member) const;
+  [[nodiscard]] bool is_heard(const AgentLife& life) const;
+  [[nodiscard]] bool is_guarded(const AgentLife& life) const;
+  [[nodiscard]] std::uint64_t vouched(const AgentLife& life) const;
+  [[nodiscard]] std::uint64_t tellable(MemberId from, const AgentLife& life) const;
+  [[nodiscard]] std::uint64_t removable(MemberId from, const AgentLife& life) const;
+  [[nodiscard]] bool decides(MemberId from, const AgentLife& life) const;
+  [[nodiscard]] CausalContext tellable(MemberId from, const CausalContext& all) const;
+  [[nodiscard]] CausalContext admitted_gone(const CausalContext& gone, MemberId from);
+  [[nodiscard]] Result<FragmentSet> admitted(const FragmentSet& delta, MemberId from);
+  void note_word(MemberId from, const CausalContext& context);
+  Status check_own(MemberId from, const CausalContext& context);
+  Status compare(MemberId from, Peer& peer, const Digest256& theirs);
+  Status find_reused(MemberId from, const FragmentSet& delta);
+  [[nodiscard]] bool forgets(const CausalContext& gone) const;
   Status read_records();
   Status on_news(MemberId from, std::span<const std::byte> body);
   Status on_want(MemberId from, std::span<const std::byte> body);
@@ -225,8 +306,9 @@ class Replica {
   std::size_t outbox_bytes_ = 0;
   FragmentId last_pursued_;
   ReplicaCounters counters_;
-  std::int64_t last_now_ = 0;
-  std::int64_t elapsed_ = 0;  // of this replica's own clock, which only goes forward
+  std::vector<AgentLife> reused_;  // ascending
+  Elapsed clock_;
+  std::int64_t elapsed_ = 0;  // by `clock_`, at the last tick
   std::int64_t next_news_ = 0;
   std::uint64_t cursor_ = 0;
   std::optional<std::uint64_t> generation_;  // of the store
@@ -240,3 +322,4 @@ KVMELD_NAMESPACE_END
 
 #include <kvmeld/session/replica_fetch.hpp>
 #include <kvmeld/session/replica_sync.hpp>
+#include <kvmeld/session/replica_word.hpp>

@@ -7,14 +7,18 @@
 #include <vector>
 
 #include <kvmeld/codec/blob_key.hpp>
+#include <kvmeld/codec/frame.hpp>
+#include <kvmeld/session/identity.hpp>
 #include <kvmeld/session/set_codec.hpp>
 #include <kvmeld/session/transport.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Types of the frames that replicas exchange; those from `application` on are the caller's.
+/// Types of the frames that replicas exchange; those from `application` on are the caller's. Each
+/// begins with the digest of its sender's merger, so that whoever hears one word knows whether both
+/// make the same cache of the same set.
 enum class ReplicaMessage : std::uint8_t {
-  news = 1,      ///< what I have seen: context, digest of the set, digest of the merger
+  news = 1,      ///< what I have seen: context, digest of the set
   want = 2,      ///< send me what this context lacks
   delta = 3,     ///< a part of the set, to be joined
   fetch = 4,     ///< send me the manifest, or these chunks, of this fragment
@@ -33,17 +37,39 @@ struct Outgoing {
 
 namespace detail {
 
+/// What every message between replicas begins with, and the rest of it.
+struct ReplicaBody {
+  MergerDigest merger = does_not_render;
+  std::span<const std::byte> rest;
+};
+
+[[nodiscard]] inline std::vector<std::byte> encode_body(const MergerDigest& merger,
+                                                        std::span<const std::byte> rest) {
+  ByteWriter w;
+  w.reserve(2 * sizeof(std::uint64_t) + rest.size());
+  w.value(merger.digest().low);
+  w.value(merger.digest().high);
+  w.bytes(rest);
+  return w.take();
+}
+[[nodiscard]] inline Result<ReplicaBody> decode_body(std::span<const std::byte> body) {
+  ByteReader r(body);
+  Digest128 merger;
+  merger.low = r.value<std::uint64_t>();
+  merger.high = r.value<std::uint64_t>();
+  const auto rest = r.bytes(r.remaining());
+  KVMELD_TRY(r.finish("message between replicas"));
+  return ReplicaBody{merger, rest};
+}
+
 struct News {
   CausalContext context;
   Digest256 digest;
-  Digest128 merger;
 };
 
 [[nodiscard]] inline std::vector<std::byte> encode(const News& news) {
   ByteWriter w;
   for (const std::uint64_t word : news.digest.words) w.value(word);
-  w.value(news.merger.low);
-  w.value(news.merger.high);
   write_context(w, news.context);
   return w.take();
 }
@@ -51,8 +77,6 @@ struct News {
   ByteReader r(body);
   News news;
   for (std::uint64_t& word : news.digest.words) word = r.value<std::uint64_t>();
-  news.merger.low = r.value<std::uint64_t>();
-  news.merger.high = r.value<std::uint64_t>();
   news.context = read_context(r);
   KVMELD_TRY(r.finish("news"));
   return news;
@@ -135,5 +159,15 @@ KVMELD_LAZY [[nodiscard]] std::vector<FragmentSet> cut(const FragmentSet& delta,
 }
 
 }  // namespace detail
+
+/// A frame as replicas exchange them, for whoever speaks to one without being one.
+///
+/// Errors: those of `encode_frame`.
+template <Authenticator Auth = NoAuth>
+[[nodiscard]] Result<std::vector<std::byte>> encode_replica_frame(
+    ReplicaMessage type, const MergerDigest& merger, std::span<const std::byte> rest,
+    const FrameOptions<Auth>& options = {}) {
+  return encode_frame(static_cast<std::uint8_t>(type), detail::encode_body(merger, rest), options);
+}
 
 KVMELD_NAMESPACE_END

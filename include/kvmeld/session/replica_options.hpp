@@ -1,34 +1,30 @@
 #pragma once
 
 #include <array>
+#include <compare>
 #include <cstdint>
-#include <random>
 #include <vector>
 
 #include <kvmeld/codec/frame.hpp>
 #include <kvmeld/session/fragment_io.hpp>
+#include <kvmeld/session/identity.hpp>
 #include <kvmeld/session/transport.hpp>
 #include <kvmeld/state/set_digest.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
-/// An epoch that no earlier life of this agent had: seconds of the caller's clock, then 32 random bits, so that a clock that jumps back
-/// does no harm.
-[[nodiscard]] inline std::uint64_t fresh_epoch(std::uint64_t unix_seconds) {
-  std::random_device random;
-  return (unix_seconds << 32U) | static_cast<std::uint32_t>(random());
-}
-
 /// Who a replica is, what it trusts, and how patient it is.
 template <Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 struct ReplicaOptions {
   MemberId self = 0;                         ///< the agent
-  std::uint64_t epoch = 0;                   ///< of this life of it: `fresh_epoch()` at every start, also from a restored snapshot
-  std::vector<MemberId> members{};           ///< everybody, this one included: removals are compacted once all know them; empty: never
+  Epoch epoch;                               ///< of this life of it: `claim_epoch` at every start
+  /// Everybody, this one included: removals are compacted once all know them, and nobody else may
+  /// act for another. Empty: whoever speaks is a member, and nothing is compacted.
+  std::vector<MemberId> members{};
   FrameOptions<Auth> frame{};
   FragmentFormat<Hash, C> format{};
   SetHash set_hash = set_hash_of<Hash>();
-  Digest128 merger{};                        ///< `Merger::digest()` of what this replica renders with
+  MergerDigest merger;                       ///< `Merger::digest()`, or `does_not_render`
   bool shared_store = false;                 ///< other replicas write to the same store: its records are read at every tick
   std::size_t max_message_bytes = std::size_t{1} << 24;
   std::uint64_t max_operations = 1U << 17U;  ///< of one author in one of its lives; must be the same for all replicas
@@ -40,12 +36,22 @@ struct ReplicaOptions {
   std::uint64_t seed = 1;                    ///< of jitter
 };
 
+/// One life of an agent: the operations that bear its epoch.
+struct AgentLife {
+  std::uint64_t agent = 0;
+  std::uint64_t epoch = 0;
+
+  auto operator<=>(const AgentLife&) const = default;
+};
+
 /// What a replica did so far. Bytes are of whole frames.
 struct ReplicaCounters {
   std::array<std::uint64_t, 256> sent_bytes{};      ///< by message type
   std::array<std::uint64_t, 256> received_bytes{};  ///< by message type
   std::uint64_t refused_frames = 0;    ///< damaged, unauthenticated or hostile
-  std::uint64_t refused_operations = 0;///< above an author's quota, or with dots that are this replica's
+  std::uint64_t refused_operations = 0;///< above an author's quota, with dots that are this replica's, or other than what is known of their dot
+  std::uint64_t unvouched_operations = 0;  ///< left out until their author, or enough members, say the same
+  std::uint64_t reused_dots = 0;       ///< times that a dot was seen on two operations, or before this replica gave it out
   std::uint64_t strikes = 0;           ///< wrong manifests and chunks
   std::uint64_t corrupt_records = 0;   ///< in the store
   std::uint64_t fragments_fetched = 0; ///< from peers

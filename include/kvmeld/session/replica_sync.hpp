@@ -8,25 +8,14 @@ KVMELD_NAMESPACE_BEGIN
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Result<std::optional<FrameView>> Replica<Store, Auth, Hash, C>::receive(MemberId from, std::span<const std::byte> bytes) {
-  const auto frame = decode_frame(bytes, options_.frame);
+  const auto frame = decode_frame(bytes, options_.frame, from);
   if (!frame) {
     ++counters_.refused_frames;
     return frame.error();
   }
   counters_.received_bytes[frame->type] += bytes.size();
   if (frame->type >= static_cast<std::uint8_t>(ReplicaMessage::application)) return std::optional(*frame);
-  const auto type = static_cast<ReplicaMessage>(frame->type);
-  Status status;
-  switch (type) {
-    case ReplicaMessage::news: status = on_news(from, frame->body); break;
-    case ReplicaMessage::want: status = on_want(from, frame->body); break;
-    case ReplicaMessage::delta: status = take(frame->body, from, false); break;
-    case ReplicaMessage::fetch: status = on_fetch(from, frame->body); break;
-    case ReplicaMessage::manifest:
-    case ReplicaMessage::chunk: status = on_piece(from, type, frame->body); break;
-    case ReplicaMessage::lacking: status = on_lacking(from, frame->body); break;
-    default: break;  // of a newer minor version
-  }
+  const Status status = on_message(from, static_cast<ReplicaMessage>(frame->type), frame->body);
   if (!status) {
     ++counters_.refused_frames;
     return status;
@@ -35,9 +24,30 @@ Result<std::optional<FrameView>> Replica<Store, Auth, Hash, C>::receive(MemberId
 }
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+Status Replica<Store, Auth, Hash, C>::on_message(MemberId from, ReplicaMessage type, std::span<const std::byte> bytes) {
+  if (type > ReplicaMessage::lacking) return {};  // of a newer minor version
+  if (from == options_.self || from == everyone) {
+    return detail::error(ErrorCode::unauthenticated, "a message in the name of member ", from, from == everyone ? ", which nobody is" : ", which is this one");
+  }
+  const auto body = detail::decode_body(bytes);
+  if (!body) return body.error();
+  if (Peer* const peer = peer_of(from)) peer->merger = body->merger;
+  switch (type) {
+    case ReplicaMessage::news: return on_news(from, body->rest);
+    case ReplicaMessage::want: return on_want(from, body->rest);
+    case ReplicaMessage::delta: return on_delta(from, body->rest);
+    case ReplicaMessage::fetch: return on_fetch(from, body->rest);
+    case ReplicaMessage::manifest:
+    case ReplicaMessage::chunk: return on_piece(from, type, body->rest);
+    case ReplicaMessage::lacking: return on_lacking(from, body->rest);
+    case ReplicaMessage::application: break;
+  }
+  return {};
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::tick(std::int64_t now_ms) {
-  if (now_ms > last_now_) elapsed_ += (std::min)(now_ms - last_now_, options_.max_retry_ms);
-  last_now_ = now_ms;
+  elapsed_ = clock_.advance(now_ms);
   Status status;
   // A store of this replica's own holds nothing that is not joined; it is read so that many records become one.
   if (options_.shared_store || records_read_ + records_written_ >= options_.max_records) status = read_records();
@@ -68,60 +78,42 @@ Status Replica<Store, Auth, Hash, C>::tick(std::int64_t now_ms) {
   return status;
 }
 
-/// Leaves out what no replica takes: operations beyond an author's quota, and such as claim to be this replica's and are not.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(FragmentSet delta) {
-  const auto refused = [&](const Provenance& dot) {
-    const bool forged = dot.agent == options_.self && dot.epoch == options_.epoch && dot.sequence >= next_sequence_;
-    return (opened_ && forged) || dot.sequence >= options_.max_operations;
-  };
-  const auto ranges = delta.context().ranges();
-  if (std::none_of(ranges.begin(), ranges.end(), [&](const DotRange& r) { return refused({r.agent, r.last, r.epoch}); })) return delta;
-  std::vector<FragmentSet::Entry> entries;
-  for (FragmentSet::Entry entry : delta.entries()) {
-    counters_.refused_operations += std::erase_if(entry.metadata.marks, [&](const Mark& mark) { return refused(mark.dot); });
-    if (!entry.metadata.marks.empty() || entry.metadata.unattributed) entries.push_back(std::move(entry));
-  }
-  std::vector<Removal> removals;
-  for (Removal removal : delta.removals()) {
-    std::erase_if(removal.removed, refused);
-    if (refused(removal.dot)) ++counters_.refused_operations; else removals.push_back(std::move(removal));
-  }
-  CausalContext compacted;
-  for (DotRange range : delta.compacted().ranges()) {
-    std::uint64_t end = options_.max_operations;
-    if (opened_ && range.agent == options_.self && range.epoch == options_.epoch) end = (std::min)(end, next_sequence_);
-    if (range.first >= end) continue;
-    range.last = (std::min)(range.last, end - 1);
-    compacted.append(range);
-  }
-  return FragmentSet::from_parts(delta.hash(), std::move(entries), std::move(removals), compacted);
+Status Replica<Store, Auth, Hash, C>::on_delta(MemberId from, std::span<const std::byte> body) {
+  const auto delta = decode_set(body, options_.set_hash);
+  return delta ? take(*delta, from, false) : delta.error();
 }
 
-/// Takes a delta from a peer or from the store. One from a peer is written down first, unless its author wrote it to the shared store;
-/// `everyone` as the sender says that it came by another way, and nobody wrote it.
+/// Takes operations from a peer or from the store. Those of a peer are written down first, unless their author wrote them to the shared
+/// store; `everyone` as the sender says that they came by another way, and nobody wrote them.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::take(std::span<const std::byte> bytes, MemberId from, bool from_store) {
-  auto decoded = from_store ? decode_record(bytes, options_.set_hash) : decode_set(bytes, options_.set_hash);
-  if (!decoded) return decoded.error();
+Status Replica<Store, Auth, Hash, C>::take(const FragmentSet& all, MemberId from, bool from_store) {
+  note_word(from, all.context());
+  const Status own = check_own(from, all.context());
+  Peer* const peer = from == everyone || !is_member(from) ? nullptr : peer_of(from);
+  Status reused = peer != nullptr && peer->asked_for_all ? find_reused(from, all) : Status();
   const std::uint64_t refused_before = counters_.refused_operations;
-  auto delta = admitted(*std::move(decoded));
+  const auto delta = admitted(all, from);
   if (!delta) return delta.error();
-  const bool news = !leq(delta->context(), set_.context()) || std::any_of(delta->entries().begin(), delta->entries().end(), [&](const auto& entry) {
-    const FragmentSet::Entry* const mine = entry.metadata.unattributed ? set_.find(entry.id) : &entry;
-    return mine == nullptr || (entry.metadata.unattributed && !mine->metadata.unattributed);
-  });
+  const bool news = !leq(delta->context(), set_.context()) || forgets(delta->compacted()) ||
+                    std::any_of(delta->entries().begin(), delta->entries().end(), [&](const auto& entry) {
+                      const FragmentSet::Entry* const mine = entry.metadata.unattributed ? set_.find(entry.id) : &entry;
+                      return mine == nullptr || (entry.metadata.unattributed && !mine->metadata.unattributed);
+                    });
   if (news) {
     if (!from_store && (!options_.shared_store || from == everyone)) KVMELD_TRY(write_down(encode_set(*delta)));
     KVMELD_TRY(set_.join(*delta));
+    if (peer != nullptr) peer->want_patience = options_.retry_ms;
     for (const FragmentSet::Entry& entry : delta->entries()) {
       const FragmentSet::Entry* const mine = set_.find(entry.id);
       if (mine != nullptr) want(*mine, from);
     }
   }
+  KVMELD_TRY(own);
+  KVMELD_TRY(reused);
   if (const std::uint64_t refused = counters_.refused_operations - refused_before; refused > 0) {
     return detail::error(ErrorCode::quota_exceeded, refused, " operations were left out: an author may do ", options_.max_operations,
-                         " in one life, and nobody may act for this replica");
+                         " in one life, nobody may act for this replica, and nobody may change what another did");
   }
   return {};
 }
@@ -137,12 +129,14 @@ Status Replica<Store, Auth, Hash, C>::read_records() {
     generation_ = generation;
   }
   for (const std::vector<std::byte>& record : batch->records) {
-    const Status status = take(record, everyone, true);
+    const auto set = decode_record(record, options_.set_hash);
+    const Status status = set ? take(*set, everyone, true) : set.status();
     if (status) continue;
     const ErrorCode code = status.code();
-    if (code != ErrorCode::quota_exceeded) ++counters_.corrupt_records;
+    const bool left_out = code == ErrorCode::quota_exceeded || code == ErrorCode::dot_reused;
+    if (!left_out) ++counters_.corrupt_records;
     // Damage may go. What this build does not read, or does not take, others may: it stays in the store.
-    keep_records_ = keep_records_ || code == ErrorCode::quota_exceeded || code == ErrorCode::version_mismatch || code == ErrorCode::unknown_field ||
+    keep_records_ = keep_records_ || left_out || code == ErrorCode::version_mismatch || code == ErrorCode::unknown_field ||
                     code == ErrorCode::hash_mismatch;
   }
   cursor_ = batch->cursor;
@@ -161,24 +155,34 @@ template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::on_news(MemberId from, std::span<const std::byte> body) {
   auto news = detail::decode_news(body);
   if (!news) return news.error();
-  if (from == options_.self) return {};
-  if (peers_.count(from) == 0 && peers_.size() >= max_peers) return detail::error(ErrorCode::quota_exceeded, "news of member ", from, ", one more than ", max_peers);
-  Peer& peer = peers_[from];
-  peer.other_merger = news->merger != options_.merger;
-  peer.context = std::move(news->context);
-  // Equal contexts of unequal sets: one knows a fragment without provenance, which deltas always carry.
-  const bool lacks = !leq(peer.context, set_.context()) || (news->digest != set_.digest() && leq(set_.context(), peer.context));
-  if (lacks && elapsed_ >= peer.next_want) {
-    peer.next_want = elapsed_ + jitter(options_.retry_ms);
-    ByteWriter w;
-    write_context(w, set_.context());
-    KVMELD_TRY(post(from, ReplicaMessage::want, w.written()));
+  const Status own = heard(from, news->context);
+  const auto at = peers_.find(from);
+  if (at == peers_.end()) return own;
+  Peer& peer = at->second;
+  peer.want_patience = (std::max)(peer.want_patience, options_.retry_ms);
+  if (!leq(tellable(from, peer.context), set_.context())) {
+    if (elapsed_ >= peer.next_want) {
+      peer.next_want = elapsed_ + jitter(peer.want_patience);
+      peer.want_patience = (std::min)(2 * peer.want_patience, options_.max_retry_ms);
+      KVMELD_TRY(ask_for_delta(from));
+    }
+  } else if (is_member(from) && news->digest != set_.digest() && peer.context == set_.context()) {
+    KVMELD_TRY(compare(from, peer, news->digest));
   }
   if (!leq(set_.context(), peer.context) && elapsed_ >= peer.next_news) {
     peer.next_news = elapsed_ + jitter(options_.retry_ms);
     KVMELD_TRY(post_news(from));
   }
-  return {};
+  return own;
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+Status Replica<Store, Auth, Hash, C>::heard(MemberId member, const CausalContext& seen) {
+  Peer* const peer = peer_of(member);
+  if (peer == nullptr) return detail::error(ErrorCode::quota_exceeded, "news of member ", member, ", one more than ", max_peers);
+  peer->context = seen;
+  note_word(member, seen);
+  return check_own(member, seen);
 }
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>

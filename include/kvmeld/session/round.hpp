@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include <kvmeld/session/elapsed.hpp>
+#include <kvmeld/session/identity.hpp>
 #include <kvmeld/session/round_cut.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -37,6 +39,7 @@ enum class RoundState : std::uint8_t {
 enum class RoundMessage : std::uint8_t { ready, cut };
 
 /// The barrier of synchronous rounds, for one member: no clock, no I/O, one message in, messages out.
+/// The caller's clock may be set back or ahead while a round goes on: deadlines count what has passed.
 ///
 /// One member publishes a round's cut, and which one is fixed, so that a round has one cut or none. Whoever holds the cut gives it to
 /// members that still say they are ready: a publisher that dies after any of its sends splits nobody into different caches.
@@ -49,12 +52,14 @@ class Round {
     std::vector<std::byte> body{};
   };
 
-  Round(MemberId self, RoundOptions options) : self_(self), options_(std::move(options)) {}
+  Round(MemberId self, RoundOptions options)
+      : self_(self), options_(std::move(options)), clock_(options_.timeout_ms) {}
 
   /// Comes to the barrier of the next round: behind the last one here, or the newest one that anybody spoke of.
   ///
-  /// Errors: `invalid_argument` while a round is in progress, behind the last number, or where the options do not fit.
-  Status begin(std::int64_t now_ms, const Digest128& merger, CausalContext seen) {
+  /// Errors: `invalid_argument` while a round is in progress, behind the last number, where the options do not fit, and for a member that
+  /// renders nothing.
+  Status begin(std::int64_t now_ms, const MergerDigest& merger, CausalContext seen) {
     const auto& members = options_.members;
     if (state_ == RoundState::waiting || state_ == RoundState::cut) {
       return detail::error(ErrorCode::invalid_argument, "round ", round_, " has not ended");
@@ -66,14 +71,15 @@ class Round {
       return detail::error(ErrorCode::invalid_argument, "rounds of ", members.size(), " members, quorum ", quorum(), ", deadlines ", options_.soft_ms, ", ",
                            options_.cut_ms, " and ", options_.timeout_ms, " ms, repeated after ", options_.retry_ms, " ms");
     }
+    if (!merger.renders()) return detail::error(ErrorCode::invalid_argument, "member ", self_, " renders nothing: rounds are for members that do");
     if (round_ == ~std::uint64_t{0}) return detail::error(ErrorCode::invalid_argument, "no round comes after ", round_);
     round_ = (std::max)(round_ + 1, newest_);
     newest_ = round_;
     state_ = RoundState::waiting;
     status_ = {};
-    begun_ms_ = now_ms;
-    next_ready_ms_ = now_ms;
-    merger_ = merger;
+    begun_ms_ = clock_.advance(now_ms);
+    next_ready_ms_ = begun_ms_;
+    merger_ = merger.digest();
     seen_ = std::move(seen);
     ready_.clear();
     if (later_ && later_->round <= round_) {
@@ -97,7 +103,7 @@ class Round {
       if (!ready) return ready.error();
       if (ready->session != options_.session) return {};
       KVMELD_TRY(check_near(from, ready->round));
-      on_ready(from, *std::move(ready), now_ms);
+      on_ready(from, *std::move(ready), clock_.advance(now_ms));
     } else {
       auto cut = decode_cut(body, options_.set_hash);
       if (!cut) return cut.error();
@@ -110,24 +116,34 @@ class Round {
 
   /// Lets time pass: repeats that this member is ready, and ends the round at its deadlines.
   void tick(std::int64_t now_ms) {
-    const std::int64_t age = now_ms - begun_ms_;
+    const std::int64_t now = clock_.advance(now_ms);
+    const std::int64_t age = now - begun_ms_;
     if (state_ == RoundState::waiting && age >= options_.cut_ms) {
-      keep(ErrorCode::timed_out,
-           "no cut after " + detail::decimal(age) + " ms; ready: " + detail::decimal(ready_.size() + 1) + " of " +
-               detail::decimal(options_.members.size()) + " members, quorum " + detail::decimal(quorum()));
+      // Members that merge otherwise are not waited for; where that leaves too few, it is the reason.
+      const bool mismatch = !mismatched_.empty() && ready_.size() + 1 < quorum();
+      std::string why = "no cut after " + detail::decimal(age) +
+                        " ms; ready: " + detail::decimal(ready_.size() + 1) + " of " +
+                        detail::decimal(options_.members.size()) + " members, quorum " +
+                        detail::decimal(quorum());
+      if (mismatch) {
+        why += "; " + detail::decimal(mismatched_.size()) + " merge otherwise, member " +
+               detail::decimal(mismatched_.front()) + " among them";
+      }
+      keep(mismatch ? ErrorCode::merger_mismatch : ErrorCode::timed_out, why);
     }
     if (state_ == RoundState::cut && age >= options_.timeout_ms)
       keep(ErrorCode::timed_out, "the cut was not rendered after " + detail::decimal(age) + " ms");
-    if (state_ != RoundState::waiting || now_ms < next_ready_ms_) return;
-    next_ready_ms_ = now_ms + options_.retry_ms;
+    if (state_ != RoundState::waiting || now < next_ready_ms_) return;
+    next_ready_ms_ = now + options_.retry_ms;
     out_.push_back({everyone, RoundMessage::ready, encode(RoundReady{options_.session, round_, merger_, seen_})});
   }
 
   /// Whether this member is to publish now: all members are ready, its replica has `seen` what they have and is `complete` (no payload
   /// is missing), or the soft deadline has passed and a quorum is ready.
-  [[nodiscard]] bool wants_cut(std::int64_t now_ms, const CausalContext& seen, bool complete) const {
+  [[nodiscard]] bool wants_cut(std::int64_t now_ms, const CausalContext& seen, bool complete) {
+    const std::int64_t now = clock_.advance(now_ms);
     if (state_ != RoundState::waiting || publisher(round_) != self_) return false;
-    if (now_ms - begun_ms_ >= options_.soft_ms) return ready_.size() + 1 >= quorum();
+    if (now - begun_ms_ >= options_.soft_ms) return ready_.size() + 1 >= quorum();
     if (!complete || ready_.size() + 1 < options_.members.size()) return false;
     return std::all_of(ready_.begin(), ready_.end(), [&](const auto& ready) { return leq(ready.second, seen); });
   }
@@ -163,7 +179,8 @@ class Round {
   /// Who publishes a round.
   [[nodiscard]] MemberId publisher(std::uint64_t round) const noexcept { return options_.members[round % options_.members.size()]; }
   [[nodiscard]] const RoundOptions& options() const noexcept { return options_; }
-  [[nodiscard]] std::int64_t begun_ms() const noexcept { return begun_ms_; }
+  /// How long ago this member came to the barrier, at the last call that told the time.
+  [[nodiscard]] std::int64_t age_ms() const noexcept { return clock_.ms() - begun_ms_; }
   /// Members that render with another merger, as far as they have said; they are not waited for.
   [[nodiscard]] std::span<const MemberId> mismatched() const noexcept { return mismatched_; }
   /// Second, different cuts that were refused.
@@ -184,24 +201,24 @@ class Round {
     return detail::error(ErrorCode::corrupt, "member ", from, " speaks of round ", round, ", and this one is at ", round_, "; at most ", options_.max_ahead, " ahead");
   }
   /// Whether an answer is due: whoever asks more often than members repeat themselves is not answered each time, as answers are large.
-  [[nodiscard]] bool due(MemberId member, std::optional<std::int64_t> Answered::*last, std::int64_t now_ms) {
+  [[nodiscard]] bool due(MemberId member, std::optional<std::int64_t> Answered::*last, std::int64_t now) {
     auto at = std::find_if(answered_.begin(), answered_.end(), [&](const Answered& a) { return a.member == member; });
     if (at == answered_.end()) at = answered_.insert(at, Answered{member});
     std::optional<std::int64_t>& before = (*at).*last;
-    if (before && now_ms >= *before && now_ms - *before < (options_.retry_ms + 1) / 2) return false;  // half: they do not arrive evenly
-    before = now_ms;
+    if (before && now - *before < (options_.retry_ms + 1) / 2) return false;  // half: they do not arrive evenly
+    before = now;
     return true;
   }
-  void on_ready(MemberId from, RoundReady ready, std::int64_t now_ms) {
+  void on_ready(MemberId from, RoundReady ready, std::int64_t now) {
     newest_ = (std::max)(newest_, ready.round);
     for (const std::optional<RoundCut>* const held : {&cut_, &later_}) {
       if (!*held || (*held)->round != ready.round) continue;  // else it missed the cut
-      if (due(from, &Answered::cut_ms, now_ms)) out_.push_back({from, RoundMessage::cut, encode(**held)});
+      if (due(from, &Answered::cut_ms, now)) out_.push_back({from, RoundMessage::cut, encode(**held)});
       return;
     }
     if (state_ != RoundState::waiting || ready.round < round_) {
       // A straggler learns which round comes next from whoever is ahead.
-      if (state_ == RoundState::waiting && due(from, &Answered::ready_ms, now_ms)) {
+      if (state_ == RoundState::waiting && due(from, &Answered::ready_ms, now)) {
         out_.push_back({from, RoundMessage::ready, encode(RoundReady{options_.session, round_, merger_, seen_})});
       }
       return;
@@ -260,7 +277,8 @@ class Round {
   Status status_;
   std::uint64_t round_ = 0;
   std::uint64_t newest_ = 0;
-  std::int64_t begun_ms_ = 0;
+  Elapsed clock_;
+  std::int64_t begun_ms_ = 0;  // by `clock_`, as all that follows
   std::int64_t next_ready_ms_ = 0;
   Digest128 merger_;
   CausalContext seen_;

@@ -7,15 +7,10 @@
 #include <span>
 #include <vector>
 
+#include <kvmeld/codec/frame.hpp>
 #include <kvmeld/status.hpp>
 
 KVMELD_NAMESPACE_BEGIN
-
-/// A member of a session: one agent, whatever process or connection it uses just now.
-using MemberId = std::uint64_t;
-
-/// Everybody else in the session, as the receiver of a message.
-inline constexpr MemberId everyone = ~MemberId{0};
 
 /// A message that has arrived, and who says it sent it.
 struct Envelope {

@@ -37,11 +37,13 @@ class Liar {
   [[nodiscard]] std::vector<Lie> hear(const Delivery& delivery) {
     const auto frame = decode_frame(delivery.bytes);
     if (!frame) return {};
+    const auto body = kvmeld::detail::decode_body(frame->body);
+    if (!body) return {};
     if (frame->type == static_cast<std::uint8_t>(ReplicaMessage::news)) {
-      if (const auto news = kvmeld::detail::decode_news(frame->body)) heard_.join(news->context);
+      if (const auto news = kvmeld::detail::decode_news(body->rest)) heard_.join(news->context);
     }
     if (frame->type != static_cast<std::uint8_t>(ReplicaMessage::fetch)) return {};
-    const auto fetch = kvmeld::detail::decode_fetch(frame->body);
+    const auto fetch = kvmeld::detail::decode_fetch(body->rest);
     if (!fetch || random_.chance(0.2)) return {};
     if (random_.chance(0.1)) return {lie(delivery.from, ReplicaMessage::lacking, piece(fetch->id, manifest_key(fetch->id), {}))};
     if (fetch->chunks.empty()) return {lie(delivery.from, ReplicaMessage::manifest, piece(fetch->id, manifest_key(fetch->id), false_manifest(fetch->id)))};
@@ -59,7 +61,7 @@ class Liar {
         CausalContext claimed = heard_;
         claimed.add({id, random_.below(5), 1});
         ++(*counts_)[Fault::lying_news];
-        return lie(victim, ReplicaMessage::news, kvmeld::detail::encode(kvmeld::detail::News{claimed, {}, {random_.next(), 1}}));
+        return lie(victim, ReplicaMessage::news, kvmeld::detail::encode(kvmeld::detail::News{claimed, {}}));
       }
       case 1: {
         FragmentSet forged;
@@ -82,8 +84,8 @@ class Liar {
   }
 
  private:
-  [[nodiscard]] static Lie lie(MemberId to, ReplicaMessage type, std::span<const std::byte> body) {
-    auto frame = encode_frame(static_cast<std::uint8_t>(type), body);
+  [[nodiscard]] Lie lie(MemberId to, ReplicaMessage type, std::span<const std::byte> body) {
+    auto frame = encode_replica_frame(type, Digest128{random_.next(), 1}, body);
     return {to, frame ? *std::move(frame) : std::vector<std::byte>(), false};
   }
   [[nodiscard]] static std::vector<std::byte> piece(const FragmentId& of, const BlobKey& key, std::span<const std::byte> bytes) {

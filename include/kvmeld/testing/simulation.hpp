@@ -141,6 +141,7 @@ class Simulation {
   MemberId next_member_ = 0;
   std::size_t chunk_bytes_ = 0;
   std::size_t max_message_bytes_ = 0;
+  std::uint64_t max_operations_ = std::uint64_t{1} << 17U;
   Digest128 merger_{};
   std::vector<std::size_t> to_upgrade_;      // members, in order
   std::int64_t next_upgrade_ = 0;

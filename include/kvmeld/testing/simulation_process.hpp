@@ -12,17 +12,17 @@ namespace testing {
 
 template <class Node>
 void Simulation<Node>::start(Member& member) {
-  typename Node::Options o;
-  o.self = member.id;
   do {
-    o.epoch = random_.next();  // clocks jump, so epochs do not ascend
-  } while (!epochs_.insert(o.epoch).second);
+    member.epoch = random_.next();  // clocks jump, so epochs do not ascend
+  } while (!epochs_.insert(member.epoch).second);
+  Digest128 merger = merger_;
+  if (member.upgraded) ++merger.low;
+  typename Node::Options o{.self = member.id, .epoch = member.epoch, .merger = merger};
   for (const Member& other : members_) {
     if (!other.gone) o.members.push_back(other.id);
   }
   o.format.chunk_bytes = chunk_bytes_;
-  o.merger = merger_;
-  if (member.upgraded) ++o.merger.low;
+  o.max_operations = max_operations_;
   o.shared_store = shared_disk_ != nullptr;
   o.max_message_bytes = max_message_bytes_;
   o.news_interval_ms = 150;
@@ -33,7 +33,6 @@ void Simulation<Node>::start(Member& member) {
   member.store->restart();
   member.store->full = member.full_until > now_;
   member.store->unavailable = member.unavailable_until > now_;
-  member.epoch = o.epoch;
   member.replica = std::make_unique<Node>(*member.store, o);
   const Status opened = member.replica->open();
   say("member ", member.id, " starts: ",

@@ -74,7 +74,7 @@ void Simulation<Node>::set_up() {
     for (const auto& chunks : manifest->chunks) keys.insert(keys.end(), chunks.begin(), chunks.end());
   }
   if (options_.shared_store.value_or(random_.chance(0.3))) shared_disk_ = std::make_shared<SimulatedDisk>();
-  if (options_.faults.liar > 0) liar_.emplace(random_.next(), corpus_, chunk_bytes_, ReplicaOptions<>{}.max_operations, report_.faults);
+  if (options_.faults.liar > 0) liar_.emplace(random_.next(), corpus_, chunk_bytes_, max_operations_, report_.faults);
   const std::size_t replicas = options_.fewest_replicas + random_.below(options_.most_replicas - options_.fewest_replicas + 1);
   for (std::size_t i = 0; i < replicas; ++i) join();
   report_.faults[Fault::join] = 0;  // these do not count

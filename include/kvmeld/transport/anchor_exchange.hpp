@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include <kvmeld/session/elapsed.hpp>
 #include <kvmeld/session/replica_messages.hpp>
 #include <kvmeld/state/anchor_directory.hpp>
 #include <kvmeld/state/reconcile.hpp>
@@ -276,8 +277,8 @@ class AnchorExchange {
   std::vector<Outgoing> outbox_;
   std::size_t outbox_bytes_ = 0;
   AnchorExchangeCounters counters_;
-  std::int64_t last_now_ = 0;
-  std::int64_t elapsed_ = 0;  // of this peer's own clock, which only goes forward
+  Elapsed clock_{options_.max_retry_ms};
+  std::int64_t elapsed_ = 0;  // by `clock_`, at the last tick
   std::int64_t next_round_ = 0;
   std::int64_t next_session_ = 0;
   std::uint64_t round_ = 0;

@@ -23,7 +23,7 @@ namespace detail {
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status AnchorExchange<Store, Auth, Hash, C>::receive(MemberId from, std::span<const std::byte> bytes) {
-  const auto frame = decode_frame(bytes, options_.frame);
+  const auto frame = decode_frame(bytes, options_.frame, from);
   Status status = frame.status();
   if (status.ok() && from != options_.self) {
     switch (static_cast<AnchorMessage>(frame->type)) {
@@ -42,8 +42,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::receive(MemberId from, std::span<co
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status AnchorExchange<Store, Auth, Hash, C>::tick(std::int64_t now_ms) {
-  if (now_ms > last_now_) elapsed_ += (std::min)(now_ms - last_now_, options_.max_retry_ms);
-  last_now_ = now_ms;
+  elapsed_ = clock_.advance(now_ms);
   Status status;
   const auto also = [&status](Status other) {
     if (!other && status) status = std::move(other);

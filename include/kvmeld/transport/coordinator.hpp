@@ -87,9 +87,7 @@ class Coordinator {
     }
     const std::lock_guard lock(mutex_);
     KVMELD_TRY(admit(update));
-    const auto frame = encode_frame(static_cast<std::uint8_t>(ReplicaMessage::delta), encode_set(update.set()), options_.replica.frame);
-    if (!frame) return frame.error();
-    if (const auto taken = replica_.receive(everyone, *frame); !taken) return taken.error();
+    KVMELD_TRY(replica_.join(update.set(), everyone));
     KVMELD_TRY(settle());
     Applied out{version_now(), {}};
     for (const FragmentSet::Entry& entry : update.set().entries()) {
@@ -137,9 +135,7 @@ class Coordinator {
   void saw(MemberId member, const CausalContext& context) {
     if (options_.replica.members.empty()) return;
     const std::lock_guard lock(mutex_);
-    const auto news = detail::encode(detail::News{context, replica_.set().digest(), options_.replica.merger});
-    const auto frame = encode_frame(static_cast<std::uint8_t>(ReplicaMessage::news), news, options_.replica.frame);
-    if (!frame || !replica_.receive(member, *frame)) return;
+    if (!replica_.heard(member, context)) return;
     (void)settle();
   }
 
@@ -162,7 +158,7 @@ class Coordinator {
   static constexpr std::size_t message_overhead = 1024;  ///< that an envelope may add to what it carries
 
  private:
-  [[nodiscard]] StateVersion version_now() const { return {replica_.set().context(), replica_.set().digest(), options_.replica.merger}; }
+  [[nodiscard]] StateVersion version_now() const { return {replica_.set().context(), replica_.set().digest(), options_.replica.merger.digest()}; }
   [[nodiscard]] std::size_t quorum() const noexcept {
     if (options_.quorum > 0) return options_.quorum;
     return options_.members.size() / 2 + 1;

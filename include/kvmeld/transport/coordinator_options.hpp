@@ -11,9 +11,9 @@ KVMELD_NAMESPACE_BEGIN
 /// What a coordinator takes from its members, and what it waits for.
 template <Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 struct CoordinatorOptions {
-  /// Identity, namespace, secret, chunk size, hash, merger and quota of operations. A merger of zeros: each round's is the one that the
-  /// first member at its barrier names. Its `members`, where given, let removals be forgotten once all have seen them.
-  ReplicaOptions<Auth, Hash, C> replica{};
+  /// Identity, namespace, secret, chunk size, hash, merger and quota of operations. Where that `does_not_render`, each
+  /// round's merger is the one that the first member at its barrier names. Its `members`, where given, let removals be forgotten once all have seen them.
+  ReplicaOptions<Auth, Hash, C> replica;
   std::vector<MemberId> members{};              ///< who may be at a barrier, and is waited for; empty: whoever asks, `quorum` of them
   std::size_t quorum = 0;                       ///< members that are enough once `soft_ms` has passed; 0: a majority
   std::int64_t soft_ms = 1'000;                 ///< after the first member came: until then all members are waited for

@@ -161,7 +161,7 @@ Status Coordinator<Store, Auth, Hash, C>::arrive(const MergeAsk& ask, std::int64
   detail::CoordinatorSession& here = session(ask.session);
   const auto cut = cut_of(here, ask);
   if (!cut) return cut.error();
-  const Digest128 own = options_.replica.merger;
+  const Digest128 own = options_.replica.merger.digest();
   const auto at = here.barriers.find(ask.round);
   const Digest128 expected = *cut != nullptr ? (*cut)->cut.merger : own != Digest128{} ? own : at != here.barriers.end() ? at->second.merger : ask.merger;
   if (ask.merger != expected) {
@@ -203,7 +203,7 @@ std::optional<Result<MergeAnswer>> Coordinator<Store, Auth, Hash, C>::poll(const
   const auto publish = [&](std::uint64_t session, std::uint64_t round, const Digest128& merger) { return make_cut(set, merger, session, round, options_.replica.self); };
   if (ask.round == 0) {
     if (set.digest() != ask.known && ask.seen.look(ask.context, set.context(), states_)) {
-      auto cut = publish(ask.session, 0, options_.replica.merger);
+      auto cut = publish(ask.session, 0, options_.replica.merger.digest());
       return cut ? Answer(MergeAnswer{*std::move(cut), {}, set.digest()}) : Answer(cut.error());
     }
     if (!late) return std::nullopt;

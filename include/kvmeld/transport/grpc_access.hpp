@@ -88,7 +88,7 @@ template <Authenticator Auth>
   if (expires < now_s - difference_s || expires > now_s + lifetime_s + difference_s) {
     return error(ErrorCode::unauthenticated, "a token that expires at second ", expires, "; it is ", now_s, " here");
   }
-  if (!frame.auth.verify(as_bytes(token_text), as_bytes(std::string(name_space) + std::string(token.substr(0, 16))), as_bytes(token.substr(16)))) {
+  if (!frame.auth.verify(member, as_bytes(token_text), as_bytes(std::string(name_space) + std::string(token.substr(0, 16))), as_bytes(token.substr(16)))) {
     return error(ErrorCode::unauthenticated, "the token of member ", member, " is not of this coordinator's key");
   }
   return member;

@@ -124,7 +124,7 @@ template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
   options.name_space = replica.options().frame.name_space;
   options.max_payload_bytes = replica.options().format.max_payload_bytes;
   FragmentSet merged = replica.set();
-  auto report = all_merge(comm, merged, replica.options().merger, options);
+  auto report = all_merge(comm, merged, replica.options().merger.digest(), options);
   if (!report) return report;
   Status status;
   for (const FragmentSet::Entry& entry : merged.entries()) {
