@@ -80,7 +80,7 @@ macro(_kvmeld_component_llama)
   endif()
 endmacro()
 
-# SHA-256 ids and HMAC: codec/sha256.hpp, codec/hmac_sha256.hpp.
+# SHA-256 ids and HMAC and Ed25519: codec/sha256.hpp, codec/hmac_sha256.hpp, codec/ed25519.hpp.
 macro(_kvmeld_component_openssl)
   find_package(OpenSSL 1.1.1 QUIET COMPONENTS Crypto)
   if(OpenSSL_FOUND)

@@ -42,6 +42,8 @@ TEST_CASE("every seed ends in one state with nothing lost, and every kind of fau
   }
   CHECK(report.cut_off > 0);
   CHECK(report.refused > 0);
+  CHECK(report.unvouched > 0);
+  CHECK(report.reused > 0);
   CHECK(report.strikes > 0);
   CHECK(report.corrupt_records > 0);
   CHECK(report.compacted > 0);

@@ -507,3 +507,207 @@ TEST_CASE("a blob that only another build can read is not destroyed") {
   CHECK(load_fragment(store, f.id(), format).status().code() == ErrorCode::not_found);
   CHECK_FALSE(*store.contains(key));
 }
+
+TEST_CASE("one member's word ends nothing that another did, and holds back nothing that it will do") {
+  for (const bool insider : {false, true}) {
+    INFO("the liar is a member: " << insider);
+    Net net(3);
+    const MemberId liar = insider ? 2 : 99;
+    auto& victim = net.replicas[0];
+    auto& author = net.replicas[1];
+    REQUIRE(author.insert(fragment(1)).ok());
+    net.run();
+    REQUIRE(victim.set().size() == 1);
+    const auto tell = [&](const kvmeld::FragmentSet& set) {
+      const kvmeld::Digest256 before = victim.set().digest();
+      const kvmeld::CausalContext seen = victim.set().context();
+      REQUIRE(victim.receive(liar, message(kvmeld::ReplicaMessage::delta, encode_set(set))).ok());
+      CHECK(victim.set().digest() == before);
+      CHECK(victim.set().context() == seen);
+    };
+    kvmeld::CausalContext gone;
+    gone.append({1, 1, 0, (1U << 17U) - 1});
+    tell(*kvmeld::FragmentSet::from_parts({}, {}, {}, gone));
+    tell(*kvmeld::FragmentSet::from_parts({}, {}, {{{liar, 0, 7}, fragment(9).id(), {{1, 1, 1}, {1, 2, 1}}}}, {}));
+    tell(*kvmeld::FragmentSet::from_parts({}, {}, {{{1, 3, 1}, fragment(9).id(), {}}}, {}));
+    kvmeld::FragmentSet forged;
+    REQUIRE(forged.insert(fragment(8), {1, 1, 1}).ok());
+    tell(forged);
+    CHECK(victim.counters().unvouched_operations == 4);
+    CHECK(victim.reused_lives().empty());
+    // What is known of a dot nobody else changes.
+    kvmeld::FragmentSet changed;
+    REQUIRE(changed.insert(fragment(1), {1, 0, 1}, 0.9F).ok());
+    (void)victim.receive(liar, message(kvmeld::ReplicaMessage::delta, encode_set(changed)));
+    CHECK_FALSE(victim.set().find(fragment(1).id())->metadata.marks[0].confidence);
+    for (std::uint64_t i = 2; i < 12; ++i) REQUIRE(author.insert(fragment(i)).ok());
+    REQUIRE(author.remove(fragment(2).id()).ok());
+    net.run();
+    CHECK(victim.set().size() == 10);
+    CHECK(net.converged());
+    CHECK(victim.set().removals().empty());
+  }
+}
+
+TEST_CASE("what is gone of an author that has left comes from whoever remains, and of one that is silent from two members") {
+  Net net(4);
+  REQUIRE(net.replicas[0].insert(fragment(1)).ok());
+  REQUIRE(net.replicas[0].insert(fragment(2)).ok());
+  net.run();
+  REQUIRE(net.replicas[1].remove(fragment(1).id()).ok());
+  net.run();
+  REQUIRE(net.replicas[1].set().compacted().dots() == 2);
+  // Member 0 is silent. One that starts with nothing gets what is there from anybody, and what is gone once two say so.
+  const auto restart = [&](MemberId member) {
+    static std::deque<MemoryStore> fresh;
+    Replica::Options options = net.replicas[member].options();
+    options.epoch = options.epoch + 1;
+    net.replicas[member].~Replica();
+    new (&net.replicas[member]) Replica(fresh.emplace_back(), options);
+  };
+  restart(3);
+  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) { return from == 0 || to == 0 || from == 2 || to == 2; };
+  net.run();
+  CHECK(net.replicas[3].set().size() == 1);
+  CHECK_FALSE(net.replicas[3].set().context().contains({0, 0, 1}));
+  CHECK(net.replicas[3].counters().unvouched_operations > 0);
+  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) { return from == 0 || to == 0; };
+  net.run(80);
+  CHECK(net.replicas[3].set().context() == net.replicas[1].set().context());
+  // It has left: one that remains is enough.
+  for (MemberId m = 1; m < 4; ++m) net.replicas[m].set_members({1, 2, 3});
+  restart(3);
+  net.replicas[3].set_members({1, 2, 3});
+  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) { return from == 0 || to == 0 || from == 2 || to == 2; };
+  net.run(80);
+  CHECK(net.replicas[3].set().context() == net.replicas[1].set().context());
+  CHECK(net.replicas[3].set().digest() == net.replicas[1].set().digest());
+}
+
+TEST_CASE("the merger is known from the first message of any type, and so is whoever renders nothing") {
+  const auto options = [](MemberId self, const kvmeld::MergerDigest& merger) {
+    Replica::Options out{.self = self, .epoch = 1, .merger = merger};
+    return out;
+  };
+  using Type = kvmeld::ReplicaMessage;
+  for (const Type type : {Type::news, Type::want, Type::delta, Type::fetch, Type::manifest, Type::chunk, Type::lacking}) {
+    MemoryStore store;
+    Replica here(store, options(1, merger_digest));
+    const std::vector<std::byte> nothing;
+    (void)here.receive(2, *kvmeld::encode_replica_frame(type, kvmeld::Digest128{2, 2}, nothing));
+    (void)here.receive(3, *kvmeld::encode_replica_frame(type, kvmeld::does_not_render, nothing));
+    (void)here.receive(4, *kvmeld::encode_replica_frame(type, merger_digest, nothing));
+    CHECK(here.other_mergers() == std::vector<MemberId>{2});
+    CHECK(here.not_rendering() == std::vector<MemberId>{3});
+  }
+  MemoryStore stores[2];
+  Replica a(stores[0], options(1, merger_digest)), b(stores[1], options(2, kvmeld::Digest128{2, 2}));
+  REQUIRE(a.insert(fragment(1)).ok());
+  for (const auto& out : a.take_outbox()) REQUIRE(b.receive(1, out.bytes).ok());  // a delta alone
+  CHECK(b.other_mergers() == std::vector<MemberId>{1});
+  Replica relay(stores[1], options(2, kvmeld::does_not_render));
+  REQUIRE(relay.tick(0).ok());
+  for (const auto& out : relay.take_outbox()) REQUIRE(a.receive(2, out.bytes).ok());
+  CHECK(a.other_mergers().empty());
+  CHECK(a.not_rendering() == std::vector<MemberId>{2});
+}
+
+namespace {
+
+// Processes that talk until nothing but news crosses; bytes beside news in the last rounds.
+std::uint64_t talk(const std::vector<Replica*>& all, int rounds, std::int64_t& now, std::size_t& reports) {
+  std::uint64_t late = 0;
+  for (int i = 0; i < rounds; ++i) {
+    now += 100;
+    for (Replica* const r : all) (void)r->tick(now);
+    for (Replica* const from : all) {
+      for (const auto& out : from->take_outbox()) {
+        if (i > rounds / 2 && out.type != static_cast<std::uint8_t>(kvmeld::ReplicaMessage::news)) late += out.bytes.size();
+        for (Replica* const to : all) {
+          if (to == from || to->options().self == from->options().self) continue;
+          if (out.to != kvmeld::everyone && out.to != to->options().self) continue;
+          reports += to->receive(from->options().self, out.bytes).status().code() == ErrorCode::dot_reused;
+        }
+      }
+    }
+  }
+  return late;
+}
+
+}  // namespace
+
+TEST_CASE("two processes of one id and epoch end in dot_reused, said once, and the wire comes to rest") {
+  const auto options = [](MemberId self) { return Replica::Options{.self = self, .epoch = 1, .members = {0, 1, 2}, .merger = merger_digest}; };
+  MemoryStore stores[4];
+  Replica a(stores[0], options(0)), b(stores[1], options(1)), clone(stores[2], options(1)), c(stores[3], options(2));
+  REQUIRE(b.insert(fragment(10)).ok());
+  REQUIRE(clone.insert(fragment(20)).ok());
+  std::int64_t now = 0;
+  std::size_t reports = 0;
+  (void)talk({&a, &b}, 20, now, reports);
+  (void)talk({&c, &clone}, 20, now, reports);
+  REQUIRE((a.set().size() == 1 && c.set().size() == 1 && a.wanted() + c.wanted() == 0 && reports == 0));
+  CHECK(talk({&a, &c}, 400, now, reports) == 0);
+  CHECK(reports > 0);
+  CHECK(reports <= 4);
+  const kvmeld::AgentLife life{1, 1};
+  for (const Replica* const r : {&a, &c}) {
+    REQUIRE(r->reused_lives().size() == 1);
+    CHECK(r->reused_lives()[0] == life);
+    CHECK(r->counters().reused_dots > 0);
+    CHECK(r->counters().refused_operations == 0);
+  }
+  CHECK(a.insert(fragment(30)).ok());  // another's life, not its own
+  // The clones themselves hear of it, and stop.
+  (void)talk({&a, &b, &c}, 100, now, reports);
+  REQUIRE_FALSE(b.reused_lives().empty());
+  CHECK(b.insert(fragment(31)).status().code() == ErrorCode::dot_reused);
+  CHECK(b.remove(fragment(10).id()).status().code() == ErrorCode::dot_reused);
+}
+
+TEST_CASE("a lost store, or an older copy of it, with an epoch that was used ends in dot_reused") {
+  for (const std::uint64_t known : {0U, 1U, 2U}) {  // operations of three that the restored store still has
+    const Replica::Options first{.self = 0, .epoch = 1, .members = {0, 1}, .merger = merger_digest};
+    Replica::Options second = first;
+    second.self = 1;
+    MemoryStore stores[3];
+    Replica a(stores[0], first);
+    std::int64_t now = 0;
+    std::size_t reports = 0;
+    {
+      Replica b(stores[1], second), copy(stores[2], second);
+      for (std::uint64_t i = 0; i < 3; ++i) REQUIRE(b.insert(fragment(10 + i)).ok());
+      for (std::uint64_t i = 0; i < known; ++i) REQUIRE(copy.insert(fragment(10 + i)).ok());
+      (void)talk({&a, &b}, 20, now, reports);
+      REQUIRE(a.set().size() == 3);
+    }
+    Replica b(stores[2], second);
+    CHECK(b.open().code() == (known > 0 ? ErrorCode::dot_reused : ErrorCode::ok));
+    REQUIRE(b.insert(fragment(99)).ok());  // nobody knows it yet
+    CHECK(talk({&a, &b}, 400, now, reports) == 0);
+    REQUIRE(b.reused_lives().size() == 1);
+    CHECK(b.insert(fragment(98)).status().code() == ErrorCode::dot_reused);
+    CHECK(a.counters().refused_operations == 0);
+    // In a fresh epoch nothing is lost that anybody holds.
+    second.epoch = kvmeld::fresh_epoch();
+    Replica again(stores[2], second);
+    REQUIRE(again.open().ok());
+    REQUIRE(again.insert(fragment(97)).ok());
+    (void)talk({&a, &again}, 400, now, reports);
+    CHECK(a.set().find(fragment(97).id()) != nullptr);
+    CHECK(again.set().context() == a.set().context());
+  }
+}
+
+TEST_CASE("a store gives no epoch twice") {
+  MemoryStore store;
+  std::vector<std::uint64_t> given;
+  for (int i = 0; i < 50; ++i) {
+    const auto epoch = kvmeld::claim_epoch(store, 3);
+    REQUIRE(epoch.ok());
+    given.push_back(*epoch);
+    CHECK_FALSE(*store.put(kvmeld::detail::epoch_key(3, *epoch), {}));  // taken
+  }
+  std::sort(given.begin(), given.end());
+  CHECK(std::adjacent_find(given.begin(), given.end()) == given.end());
+}

@@ -1,6 +1,7 @@
 // Synchronous rounds on a simulated network: a member dies at every single send, and nobody is split or hangs.
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <optional>
 
@@ -428,4 +429,44 @@ TEST_CASE("an exact cut needs every payload and the metadata that was published"
   CHECK(missing_of(only_a, set) == std::vector<FragmentId>{a.id()});
   CHECK(restrict_to(only_a, set).error().code() == ErrorCode::payload_missing);
   CHECK(make_cut(set, {}, 0, 1, 1)->set.empty());
+}
+
+TEST_CASE("deadlines count what passes, wherever the clock is set to") {
+  const RoundOptions options{.session = 5, .members = {1, 2}, .soft_ms = 100, .cut_ms = 200, .timeout_ms = 400, .retry_ms = 50};
+  for (const std::int64_t jump : {std::int64_t{-3'600'000}, std::int64_t{3'600'000}, -(std::int64_t{1} << 62U)}) {
+    Round round(1, options);
+    std::int64_t now = 10'000'000;
+    REQUIRE(round.begin(now, Digest128{1, 1}, {}).ok());
+    (void)round.take_messages();
+    now += jump;
+    std::int64_t waited = 0;
+    std::size_t repeated = 0;
+    for (; waited < 10'000 && round.state() == RoundState::waiting; waited += 10) {
+      round.tick(now += 10);
+      repeated += round.take_messages().size();
+    }
+    CHECK(round.state() == RoundState::kept);
+    CHECK(round.status().code() == ErrorCode::timed_out);
+    CHECK(waited <= 220);
+    if (jump < 0) CHECK(repeated == 3);
+  }
+  kvmeld::Elapsed clock(1000);
+  CHECK(clock.advance(-5) == 0);
+  CHECK(clock.advance(std::numeric_limits<std::int64_t>::max()) == 1000);
+  CHECK(clock.advance(std::numeric_limits<std::int64_t>::min()) == 1000);
+  CHECK(clock.advance(std::numeric_limits<std::int64_t>::min() + 7) == 1007);
+}
+
+TEST_CASE("a round of unequal mergers ends in merger_mismatch for the publisher, too, and no round is for who renders nothing") {
+  const RoundOptions options{.session = 5, .members = {1, 2}, .soft_ms = 10, .cut_ms = 20, .timeout_ms = 30};
+  for (const MemberId self : {1U, 2U}) {
+    Round round(self, options);
+    REQUIRE(round.begin(0, Digest128{1, 1}, {}).ok());
+    REQUIRE(round.receive(3 - self, RoundMessage::ready, encode(RoundReady{5, 1, Digest128{2, 2}, {}}), 1).ok());
+    for (std::int64_t now = 0; now < 40; ++now) round.tick(now);
+    CHECK(round.state() == RoundState::kept);
+    CHECK(round.status().code() == ErrorCode::merger_mismatch);
+    CHECK(round.mismatched().size() == 1);
+  }
+  CHECK(Round(1, options).begin(0, kvmeld::does_not_render, {}).code() == ErrorCode::invalid_argument);
 }

@@ -12,6 +12,7 @@ TEST_CASE("SHA-256 and HMAC") {
 
 #include <kvmeld/cache/verify_fragment.hpp>
 #include <kvmeld/codec/assembler.hpp>
+#include <kvmeld/codec/ed25519.hpp>
 #include <kvmeld/codec/hmac_sha256.hpp>
 #include <kvmeld/codec/sha256.hpp>
 #include <kvmeld/state/sha256_set.hpp>
@@ -124,3 +125,27 @@ TEST_CASE("only members with the key are heard") {
   CHECK(kvmeld::decode_frame(bare, keyed).error().code() == ErrorCode::unauthenticated);
 }
 #endif
+
+TEST_CASE("a signed frame proves its sender") {
+  using kvmeld::Ed25519;
+  Ed25519::Key one{}, two{};
+  one[0] = std::byte{1};
+  two[0] = std::byte{2};
+  const auto public_one = Ed25519::public_key(one), public_two = Ed25519::public_key(two);
+  REQUIRE(public_one.ok());
+  REQUIRE(public_two.ok());
+  const std::map<kvmeld::MemberId, Ed25519::Key> all{{1, *public_one}, {2, *public_two}};
+  const kvmeld::FrameOptions<Ed25519> first{.auth = Ed25519(one, all)}, second{.auth = Ed25519(two, all)};
+  const auto frame = kvmeld::encode_frame(5, text("body"), first);
+  REQUIRE(frame.ok());
+  CHECK(kvmeld::decode_frame(*frame, second, 1).ok());
+  CHECK(kvmeld::decode_frame(*frame, second, 2).error().code() == ErrorCode::unauthenticated);  // in another's name
+  CHECK(kvmeld::decode_frame(*frame, second, 3).error().code() == ErrorCode::unauthenticated);
+  CHECK(kvmeld::decode_frame(*frame, second).error().code() == ErrorCode::unauthenticated);
+  for (std::size_t byte = 0; byte < frame->size(); ++byte) {
+    auto flipped = *frame;
+    flipped[byte] ^= std::byte{4};
+    CHECK_FALSE(kvmeld::decode_frame(flipped, second, 1).ok());
+  }
+  CHECK(kvmeld::encode_frame(5, text("body"), kvmeld::FrameOptions<Ed25519>{}).error().code() == ErrorCode::unsupported);
+}

@@ -502,8 +502,8 @@ TEST_CASE("the bytes stay what docs/wire.md says") {
         "81315f7d9f9c6b98ff088db527ac6f7723000000000000000000000000000000"
         "426af7399141dde1");                                                // checksum
   CHECK(hex(frame) ==
-        "4b564d46" "01" "00" "01" "00"        // magic, major, minor, type, flags
+        "4b564d46" "02" "00" "01" "00"        // magic, major, minor, type, flags
         "00000000000000000000000000000000"    // namespace
-        "0400000000000000" "6c6a9e267eabf3ad" // body bytes, checksum
+        "0400000000000000" "5198dc9b22b32757" // body bytes, checksum
         "4b564d4d");
 }

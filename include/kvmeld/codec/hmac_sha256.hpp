@@ -16,7 +16,7 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Models `Authenticator`: HMAC-SHA-256 (RFC 2104) of a frame's header and body under a secret that all members share.
 ///
-/// Says that a member wrote the frame, not which one nor when: a frame sent again is valid again. Joins are idempotent, so a replay
+/// Says that a member wrote the frame, not which one (`Ed25519` does) nor when: a frame sent again is valid again. Joins are idempotent, so a replay
 /// changes nothing; rounds carry numbers. An empty key signs nothing and verifies nothing.
 class HmacSha256 {
  public:

@@ -95,7 +95,8 @@ class Replica {
   /// operations of a message were left out; the others are taken.
   Result<std::optional<FrameView>> receive(MemberId from, std::span<const std::byte> bytes);
 
-  /// Takes operations that came by another way than a message: in a call to a service, say. Written to the store first.
+  /// Takes operations that came by another way than a message: in a call to a service, say. Written to the store first. Payloads in them
+  /// are believed: verify them before.
   ///
   /// @param speaker whose word they are, as it was authenticated; `everyone` where the caller vouches for all of them.
   /// Errors: as `receive` has them for operations.
@@ -183,6 +184,7 @@ class Replica {
   struct Peer {
     CausalContext context;
     std::optional<MergerDigest> merger{};
+    std::optional<std::uint64_t> epoch{};  // of its life now
     CausalContext vouched;   // of its own operations, by its own word
     CausalContext claimed;   // of others' operations: gone, by its word
     Digest256 unequal_mine;  // sets that differ though their contexts do not
@@ -253,7 +255,7 @@ class Replica {
     KVMELD_TRY(set_.join(operation));
     return post(everyone, ReplicaMessage::delta, bytes);
   }
-  Status post_news(MemberId to) { return post(to, ReplicaMessage::news, detail::encode(detail::News{set_.context(), set_.digest()})); }
+  Status post_news(MemberId to) { return post(to, ReplicaMessage::news, detail::encode(detail::News{set_.context(), set_.digest(), options_.epoch})); }
 
   [[nodiscard]] std::int64_t jitter(std::int64_t ms) { return ms + static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(ms / 4 + 1)); }
   Status post_want(MemberId to, const CausalContext& seen) {

@@ -18,7 +18,7 @@ KVMELD_NAMESPACE_BEGIN
 /// begins with the digest of its sender's merger, so that whoever hears one word knows whether both
 /// make the same cache of the same set.
 enum class ReplicaMessage : std::uint8_t {
-  news = 1,      ///< what I have seen: context, digest of the set
+  news = 1,      ///< which life I am in, and what I have seen: context, digest of the set
   want = 2,      ///< send me what this context lacks
   delta = 3,     ///< a part of the set, to be joined
   fetch = 4,     ///< send me the manifest, or these chunks, of this fragment
@@ -65,10 +65,12 @@ struct ReplicaBody {
 struct News {
   CausalContext context;
   Digest256 digest;
+  std::uint64_t epoch = 0;  ///< the sender's
 };
 
 [[nodiscard]] inline std::vector<std::byte> encode(const News& news) {
   ByteWriter w;
+  w.value(news.epoch);
   for (const std::uint64_t word : news.digest.words) w.value(word);
   write_context(w, news.context);
   return w.take();
@@ -76,6 +78,7 @@ struct News {
 [[nodiscard]] inline Result<News> decode_news(std::span<const std::byte> body) {
   ByteReader r(body);
   News news;
+  news.epoch = r.value<std::uint64_t>();
   for (std::uint64_t& word : news.digest.words) word = r.value<std::uint64_t>();
   news.context = read_context(r);
   KVMELD_TRY(r.finish("news"));

@@ -159,6 +159,7 @@ Status Replica<Store, Auth, Hash, C>::on_news(MemberId from, std::span<const std
   const auto at = peers_.find(from);
   if (at == peers_.end()) return own;
   Peer& peer = at->second;
+  peer.epoch = news->epoch;
   peer.want_patience = (std::max)(peer.want_patience, options_.retry_ms);
   if (!leq(tellable(from, peer.context), set_.context())) {
     if (elapsed_ >= peer.next_want) {

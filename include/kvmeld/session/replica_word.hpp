@@ -79,8 +79,8 @@ bool Replica<Store, Auth, Hash, C>::decides(MemberId from, const AgentLife& life
   if (opened_ && life == AgentLife{options_.self, options_.epoch}) return false;
   if (from == everyone || from == life.agent) return true;
   if (!is_member(from)) return false;
-  if (life.agent != options_.self) return !is_guarded(life);
-  return !options_.members.empty() && options_.members.size() <= 2;  // nobody else is there to ask
+  // Of its own earlier lives an agent may have lost what it knew, and nobody else is there to say it.
+  return life.agent == options_.self || !is_guarded(life);
 }
 
 /// What a sender can tell of what it has seen.
@@ -218,7 +218,16 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& d
     const auto& marks = entry.metadata.marks;
     return std::none_of(marks.begin(), marks.end(), [&](const Mark& mark) { return left_out(mark.dot) || contradicts(entry.id, mark); });
   };
-  const auto holds = [&](const Removal& removal) { return !left_out(removal.dot) && std::all_of(removal.removed.begin(), removal.removed.end(), ends); };
+  // A removal that this agent made in an earlier life, and has lost: whom it named had done that then, and is in another life now.
+  const auto ended_before = [&](const Removal& removal, const Provenance& dot) {
+    const auto at = peers_.find(dot.agent);
+    return removal.dot.agent == options_.self && at != peers_.end() && at->second.epoch && *at->second.epoch != dot.epoch;
+  };
+  const auto may_end = [&](const Removal& removal) {
+    return std::all_of(removal.removed.begin(), removal.removed.end(),
+                       [&](const Provenance& dot) { return ends(dot) || ended_before(removal, dot); });
+  };
+  const auto holds = [&](const Removal& removal) { return !left_out(removal.dot) && may_end(removal); };
   if (gone == delta.compacted() && std::all_of(delta.entries().begin(), delta.entries().end(), stays) &&
       std::all_of(delta.removals().begin(), delta.removals().end(), holds)) {
     return delta;
@@ -233,7 +242,7 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& d
   for (const Removal& removal : delta.removals()) {
     if (left_out(removal.dot)) continue;
     // A removal is taken whole or not at all: without one of its dots it would be another one.
-    if (std::all_of(removal.removed.begin(), removal.removed.end(), ends)) {
+    if (may_end(removal)) {
       removals.push_back(removal);
     } else {
       ++counters_.unvouched_operations;

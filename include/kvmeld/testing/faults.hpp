@@ -34,6 +34,9 @@ enum class Fault : std::uint8_t {
   lying_chunk,        ///< a peer sends other bytes than the chunk that was asked for
   lying_news,         ///< a peer claims to have seen what it has not
   forged_dot,         ///< a peer acts in the name of the member it writes to
+  foreign_dot,        ///< a peer tells one member that another did what it did not
+  foreign_removal,    ///< a peer removes in another's name, or ends what another has not done yet
+  foreign_gone,       ///< a peer says that all of another's operations are gone
   flood,              ///< a peer sends operations beyond the quota
   join,               ///< a new member enters while the others compact
   leave,              ///< a member leaves for good, its disk with it
@@ -45,7 +48,8 @@ inline constexpr std::size_t fault_kinds = static_cast<std::size_t>(Fault::merge
   constexpr std::array<std::string_view, fault_kinds> names{
       "drop",          "duplicate",  "reorder",    "delay",       "truncate",  "bit flip",          "partition",     "slow peer",      "crash",
       "torn write",    "restart",    "old snapshot", "clock jump", "disk full", "store unavailable", "write refused", "write in doubt", "bit rot",
-      "lying manifest", "lying chunk", "lying news", "forged dot", "flood",     "join",              "leave",         "merger upgrade"};
+      "lying manifest", "lying chunk", "lying news", "forged dot", "foreign dot", "foreign removal", "foreign gone", "flood",
+      "join", "leave", "merger upgrade"};
   return names[static_cast<std::size_t>(fault)];
 }
 
@@ -83,13 +87,14 @@ struct Faults {
   double store_unavailable = 0.15;  ///< a member
   double bit_rot = 0.3;             ///< a member
   double liar = 6;                  ///< messages a second of one peer that lies in every way above
+  double insider = 0.5;             ///< of a run: that peer is a member
   double join = 0.15;
   double leave = 0.1;
   double merger_upgrade = 0.5;      ///< of a run
 
   /// Nothing goes wrong.
   [[nodiscard]] static Faults none() noexcept {
-    return {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+    return {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
   }
 };
 

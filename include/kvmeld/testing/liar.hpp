@@ -16,16 +16,25 @@
 KVMELD_NAMESPACE_BEGIN
 namespace testing {
 
-/// A peer that is heard and must not be believed: it serves other bytes than were asked for, acts in other members' names, and floods.
+/// A peer that is heard and must not be believed: it serves other bytes than were asked for, acts in other members' names, says that
+/// what they did is gone and that they did what they did not, and floods.
 ///
-/// It stays within what replicas promise to bear. It does not tell one member that another did what it did not do, nor announces
-/// fragments that nobody can serve: whoever may write to the session in a member's name can do both (docs/convergence.md).
+/// It stays within what replicas promise to bear (docs/convergence.md). A stranger may say anything. A member does not make up operations
+/// of another, whole, before that one was heard; nor what an agent did in an earlier life, to that agent; and neither announces
+/// fragments under its own dots that nobody can serve.
 class Liar {
  public:
   static constexpr MemberId id = 1'000'000;
 
-  Liar(std::uint64_t seed, std::vector<Fragment> corpus, std::size_t chunk_bytes, std::uint64_t max_operations, FaultCounts& counts)
-      : random_(seed), corpus_(std::move(corpus)), chunk_bytes_(chunk_bytes), max_operations_(max_operations), counts_(&counts) {}
+  Liar(std::uint64_t seed, std::vector<Fragment> corpus, std::size_t chunk_bytes, std::uint64_t max_operations, bool member, FaultCounts& counts)
+      : random_(seed), corpus_(std::move(corpus)), chunk_bytes_(chunk_bytes), max_operations_(max_operations), member_(member),
+        counts_(&counts) {}
+
+  /// A life of a member that goes on.
+  struct Life {
+    MemberId member;
+    std::uint64_t epoch;
+  };
 
   struct Lie {
     MemberId to;
@@ -52,38 +61,63 @@ class Liar {
     return out;
   }
 
-  /// A lie that nobody asked for.
-  /// @param epoch the victim's own, which it may have learned from any message.
-  [[nodiscard]] Lie act(MemberId victim, std::uint64_t epoch) {
+  /// A lie that nobody asked for: to a member, about itself or about another, which may be the same.
+  [[nodiscard]] Lie act(const Life& victim, const Life& other) {
     const Fragment& some = corpus_[random_.below(corpus_.size())];
-    switch (random_.below(4)) {
+    switch (random_.below(7)) {
       case 0: {
         CausalContext claimed = heard_;
         claimed.add({id, random_.below(5), 1});
+        if (random_.chance(0.2)) claimed.add({other.member, 10'000 + random_.below(1000), other.epoch});
         ++(*counts_)[Fault::lying_news];
-        return lie(victim, ReplicaMessage::news, kvmeld::detail::encode(kvmeld::detail::News{claimed, {}}));
+        return lie(victim.member, ReplicaMessage::news, kvmeld::detail::encode(kvmeld::detail::News{claimed, {}, 1}));
       }
-      case 1: {
-        FragmentSet forged;
-        (void)forged.insert(some, {victim, 10'000 + random_.below(1000), epoch}, 4.0F);
-        ++(*counts_)[Fault::forged_dot];
-        Lie told = lie(victim, ReplicaMessage::delta, encode_set(forged));
-        told.at_once = true;
-        return told;
-      }
+      case 1: return forge(victim.member, some, {victim.member, 10'000 + random_.below(1000), victim.epoch}, Fault::forged_dot);
       case 2: {
         FragmentSet flood;
         for (std::uint64_t n = 0; n < 20; ++n) {
           (void)flood.insert(corpus_[random_.below(corpus_.size())], {id, max_operations_ + random_.below(1U << 20U), 1});
         }
         ++(*counts_)[Fault::flood];
-        return lie(victim, ReplicaMessage::delta, encode_set(flood));
+        return lie(victim.member, ReplicaMessage::delta, encode_set(flood));
       }
-      default: return lie(victim, ReplicaMessage::manifest, piece(some.id(), manifest_key(some.id()), false_manifest(some.id())));
+      case 3: {  // in the name of a member that is a stranger to nobody, what it has done already included
+        if (member_) return end(victim, other);
+        return forge(victim.member, some, {other.member, random_.below(20), other.epoch}, Fault::foreign_dot);
+      }
+      case 4: return end(victim, other);
+      case 5: {
+        CausalContext gone;
+        gone.append({other.member, other.epoch, 0, max_operations_ - 1});
+        auto claim = FragmentSet::from_parts({}, {}, {}, gone);
+        ++(*counts_)[Fault::foreign_gone];
+        return at_once(lie(victim.member, ReplicaMessage::delta, claim ? encode_set(*claim) : std::vector<std::byte>()));
+      }
+      default: return lie(victim.member, ReplicaMessage::manifest, piece(some.id(), manifest_key(some.id()), false_manifest(some.id())));
     }
   }
 
  private:
+  [[nodiscard]] static Lie at_once(Lie lie) {
+    lie.at_once = true;
+    return lie;
+  }
+  [[nodiscard]] Lie forge(MemberId to, const Fragment& fragment, const Provenance& dot, Fault fault) {
+    FragmentSet forged;
+    (void)forged.insert(fragment, dot, 4.0F);
+    ++(*counts_)[fault];
+    return at_once(lie(to, ReplicaMessage::delta, encode_set(forged)));
+  }
+  /// Ends what another has not done yet: by a removal of its own or, as a stranger, of that other.
+  [[nodiscard]] Lie end(const Life& victim, const Life& other) {
+    Removal removal{{id, random_.below(20), 1}, corpus_[random_.below(corpus_.size())].id(), {}};
+    if (!member_ && random_.chance(0.5)) removal.dot = {other.member, 5'000 + random_.below(20), other.epoch};
+    const std::uint64_t from = 10'000 + random_.below(1000);
+    for (std::uint64_t n = 0; n < 8; ++n) removal.removed.push_back({other.member, from + n, other.epoch});
+    auto set = FragmentSet::from_parts({}, {}, {removal}, {});
+    ++(*counts_)[Fault::foreign_removal];
+    return at_once(lie(victim.member, ReplicaMessage::delta, set ? encode_set(*set) : std::vector<std::byte>()));
+  }
   [[nodiscard]] Lie lie(MemberId to, ReplicaMessage type, std::span<const std::byte> body) {
     auto frame = encode_replica_frame(type, Digest128{random_.next(), 1}, body);
     return {to, frame ? *std::move(frame) : std::vector<std::byte>(), false};
@@ -123,6 +157,7 @@ class Liar {
   std::vector<Fragment> corpus_;
   std::size_t chunk_bytes_;
   std::uint64_t max_operations_;
+  bool member_;
   FaultCounts* counts_;
   CausalContext heard_;
 };

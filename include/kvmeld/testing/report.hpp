@@ -27,6 +27,8 @@ struct Report {
   std::uint64_t lost_payloads = 0; ///< whose bytes lost or rotten disks alone held: an agent produced them again
   std::uint64_t compacted = 0;     ///< operations that ended as ranges of what is gone
   std::uint64_t refused = 0;       ///< frames that members refused
+  std::uint64_t unvouched = 0;     ///< operations that members left out since nobody vouched for them
+  std::uint64_t reused = 0;        ///< times that a member was told of its own dots before it gave them out
   std::uint64_t strikes = 0;       ///< wrong pieces that members noticed
   std::uint64_t corrupt_records = 0;
   std::uint64_t fetched = 0;       ///< payloads from peers
@@ -78,6 +80,8 @@ struct Report {
     use("payloads that only lost disks held", &Report::lost_payloads);
     use("operations compacted away", &Report::compacted);
     use("frames refused", &Report::refused);
+    use("operations that nobody vouched for", &Report::unvouched);
+    use("own dots seen elsewhere", &Report::reused);
     use("strikes against peers", &Report::strikes);
     use("corrupt records read", &Report::corrupt_records);
     use("payloads fetched from peers", &Report::fetched);

@@ -100,6 +100,7 @@ class Simulation {
   [[nodiscard]] std::vector<Member*> up();
   [[nodiscard]] Member* any_up();
   [[nodiscard]] const Fragment* fragment(const FragmentId& id) const;
+  [[nodiscard]] std::vector<MemberId> all_members() const;
 
   // simulation_faults.hpp: what agents do and what goes wrong
   void operate();
@@ -143,6 +144,8 @@ class Simulation {
   std::size_t max_message_bytes_ = 0;
   std::uint64_t max_operations_ = std::uint64_t{1} << 17U;
   Digest128 merger_{};
+  bool insider_ = false;                     // the liar is a member
+  bool healed_ = false;
   std::vector<std::size_t> to_upgrade_;      // members, in order
   std::int64_t next_upgrade_ = 0;
   std::int64_t partition_until_ = 0;

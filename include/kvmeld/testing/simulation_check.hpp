@@ -14,6 +14,7 @@ template <class Node>
 void Simulation<Node>::heal() {
   say("faults end");
   options_.faults = Faults::none();
+  healed_ = true;
   network_.faults = options_.faults;
   network_.heal();
   for (Member& member : members_) {
@@ -200,6 +201,8 @@ template <class Node>
 void Simulation<Node>::sum_counters(const Node& replica) {
   const ReplicaCounters& c = replica.counters();
   report_.refused += c.refused_frames;
+  report_.unvouched += c.unvouched_operations;
+  report_.reused += c.reused_dots;
   report_.strikes += c.strikes;
   report_.corrupt_records += c.corrupt_records;
   report_.fetched += c.fragments_fetched;

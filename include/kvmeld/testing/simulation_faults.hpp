@@ -64,6 +64,8 @@ void Simulation<Node>::record(Operation operation, const Result<Provenance>& don
   if (code == ErrorCode::unavailable) {
     ++report_.unconfirmed;
     (void)history_.add(operation);
+  } else if (code == ErrorCode::dot_reused && insider_) {
+    // A member said that it has seen operations of this life that were not done yet: the next tick starts another.
   } else if (code != ErrorCode::store_full) {
     fail("an operation failed: " + done.error().message());
   }
@@ -92,7 +94,8 @@ void Simulation<Node>::disturb(std::int64_t ms) {
   }
   if (liar_ && once(f.liar, ms)) {
     if (const Member* const victim = any_up()) {
-      const Liar::Lie lie = liar_->act(victim->id, victim->epoch);
+      const Member* const other = any_up();
+      const Liar::Lie lie = liar_->act({victim->id, victim->epoch}, {other->id, other->epoch});
       if (lie.at_once) deliver({Liar::id, lie.to, lie.frame}); else network_.send(now_, Liar::id, lie.to, lie.frame);
     }
   }

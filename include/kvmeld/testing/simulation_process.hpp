@@ -18,9 +18,7 @@ void Simulation<Node>::start(Member& member) {
   Digest128 merger = merger_;
   if (member.upgraded) ++merger.low;
   typename Node::Options o{.self = member.id, .epoch = member.epoch, .merger = merger};
-  for (const Member& other : members_) {
-    if (!other.gone) o.members.push_back(other.id);
-  }
+  o.members = all_members();
   o.format.chunk_bytes = chunk_bytes_;
   o.max_operations = max_operations_;
   o.shared_store = shared_disk_ != nullptr;
@@ -82,12 +80,20 @@ CausalContext Simulation<Node>::context_of(const SimulatedDisk& disk) {
   return out;
 }
 
+/// Who is told to be a member.
 template <class Node>
-void Simulation<Node>::set_members() {
+std::vector<MemberId> Simulation<Node>::all_members() const {
   std::vector<MemberId> all;
   for (const Member& member : members_) {
     if (!member.gone) all.push_back(member.id);
   }
+  if (insider_ && !healed_) all.push_back(Liar::id);  // and then it leaves, or all would wait for it
+  return all;
+}
+
+template <class Node>
+void Simulation<Node>::set_members() {
+  const std::vector<MemberId> all = all_members();
   for (Member* member : up()) member->replica->set_members(all);
 }
 

@@ -54,7 +54,7 @@ void Simulation<Node>::set_up() {
     Faults& f = options_.faults;
     for (double* each : {&f.drop, &f.duplicate, &f.reorder, &f.delay, &f.truncate, &f.bit_flip, &f.write_refused, &f.write_in_doubt, &f.partition,
                          &f.slow_peer, &f.crash, &f.torn_write, &f.old_snapshot, &f.clock_jump, &f.disk_full, &f.store_unavailable, &f.bit_rot,
-                         &f.liar, &f.join, &f.leave, &f.merger_upgrade}) {
+                         &f.liar, &f.insider, &f.join, &f.leave, &f.merger_upgrade}) {
       if (random_.chance(0.35)) *each = 0;
     }
   }
@@ -74,7 +74,10 @@ void Simulation<Node>::set_up() {
     for (const auto& chunks : manifest->chunks) keys.insert(keys.end(), chunks.begin(), chunks.end());
   }
   if (options_.shared_store.value_or(random_.chance(0.3))) shared_disk_ = std::make_shared<SimulatedDisk>();
-  if (options_.faults.liar > 0) liar_.emplace(random_.next(), corpus_, chunk_bytes_, max_operations_, report_.faults);
+  if (options_.faults.liar > 0) {
+    insider_ = random_.chance(options_.faults.insider);
+    liar_.emplace(random_.next(), corpus_, chunk_bytes_, max_operations_, insider_, report_.faults);
+  }
   const std::size_t replicas = options_.fewest_replicas + random_.below(options_.most_replicas - options_.fewest_replicas + 1);
   for (std::size_t i = 0; i < replicas; ++i) join();
   report_.faults[Fault::join] = 0;  // these do not count
@@ -121,7 +124,9 @@ void Simulation<Node>::deliver(const Delivery& delivery) {
   if (options_.trace != nullptr) {
     say("member ", member.id, " gets ", describe(delivery.bytes), " from ", delivery.from, taken.ok() ? std::string() : ", refused: " + taken.error().message());
   }
-  if (!taken.ok() && taken.error().code() != ErrorCode::quota_exceeded && (after.digest() != before || after.context() != seen)) {
+  const ErrorCode code = taken.status().code();
+  const bool in_part = code == ErrorCode::quota_exceeded || code == ErrorCode::dot_reused;
+  if (!taken.ok() && !in_part && (after.digest() != before || after.context() != seen)) {
     fail(kvmeld::detail::error(ErrorCode::corrupt, "member ", member.id, " refused a message (", taken.error().message(), ") and its set changed").message());
   }
   if (!leq(seen, after.context()))
@@ -141,6 +146,12 @@ void Simulation<Node>::tick(Member& member) {
   if (!status.ok() && options_.trace != nullptr) say("member ", member.id, " ticks: ", status.message());
   report_.other_mergers += member.replica->other_mergers().size();
   flush(member);
+  if (!member.up()) return;
+  for (const AgentLife& life : member.replica->reused_lives()) {
+    const bool own = life == AgentLife{member.id, member.epoch};
+    if (!own || !insider_) return fail("member " + std::to_string(member.id) + " says that a dot of agent " + std::to_string(life.agent) + " was used twice");
+    return crash(member, "since a member says that its dots are in use elsewhere");
+  }
 }
 
 /// Sends what a member has to say, unless its process ended in the call before.

@@ -257,9 +257,7 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::sync(Replica<Store, Auth,
     if (const auto stored = store_fragment(store, **fragment, options_.format); !stored) return stored.error();
   }
   // The replica writes the operations down and finds the payloads in its store with its next ticks.
-  const auto frame = encode_frame(static_cast<std::uint8_t>(ReplicaMessage::delta), encode_set(news), replica.options().frame);
-  if (!frame) return frame.error();
-  if (const auto taken = replica.receive(everyone, *frame); !taken) return taken.error();
+  KVMELD_TRY(replica.join(news, everyone));
   return version;
 }
 

@@ -117,7 +117,7 @@ template <ContentHash Hash = Xxh3_128>
 
 /// As above, for a replica and the store that it stands on, whose options give name space, hash and merger.
 ///
-/// Errors also of the store and of `Replica::receive`, on all ranks; what the others have taken up by then stays, and a repeated call moves
+/// Errors also of the store and of `Replica::join`, on all ranks; what the others have taken up by then stays, and a repeated call moves
 /// nothing twice.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 [[nodiscard]] Result<AllMergeReport> all_merge(MPI_Comm comm, Replica<Store, Auth, Hash, C>& replica, Store& store, AllMergeOptions<Hash> options = {}) {
@@ -132,11 +132,8 @@ template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
     if (!status || !entry.complete() || (here != nullptr && here->complete())) continue;
     status = store_fragment(store, entry.fragment, replica.options().format).status();
   }
-  if (status) {
-    // Written down and joined by the replica, which finds the payloads in its store with its next ticks.
-    const auto frame = encode_frame(static_cast<std::uint8_t>(ReplicaMessage::delta), encode_set(merged.delta_since(replica.set().context())), replica.options().frame);
-    status = frame ? replica.receive(everyone, *frame).status() : frame.status();
-  }
+  // Written down and joined by the replica; payloads that it lacks yet are in its store.
+  if (status) status = replica.join(merged.delta_since(replica.set().context()), everyone);
   detail::MpiComm ranks(comm, options.message_bytes);
   KVMELD_TRY(ranks.agree(status));
   return report;
