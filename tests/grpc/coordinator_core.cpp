@@ -1,5 +1,7 @@
 // A coordinator without a network: what it admits, what updates may take together, and that a round has one cut whatever happens.
 
+#include <optional>
+
 #include <kvmeld/transport/coordinator.hpp>
 #include <kvmeld/transport/memory_store.hpp>
 
@@ -36,7 +38,7 @@ kvmeld::Result<kvmeld::MergeAnswer> round(Core& core, std::uint64_t number) {
   ask.session = 5;
   ask.round = number;
   ask.member = 1;
-  ask.deadline_ms = 10;
+  ask.timeout_ms = 10;
   KVMELD_TRY(core.arrive(ask, 0));
   const auto answer = core.poll(ask, 10);
   core.leave(ask);
@@ -127,4 +129,32 @@ TEST_CASE("a round that is over and forgotten gets no second cut, from this coor
   REQUIRE(last.open().ok());
   CHECK(round(last, 14).status().code() == ErrorCode::not_found);
   CHECK(round(last, 15).ok());
+}
+
+TEST_CASE("a barrier ends at its deadline, wherever the clock is set to") {
+  for (const std::int64_t jump : {std::int64_t{-3'600'000}, std::int64_t{0}}) {
+    kvmeld::MemoryStore store;
+    auto options = core_options();
+    options.members = {1, 2};
+    options.soft_ms = 1'000;
+    Core core(store, options);
+    REQUIRE(core.open().ok());
+    for (const std::uint64_t number : {std::uint64_t{0}, std::uint64_t{1}}) {  // 0: for any other state
+      kvmeld::MergeAsk ask;
+      ask.session = 5;
+      ask.round = number;
+      ask.member = 1;
+      ask.timeout_ms = 100;
+      std::int64_t now = 10'000'000;
+      REQUIRE(core.arrive(ask, now).ok());
+      now += jump;
+      std::int64_t waited = 0;
+      std::optional<kvmeld::Result<kvmeld::MergeAnswer>> answer;
+      for (; waited < 10'000 && !answer; waited += 10) answer = core.poll(ask, now += 10);
+      core.leave(ask);
+      REQUIRE(answer);
+      CHECK(answer->status().code() == ErrorCode::timed_out);
+      CHECK(waited <= 110);
+    }
+  }
 }

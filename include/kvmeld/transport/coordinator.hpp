@@ -164,6 +164,12 @@ class Coordinator {
     return options_.members.size() / 2 + 1;
   }
   Status admit(Update& update) const;
+  /// What has passed by now, whatever the caller's clock was set to meanwhile; notes when somebody who asks has waited long enough.
+  std::int64_t waited(const MergeAsk& ask, std::int64_t now_ms) {
+    const std::int64_t now = clock_.advance(now_ms);
+    if (!ask.until_ms) ask.until_ms = now + (std::clamp)(ask.timeout_ms, std::int64_t{0}, options_.max_wait_ms);
+    return now;
+  }
   /// Lets the replica find in the store what it wants. Its clock is the coordinator's to wind: nothing is waited for.
   Status settle() {
     ++states_;
@@ -185,7 +191,8 @@ class Coordinator {
   mutable std::mutex mutex_;
   Replica<Store, Auth, Hash, C> replica_;
   std::map<std::uint64_t, detail::CoordinatorSession> sessions_;
-  std::int64_t clock_ms_ = 0;
+  Elapsed clock_{options_.max_wait_ms};
+  std::int64_t clock_ms_ = 0;  // the replica's
   std::uint64_t uses_ = 0;
   std::uint64_t states_ = 1;  // changes with the state
   mutable detail::UpdateBudget updates_{options_.max_updates_bytes};

@@ -38,8 +38,9 @@ struct MergeAsk {
   Digest128 merger;
   CausalContext context;          ///< what it has seen
   Digest256 known;                ///< round 0 only: the state's digest, not that of a cut
-  std::int64_t deadline_ms = 0;   ///< of the coordinator's clock
+  std::int64_t timeout_ms = 0;    ///< from the first call that the coordinator sees of it
   mutable detail::SeenCheck seen{};
+  mutable std::optional<std::int64_t> until_ms{};  ///< the coordinator's: when it times out, by a clock that only goes forward
 };
 
 /// What all members of a round render.

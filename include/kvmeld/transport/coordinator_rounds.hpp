@@ -152,8 +152,9 @@ std::vector<MemberId> Coordinator<Store, Auth, Hash, C>::absent(const detail::Ba
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Coordinator<Store, Auth, Hash, C>::arrive(const MergeAsk& ask, std::int64_t now_ms) {
-  if (ask.round == 0) return {};
   const std::lock_guard lock(mutex_);
+  const std::int64_t now = waited(ask, now_ms);
+  if (ask.round == 0) return {};
   const auto& members = options_.members;
   if (!members.empty() && std::find(members.begin(), members.end(), ask.member) == members.end()) {
     return detail::error(ErrorCode::invalid_argument, "member ", ask.member, " is not among the ", members.size(), " of this coordinator's rounds");
@@ -170,7 +171,7 @@ Status Coordinator<Store, Auth, Hash, C>::arrive(const MergeAsk& ask, std::int64
   detail::Barrier& barrier = here.barriers[ask.round];
   if (barrier.ready.empty()) {
     barrier.merger = expected;
-    barrier.first_ms = now_ms;
+    barrier.first_ms = now;
   }
   detail::Barrier::Ready& ready = barrier.ready[ask.member];
   ++ready.asks;
@@ -199,7 +200,8 @@ std::optional<Result<MergeAnswer>> Coordinator<Store, Auth, Hash, C>::poll(const
   using Answer = Result<MergeAnswer>;
   const std::lock_guard lock(mutex_);
   const FragmentSet& set = replica_.set();
-  const bool late = now_ms >= ask.deadline_ms;
+  const std::int64_t now = waited(ask, now_ms);
+  const bool late = now >= *ask.until_ms;
   const auto publish = [&](std::uint64_t session, std::uint64_t round, const Digest128& merger) { return make_cut(set, merger, session, round, options_.replica.self); };
   if (ask.round == 0) {
     if (set.digest() != ask.known && ask.seen.look(ask.context, set.context(), states_)) {
@@ -218,7 +220,7 @@ std::optional<Result<MergeAnswer>> Coordinator<Store, Auth, Hash, C>::poll(const
   detail::Barrier& barrier = at->second;
   const bool all = options_.members.empty() ? barrier.ready.size() >= quorum() : absent(barrier).empty();
   const bool seen = replica_.wanted() == 0 && std::all_of(barrier.ready.begin(), barrier.ready.end(), [&](auto& ready) { return ready.second.seen.look(ready.second.context, set.context(), states_); });
-  if ((all && seen) || (now_ms - barrier.first_ms >= options_.soft_ms && barrier.ready.size() >= quorum())) {
+  if ((all && seen) || (now - barrier.first_ms >= options_.soft_ms && barrier.ready.size() >= quorum())) {
     if (const Status may = may_begin(here, ask); !may) return Answer(may);
     auto made = publish(ask.session, ask.round, barrier.merger);
     if (!made) return Answer(made.error());

@@ -214,7 +214,7 @@ class CoordinatorServer<Store, Auth, Hash, C>::MergeCall final : public grpc::Se
       ask_->known = *known;
     }
     const auto most = static_cast<std::uint64_t>(this->server_.core_.options().max_wait_ms);
-    ask_->deadline_ms = now_ms() + static_cast<std::int64_t>((std::min)(request.timeout_ms(), most));
+    ask_->timeout_ms = static_cast<std::int64_t>((std::min)(request.timeout_ms(), most));
     return {};
   }
 
