@@ -149,7 +149,10 @@ void Simulation<Node>::tick(Member& member) {
   if (!member.up()) return;
   for (const AgentLife& life : member.replica->reused_lives()) {
     const bool own = life == AgentLife{member.id, member.epoch};
-    if (!own || !insider_) return fail("member " + std::to_string(member.id) + " says that a dot of agent " + std::to_string(life.agent) + " was used twice");
+    if (!own || !insider_) {
+      return fail("member " + kvmeld::detail::decimal(member.id) + " says that a dot of agent " +
+                  kvmeld::detail::decimal(life.agent) + " was used twice");
+    }
     return crash(member, "since a member says that its dots are in use elsewhere");
   }
 }
