@@ -218,3 +218,20 @@ TEST_CASE("a channel-wise fuser of one contribution acts un-rotated") {
   const auto* b = reinterpret_cast<const float*>(back.bytes().data());
   for (std::size_t i = 0; i < back.bytes().size() / sizeof(float); ++i) CHECK(std::abs(a[i] - b[i]) < 1e-5F);
 }
+
+TEST_CASE("the report tells the position that the engine computes next, behind holes and gaps, and with nothing rendered") {
+  const auto g = test::geometry();
+  const FragmentSet set = set_of({random_fragment(g, 5, 1), random_fragment(g, 3, 2)});
+  kvmeld::Target target;
+  target.first_position = 11;
+  HostCache out(g, 8);
+  const auto whole = render(exec::seq, set, merger(), out.mutable_ref(), target);
+  REQUIRE(whole.ok());
+  CHECK(whole->next_position == 19);
+  const auto holes = render(exec::seq, set, merger(ById{}, SeamShare{.share = 1.0F}), out.mutable_ref(), target);
+  REQUIRE(holes.ok());
+  CHECK(holes->next_position == 19);  // tokens that the engine computes itself stand before it
+  const auto nothing = render(exec::seq, FragmentSet(), merger(), out.mutable_ref(), target);
+  REQUIRE(nothing.ok());
+  CHECK(nothing->next_position == 11);
+}

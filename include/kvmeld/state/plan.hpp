@@ -138,7 +138,7 @@ template <class M>
 
   detail::PlanCore core;
   core.geometry = std::make_shared<const Geometry>(target.geometry);
-  std::int64_t first_position = target.first_position;
+  std::int64_t first_position = core.first_position = target.first_position;
   if (parts->prefix != nullptr) {
     core.sources.push_back({parts->prefix->fragment, 0, 1.0F, false});
     first_position += parts->prefix->fragment.token_count();

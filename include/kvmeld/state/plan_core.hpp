@@ -43,6 +43,7 @@ struct PlanCore {
   std::shared_ptr<const Geometry> geometry;
   std::vector<PlanSource> sources;
   std::size_t local_source = static_cast<std::size_t>(-1);  // the copy of the local cache, if there is one
+  std::int64_t first_position = 0;           // of the target
   std::vector<std::int64_t> positions;       // (outputs)
   std::vector<TokenId> tokens;               // (outputs)
   std::vector<Hole> holes;
@@ -79,7 +80,9 @@ KVMELD_LAZY [[nodiscard]] RenderReport report_of(const PlanCore& core) {
           .render_id = core.render_id,
           .content_digest = std::nullopt,
           .fused = core.fused,
-          .warnings = core.warnings};
+          .warnings = core.warnings,
+          .next_position =
+              core.positions.empty() ? core.first_position : core.positions.back() + 1};
 }
 
 /// Row of a token among those that a layer holds, or −1.

@@ -58,6 +58,8 @@ struct RenderReport {
   std::optional<Digest128> content_digest;   ///< what came out, where it was asked for
   std::int64_t fused = 0;  ///< output tokens, holes left out, that had two contributions or more
   RenderWarnings warnings = RenderWarnings::none;
+  std::int64_t next_position = 0;  ///< of what the engine computes next: one behind the last output
+                                   ///< token, or the first position where there is none
 };
 
 KVMELD_NAMESPACE_END
