@@ -6,7 +6,9 @@
 #include <tuple>
 
 #include <kvmeld/anchor/anchor_pool.hpp>
+#include <kvmeld/anchor/interpolate_offsets.hpp>
 #include <kvmeld/anchor/presets.hpp>
+#include <kvmeld/state/anchor_record.hpp>
 
 #include "support/anchor_segments.hpp"
 #include "support/catch.hpp"
@@ -267,6 +269,49 @@ TEST_CASE("another namespace is a miss with its reason, and nothing approximate 
   AnchorPool<kvmeld::EmbeddingHash> unsigned_pool(space, {10, 1 << 20});
   REQUIRE(unsigned_pool.commit(plain).ok());
   REQUIRE(unsigned_pool.look_up({}, {&space, input, plain.vector, context(1), {.tokens = 1}}).decision.reason == ReuseReason::unsigned_segment);
+}
+
+TEST_CASE("two pictures behind the same placeholder ids are two anchors to every exact look-up") {
+  const auto pictures = test::geometry({.layers = 2, .heads = 1, .channels = 2});
+  pictures->placeholders = {900};
+  const std::vector<kvmeld::TokenId> ids{1, 900, 2};
+  const auto anchor = [&](std::uint64_t seed) {
+    const auto sealed = test::sealed(pictures, 3, seed, {.tokens = ids});
+    return *kvmeld::make_anchor(sealed.fragment, {static_cast<float>(seed), 0});
+  };
+  Anchor cat = anchor(1);
+  const Anchor dog = anchor(2);
+  REQUIRE(cat.id != dog.id);
+  REQUIRE(std::ranges::equal(cat.base.tokens(), dog.base.tokens()));
+
+  const auto unsaid = kvmeld::measure_offset(dog.base, cat.base);
+  REQUIRE(unsaid.status().code() == ErrorCode::tokens_required);
+  REQUIRE(unsaid.status().message().find("OffsetOptions::of") != std::string::npos);
+  REQUIRE(kvmeld::measure_offset(cat.base, cat.base, {.of = dog.base.id()}).status().code() ==
+          ErrorCode::tokens_required);
+  const auto said = kvmeld::measure_offset(cat.base, cat.base, {.of = cat.base.id()});
+  REQUIRE(said.ok());
+
+  cat.offsets = {{context(1), *said, {}}};
+  AnchorPool<> pool(AnchorSpace::of(*pictures), {10, 1 << 20});
+  REQUIRE(pool.commit(cat).ok());
+  const auto found = [&](const kvmeld::SignatureInput& input) { return pool.find_exact(input, context(1)) != nullptr; };
+  REQUIRE_FALSE(found({.tokens = dog.base.tokens()}));
+  REQUIRE_FALSE(found({.tokens = dog.base.tokens(), .embedding = dog.vector}));
+  REQUIRE(found({.tokens = cat.base.tokens(), .embedding = cat.vector}));
+  REQUIRE(pool.find_exact(cat.id, context(1)) != nullptr);
+  REQUIRE(pool.find_exact(cat.id, context(2)) == nullptr);
+  REQUIRE(pool.find_exact(dog.id, context(1)) == nullptr);
+  REQUIRE(kvmeld::text_digest(cat.base) == kvmeld::Digest128{});
+  REQUIRE(kvmeld::text_digest(bare(1).base) == kvmeld::text_digest(bare(1).base.tokens()));
+
+  const auto shared = std::make_shared<const Anchor>(cat);
+  const float weight = 1;
+  const auto aligned =
+      kvmeld::aligned_offsets(std::span(&shared, 1), std::span(&weight, 1), context(1), ids,
+                              {.match = {.mode = kvmeld::MatchMode::edit_distance}, .similarity = 0.1F});
+  REQUIRE(aligned.ok());
+  REQUIRE(aligned->at(0).rows == std::vector<std::int32_t>{0, -1, 2});
 }
 
 TEST_CASE("offsets from bases behind one context never meet bases behind another") {

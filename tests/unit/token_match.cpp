@@ -315,6 +315,48 @@ TEST_CASE("a free function pairs the caller's rows") {
   CHECK(mutual_neighbours(a, b, 4, 0.5F).status().code() == ErrorCode::token_count_mismatch);
 }
 
+TEST_CASE("two pictures behind the same placeholder ids are two things, one picture is one") {
+  const auto pictures = test::geometry({.layers = 2, .heads = 1, .channels = 32});
+  pictures->placeholders = {899, 900};
+  const auto made = [&](const Ids& ids, std::uint64_t seed) {
+    const auto sealed = test::sealed(pictures, std::ssize(ids), seed, {.tokens = ids});
+    REQUIRE(sealed.fragment.valid());
+    return sealed.fragment;
+  };
+  const TokenMatch prefix{.mode = MatchMode::common_prefix};
+  const Sources two({made({1, 900, 900, 2}, 1), made({1, 900, 900, 2}, 2)});
+  const auto apart = edits.align(two.list, 0);
+  CHECK(rows(apart) == "0.0+1.0 0.1 0.2 1.1 1.2 0.3+1.3");
+  CHECK(apart->tokens == std::vector<TokenId>{1, -1, -1, -1, -1, 2});  // nothing that an engine could compute again
+  CHECK(rows(prefix.align(two.list, 0)) == "0.0+1.0 0.1 0.2 0.3 1.1 1.2 1.3");
+  CHECK(TokenMatch{}.align(two.list, 0)->tokens == std::vector<TokenId>{1, -1, -1, 2});
+  CHECK(Concat{}.align(two.list, 0)->tokens == std::vector<TokenId>{1, -1, -1, 2, 1, -1, -1, 2});
+  const Sources one({made({1, 900, 900, 2}, 1), made({3, 900, 900, 4}, 1)});  // rows of the same numbers
+  CHECK(rows(edits.align(one.list, 0)) == "0.0 1.0 0.1+1.1 0.2+1.2 0.3 1.3");
+  const Sources begin({made({900, 900, 2}, 1), made({900, 900, 4}, 1)});
+  CHECK(rows(prefix.align(begin.list, 0)) == "0.0+1.0 0.1+1.1 0.2 1.2");
+  const Sources within({made({900, 900}, 1), made({5, 6}, 1)});  // of one picture, every patch is itself alone
+  CHECK(rows(edits.align(within.list, 0)) == "0.0 0.1 1.0 1.1");
+  auto evicted = std::make_shared<Fragment::Body>(*one.fragments[1].body());
+  evicted->payloads[0].bytes = nullptr;  // no rows, no proof
+  const Sources gone({one.fragments[0], Fragment(evicted)});
+  CHECK(rows(edits.align(gone.list, 0)) == "0.0 0.1 0.2 0.3 1.0 1.1 1.2 1.3");
+
+  for (const Ids& bad : {Ids{5, 4}, Ids{4, 4}, Ids{-1}}) {
+    Geometry refused_one = *pictures;
+    refused_one.placeholders = bad;
+    CHECK(validate(refused_one).code() == ErrorCode::invalid_argument);
+  }
+  Geometry plain = *pictures;
+  plain.placeholders = {};
+  CHECK(check_same(plain, *pictures).code() == ErrorCode::geometry_mismatch);
+  const auto told = std::make_shared<const Geometry>(plain);
+  CHECK(test::sealed(told, 2, 1).fragment.id() != test::sealed(pictures, 2, 1).fragment.id());
+  const Digest128 cat{1, 2}, dog{3, 4};
+  const Ids lead_in{900, 7};
+  CHECK(lead_in_digest(lead_in, std::span(&cat, 1)) != lead_in_digest(lead_in, std::span(&dog, 1)));
+}
+
 TEST_CASE("what token matching refuses, with numbers") {
   const Sources latent({with_keys({{1, 0}, {0, 1}}), with_keys({{1, 0}}, 2)});
   refused(edits.align(latent.list, 0), ErrorCode::tokens_required, {"2 tokens without ids", "neighbours"});

@@ -474,33 +474,78 @@ TEST_CASE("the bytes stay what docs/wire.md says") {
   const Bytes manifest = bytes_of(kvmeld::encode_manifest(*made, 16));
   const Bytes frame = bytes_of(kvmeld::encode_frame(1, std::span(manifest).first(4), kvmeld::FrameOptions<>{}));
   CHECK(hex(manifest) ==
-        "4b564d4d" "01" "00"                                                // magic, version, flags
-        "01cdccfb52da5adffaacc2b4fffc57b995000000000000000000000000000000"  // id
-        "01" "0000000000000000000000000000000000000000000000000000000000000000"  // role, prefix
-        "02" "02" "64000000" "65000000"                                     // tokens: how many, token ids
-        "0a" "74657374206d6f64656c"                                         // model
-        "0e" "7465737420746f6b656e697a6572" "00"                            // tokenizer, tenant
-        "ffffffff" "0000000000000000"                                       // bos, trained context
-        "01"                                                                // distinct layers
-        "00" "00000000"                                                     // key form, window
-        "01" "01" "00000000" "02000000" "000000000088c340"                  // rope: kind, pairing, first, rotary, base
-        "00" "000000000000f03f" "00000000"                                  // scaling, factor, original context
-        "000000000000f03f" "0000000000001040"                               // low and high frequency factor
-        "0000000000004040" "000000000000f03f" "01" "000000000000f03f"       // beta fast and slow, truncate, attention factor
-        "00" "00" "00"                                                      // factors: short, long, explicit
-        "02"                                                                // planes
-        "00" "02" "01000000" "02000000" "01" "00" "00000000" "00000000"     // key: type, heads, channels, rotary, scales
-        "01" "02" "01000000" "02000000" "00" "00" "00000000" "00000000"     // value
-        "02" "00" "00"                                                      // layers: which of the distinct ones
-        "10" "01"                                                           // chunk bytes, payloads
-        "00000000000000000000000000000000"                                  // lead-in
-        "2a592c8f300ee9d2b035a528321f11c7000000000000000000000000000000"    // digest
-        "00" "00"                                                           // positions 0, 1
-        "01" "01" "00" "00"                                                 // token sets: one, all tokens; each layer's
+        "4b564d4d"
+        "02"
+        "00"                                                                // magic, version, flags
+        "013ae26951099d7d49a09d503a74e23ec8000000000000000000000000000000"  // id
+        "01"
+        "0000000000000000000000000000000000000000000000000000000000000000"  // role, prefix
+        "02"
+        "02"
+        "64000000"
+        "65000000"  // tokens: how many, token ids
+        "0a"
+        "74657374206d6f64656c"  // model
+        "0e"
+        "7465737420746f6b656e697a6572"
+        "00"  // tokenizer, tenant
+        "ffffffff"
+        "0000000000000000"
+        "00"  // bos, trained context, placeholders
+        "01"  // distinct layers
+        "00"
+        "00000000"  // key form, window
+        "01"
+        "01"
+        "00000000"
+        "02000000"
+        "000000000088c340"  // rope: kind, pairing, first, rotary, base
+        "00"
+        "000000000000f03f"
+        "00000000"  // scaling, factor, original context
+        "000000000000f03f"
+        "0000000000001040"  // low and high frequency factor
+        "0000000000004040"
+        "000000000000f03f"
+        "01"
+        "000000000000f03f"  // beta fast and slow, truncate, attention factor
+        "00"
+        "00"
+        "00"  // factors: short, long, explicit
+        "02"  // planes
+        "00"
+        "02"
+        "01000000"
+        "02000000"
+        "01"
+        "00"
+        "00000000"
+        "00000000"  // key: type, heads, channels, rotary, scales
+        "01"
+        "02"
+        "01000000"
+        "02000000"
+        "00"
+        "00"
+        "00000000"
+        "00000000"  // value
+        "02"
+        "00"
+        "00"  // layers: which of the distinct ones
+        "10"
+        "01"                                                              // chunk bytes, payloads
+        "00000000000000000000000000000000"                                // lead-in
+        "2a592c8f300ee9d2b035a528321f11c7000000000000000000000000000000"  // digest
+        "00"
+        "00"  // positions 0, 1
+        "01"
+        "01"
+        "00"
+        "00"                                                                // token sets: one, all tokens; each layer's
         "20"                                                                // payload bytes
         "81b76d9592d7f133a078a9735452e5b148000000000000000000000000000000"  // chunk keys
         "81315f7d9f9c6b98ff088db527ac6f7723000000000000000000000000000000"
-        "426af7399141dde1");                                                // checksum
+        "8b0b25f3a22ca846");  // checksum
   CHECK(hex(frame) ==
         "4b564d46" "02" "00" "01" "00"        // magic, major, minor, type, flags
         "00000000000000000000000000000000"    // namespace

@@ -27,10 +27,8 @@ struct Source {
   [[nodiscard]] std::int64_t selected_token(std::int64_t i) const noexcept {
     return selected.all ? i : selected.present[static_cast<std::size_t>(i)];
   }
-  /// Id of a token of the fragment; −1 in a latent one.
-  KVMELD_LAZY [[nodiscard]] TokenId token_id(std::int64_t token) const noexcept {
-    return fragment->tokens().empty() ? -1 : fragment->tokens()[static_cast<std::size_t>(token)];
-  }
+  /// What a token of the fragment is, where its id says so; −1 in a latent fragment and for placeholders.
+  KVMELD_LAZY [[nodiscard]] TokenId token_id(std::int64_t token) const noexcept { return fragment->token_id(token); }
 };
 
 /// Some layers of a model; every layer unless told otherwise.
@@ -74,7 +72,7 @@ struct AlignmentGroup {
 /// An output token without contribution is a hole for the engine to compute.
 struct Alignment {
   std::vector<std::int64_t> positions;  ///< of each output token, ascending
-  std::vector<TokenId> tokens;          ///< of each output token; −1: not known
+  std::vector<TokenId> tokens;          ///< of each output token; −1: not known, latent, or a placeholder
   std::vector<AlignmentGroup> groups;   ///< disjoint layer masks that together cover the layers
 };
 

@@ -118,7 +118,7 @@ KVMELD_LAZY [[nodiscard]] Result<std::vector<std::byte>> to_safetensors(const Pr
   const ProjectionParts& parts = map.parts();
   const MapRecord& record = parts.record;
   SafetensorsWriter out;
-  out.metadata("kvmeld.projection", "1");
+  out.metadata("kvmeld.projection", "2");  // 1 had no placeholders
   out.metadata("kvmeld.digest", map.digest().hex());
   out.metadata("source_model", parts.source.model);
   out.metadata("target_model", parts.target.model);
@@ -164,7 +164,7 @@ KVMELD_LAZY [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> projectio
   const std::string* const version = file->find_metadata("kvmeld.projection");
   const std::string* const digest = file->find_metadata("kvmeld.digest");
   if (version == nullptr || digest == nullptr) return error(ErrorCode::unsupported, "a file of ", file->tensors.size(), " tensors without the metadata of a map");
-  if (*version != "1") return error(ErrorCode::version_mismatch, "a map of version ", *version, "; this build reads 1");
+  if (*version != "2") return error(ErrorCode::version_mismatch, "a map of version ", *version, "; this build reads 2");
   const auto head = detail::find_shaped(*file, "kvmeld.head", 1);
   if (!head) return head.error();
   ByteReader in((*head)->bytes);

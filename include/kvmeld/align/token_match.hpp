@@ -11,6 +11,7 @@
 #include <kvmeld/align/detail/token_grid.hpp>
 #include <kvmeld/align/edit_script.hpp>
 #include <kvmeld/align/neighbours.hpp>
+#include <kvmeld/align/same_token.hpp>
 #include <kvmeld/tensor/span_of.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -18,24 +19,26 @@ KVMELD_NAMESPACE_BEGIN
 /// What makes two tokens of different fragments the same token.
 enum class MatchMode : std::uint8_t {
   index,          ///< the i-th token of every span; ids are not compared
-  common_prefix,  ///< equal ids at equal index, up to the first place where any span differs
-  edit_distance,  ///< equal ids that a shortest edit script keeps
+  common_prefix,  ///< equal tokens at equal index, up to the first place where any span differs
+  edit_distance,  ///< equal tokens that a shortest edit script keeps
   neighbours,     ///< each other's nearest by cosine of keys, or of the caller's embeddings; ids are not compared
 };
 
 /// Lets matched tokens share an output token; unmatched tokens keep their own.
 ///
-/// Equal output for every input order of the fragments, since it sees them in canonical order. `edit_distance` and `neighbours`
-/// grow one grid of output tokens: each fragment in turn is matched with the tokens that founded the grid's columns, joins those
-/// that it matches, and adds its other tokens in front of the next one it matches, at the end where none follows.
-/// Keys are compared at one layer over all heads, turned back to position 0; tokens that the layer does not hold match nothing. Keys
-/// of unlike tokens share a direction too (cosines of .8 and more), so measure before you lower the threshold (docs/policies.md).
-/// Embeddings, where given, are read instead; replicas give the same ones or none: they are part of the merger's digest.
-/// O(tokens); by edit distance `edit_script` of grid and fragment for each fragment; by neighbours O(grid · tokens · channels) for
-/// each fragment, in f64, and 8 bytes a key channel while the plan is made.
-/// Errors: `tokens_required` for latent fragments in `common_prefix` and `edit_distance` mode, those of `edit_script`;
-/// `invalid_argument` (threshold no cosine, layer not there, a fragment without embeddings), `token_count_mismatch` and
-/// `non_finite` (embeddings), `geometry_mismatch` where vectors of two fragments differ in width.
+/// Tokens are equal where their ids are, and, since equal placeholders (`Geometry::placeholders`) may be two pictures,
+/// where their K/V are bit by bit the same. Equal output for every input order of the fragments, since it sees them in
+/// canonical order. `edit_distance` and `neighbours` grow one grid of output tokens: each fragment in turn is matched
+/// with the tokens that founded the grid's columns, joins those that it matches, and adds its other tokens in front of
+/// the next one it matches, at the end where none follows. Keys are compared at one layer over all heads, turned back
+/// to position 0; tokens that the layer does not hold match nothing. Keys of unlike tokens share a direction too
+/// (cosines of .8 and more), so measure before you lower the threshold (docs/policies.md). Embeddings, where given, are
+/// read instead; replicas give the same ones or none: they are part of the merger's digest. O(tokens); by edit distance
+/// `edit_script` of grid and fragment for each fragment; by neighbours O(grid · tokens · channels) for each fragment,
+/// in f64, and 8 bytes a key channel while the plan is made. Errors: `tokens_required` for latent fragments in
+/// `common_prefix` and `edit_distance` mode, those of `edit_script`; `invalid_argument` (threshold no cosine, layer not
+/// there, a fragment without embeddings), `token_count_mismatch` and `non_finite` (embeddings), `geometry_mismatch`
+/// where vectors of two fragments differ in width.
 struct TokenMatch {
   static constexpr bool reproducible = true;
   MatchMode mode = MatchMode::index;
@@ -102,7 +105,7 @@ struct TokenMatch {
       KVMELD_TRY(require_ids(source));
       shared = (std::min)(shared, source.selected_count());
       for (std::int64_t i = 0; i < shared; ++i) {
-        if (id(source, i) != id(ordered[0], i)) shared = i;
+        if (!detail::same_token(source, source.selected_token(i), ordered[0], ordered[0].selected_token(i))) shared = i;
       }
     }
     Alignment out;
@@ -131,13 +134,16 @@ struct TokenMatch {
   KVMELD_LAZY [[nodiscard]] Result<Alignment> by_edits(std::span<const Source> ordered, std::int64_t first_position) const {
     Grid grid;
     std::vector<TokenId> of_grid, of_fragment;
+    detail::TokenNamer namer;
+    std::vector<std::vector<TokenId>> names;  // (sources, tokens)
     for (std::size_t s = 0; s < ordered.size(); ++s) {
       KVMELD_TRY(require_ids(ordered[s]));
       const std::vector<detail::GridToken> tokens = selected_tokens(ordered[s]);
       of_grid.clear();
       of_fragment.clear();
-      for (const auto& column : grid.columns()) of_grid.push_back(column.founder.id);
-      for (const detail::GridToken& token : tokens) of_fragment.push_back(token.id);
+      for (const auto& column : grid.columns()) of_grid.push_back(names[column.source][column.founder.token]);
+      names.push_back(namer.names(ordered[s]));
+      for (const detail::GridToken& token : tokens) of_fragment.push_back(names.back()[token.token]);
       auto script = edit_script(detail::span_of(of_grid), detail::span_of(of_fragment), edit);
       if (!script) return script.error();
       std::vector<std::int32_t> column_of(tokens.size(), -1);

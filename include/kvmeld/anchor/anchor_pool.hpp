@@ -167,7 +167,11 @@ class AnchorPool {
     return out;
   }
 
-  /// The anchor of exactly these tokens that holds an offset for the context and was never approximate, or null. Never waits.
+  /// The anchor of exactly this content that holds an offset for the context and was never approximate, or null. Never
+  /// waits.
+  ///
+  /// Tokens are the content where all their ids tell it; where some are placeholders, or there are none, the embedding
+  /// must be the anchor's own number by number.
   [[nodiscard]] std::shared_ptr<const Anchor> find_exact(const SignatureInput& input, const Digest128& context) const {
     const auto signature = signature_.sign(input);
     if (!signature) return nullptr;
@@ -176,13 +180,30 @@ class AnchorPool {
     now->table.scan(*signature, 0, hits);
     for (const HammingHit& hit : hits) {
       const std::shared_ptr<const Anchor>& anchor = now->table.anchor(hit.index);
-      if (!anchor->approximate && anchor->find(context) != nullptr && std::ranges::equal(anchor->base.tokens(), input.tokens)) return anchor;
+      if (!anchor->approximate && anchor->find(context) != nullptr && is_exactly(*anchor, input)) return anchor;
+    }
+    return nullptr;
+  }
+
+  /// The anchor of this id, likewise. O(n).
+  [[nodiscard]] std::shared_ptr<const Anchor> find_exact(const FragmentId& id, const Digest128& context) const {
+    const auto now = snapshot();
+    for (std::size_t i = 0; i < now->table.size(); ++i) {
+      const std::shared_ptr<const Anchor>& anchor = now->table.anchor(i);
+      if (anchor->id == id) return !anchor->approximate && anchor->find(context) != nullptr ? anchor : nullptr;
     }
     return nullptr;
   }
 
  private:
   static constexpr std::size_t none = static_cast<std::size_t>(-1);
+
+  [[nodiscard]] static bool is_exactly(const Anchor& anchor, const SignatureInput& input) {
+    if (!std::ranges::equal(anchor.base.tokens(), input.tokens)) return false;
+    if (anchor.base.told_by_ids()) return true;
+    const std::vector<float>& own = anchor.embedding.empty() ? anchor.vector : anchor.embedding;
+    return !own.empty() && std::ranges::equal(own, input.embedding);
+  }
 
   [[nodiscard]] std::uint64_t tick() const noexcept { return clock_->fetch_add(1, std::memory_order_relaxed) + 1; }
   [[nodiscard]] Status fits(const Anchor& anchor) const {

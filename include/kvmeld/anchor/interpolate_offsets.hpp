@@ -18,6 +18,20 @@ struct AnchorAlignment {
   double similarity = 0.85;  ///< τ: an anchor whose map says less is left out; `MatchMode::index` makes no map
 };
 
+namespace detail {
+
+/// Ids of a segment, placeholders as ids that only they have, downwards from `first`: which picture it is nobody said.
+KVMELD_LAZY [[nodiscard]] std::vector<TokenId> told_ids(std::span<const TokenId> tokens, const Geometry& geometry,
+                                                        TokenId first) {
+  std::vector<TokenId> out(tokens.begin(), tokens.end());
+  for (TokenId& id : out) {
+    if (id < 0 || geometry.is_placeholder(id)) id = first--;
+  }
+  return out;
+}
+
+}  // namespace detail
+
 /// The offsets of chosen anchors, each with the position map of the segment's tokens: what a `ReusePart` takes.
 ///
 /// Anchors below the similarity are left out (by index nothing is compared, so none), and the weights of the others grow by one factor, so that they add up to what all did;
@@ -43,7 +57,9 @@ KVMELD_LAZY [[nodiscard]] Result<std::vector<ReuseOffset>> aligned_offsets(std::
     all += static_cast<double>(weights[i]);
     ReuseOffset made{.anchor = anchor.id, .delta = offset->segment, .weight = weights[i]};
     if (how.match.mode != MatchMode::index) {
-      auto map = map_positions(segment, anchor.base.tokens(), how.match);
+      auto map =
+          map_positions(detail::told_ids(segment, anchor.base.geometry(), -2),
+                        detail::told_ids(anchor.base.tokens(), anchor.base.geometry(), INT32_MIN / 2), how.match);
       if (!map) return map.error();
       if (map->similarity < how.similarity) continue;
       if (!map->one_to_one()) made.rows = std::move(map->rows);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -29,12 +30,18 @@ struct Context {
   bool operator==(const Context&) const = default;
 };
 
-/// The digest by which a lead-in is named in a fragment's context.
-KVMELD_LAZY [[nodiscard]] Digest128 lead_in_digest(std::span<const TokenId> tokens) {
+/// The digest by which a lead-in is named in a fragment's context. Ids alone do not tell pictures apart: where a
+/// lead-in holds placeholders, `contents` are digests of what they stand for, in order.
+KVMELD_LAZY [[nodiscard]] Digest128 lead_in_digest(std::span<const TokenId> tokens,
+                                                   std::span<const Digest128> contents = {}) {
   if (tokens.empty()) return {};
   Hasher hasher;
   hasher.text("kvmeld.lead_in");
   hasher.values(tokens);
+  for (const Digest128& content : contents) {
+    hasher.value(content.low);
+    hasher.value(content.high);
+  }
   return hasher.digest();
 }
 
@@ -132,6 +139,17 @@ class Fragment {
   [[nodiscard]] const std::shared_ptr<const Geometry>& shared_geometry() const noexcept { return body_->geometry; }
   [[nodiscard]] std::int64_t token_count() const noexcept { return body_->token_count; }
   KVMELD_LAZY [[nodiscard]] std::span<const TokenId> tokens() const noexcept { return detail::span_of(body_->tokens); }
+  /// Whether equal ids are equal content: it has ids, and none is a placeholder. O(tokens · log placeholders).
+  KVMELD_LAZY [[nodiscard]] bool told_by_ids() const noexcept {
+    return !latent() && std::none_of(body_->tokens.begin(), body_->tokens.end(),
+                                     [&](TokenId id) { return id < 0 || geometry().is_placeholder(id); });
+  }
+  /// What token i is, where its id says so; −1 in a latent fragment and for placeholders.
+  KVMELD_LAZY [[nodiscard]] TokenId token_id(std::int64_t i) const noexcept {
+    if (body_->tokens.empty()) return -1;
+    const TokenId id = body_->tokens[static_cast<std::size_t>(i)];
+    return geometry().is_placeholder(id) ? -1 : id;
+  }
   KVMELD_LAZY [[nodiscard]] bool latent() const noexcept { return body_->tokens.empty() && body_->token_count > 0; }
   KVMELD_LAZY [[nodiscard]] std::span<const Payload> payloads() const noexcept { return detail::span_of(body_->payloads); }
   [[nodiscard]] const std::shared_ptr<const Body>& body() const noexcept { return body_; }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -55,7 +57,15 @@ struct Geometry {
   std::string tenant{};                     ///< caches of different tenants never meet
   TokenId bos = -1;                         ///< beginning-of-sequence id; -1: the model has none
   std::int64_t trained_context = 0;         ///< positions the model was trained on; 0: unknown
+  /// Ids that stand in place of something else, an image's patches or a second of sound: ascending. Tokens of such an
+  /// id are as many different things; equal ids say nothing, and no engine can compute K/V from them.
+  std::vector<TokenId> placeholders{};
   std::vector<LayerShape> layers{};
+
+  /// Whether a token of this id is not what its id says; O(log placeholders).
+  KVMELD_LAZY [[nodiscard]] bool is_placeholder(TokenId id) const noexcept {
+    return std::binary_search(placeholders.begin(), placeholders.end(), id);
+  }
 
   bool operator==(const Geometry&) const = default;
 };
@@ -196,6 +206,12 @@ KVMELD_LAZY [[nodiscard]] Status check_same(const RopeSpec& a, const RopeSpec& b
 /// (extents that do not fit; a rope that is undeclared, unsound, or contradicted by the planes'
 /// `rotary`), each naming the layer.
 KVMELD_LAZY [[nodiscard]] Status validate(const Geometry& geometry) {
+  for (std::size_t i = 0; i < geometry.placeholders.size(); ++i) {
+    const TokenId id = geometry.placeholders[i];
+    if (id >= 0 && (i == 0 || geometry.placeholders[i - 1] < id)) continue;
+    return detail::error(ErrorCode::invalid_argument, "placeholder ", i, " of ", geometry.placeholders.size(),
+                         " is id ", id, ": give ids of 0 or more, ascending, each once");
+  }
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     const LayerShape& layer = geometry.layers[l];
     if (layer.key_form > KeyForm::pre_rope)
@@ -221,6 +237,14 @@ KVMELD_LAZY [[nodiscard]] Status check_same(const Geometry& a, const Geometry& b
   if (a.tokenizer != b.tokenizer) return differ("tokenizer", a.tokenizer, b.tokenizer);
   if (a.tenant != b.tenant) return differ("tenant", a.tenant, b.tenant);
   if (a.bos != b.bos) return differ("bos token", a.bos, b.bos);
+  if (a.placeholders != b.placeholders) {
+    if (a.placeholders.size() != b.placeholders.size()) {
+      return differ("count of placeholder ids", a.placeholders.size(), b.placeholders.size());
+    }
+    std::size_t i = 0;
+    while (a.placeholders[i] == b.placeholders[i]) ++i;
+    return differ("placeholder id", a.placeholders[i], b.placeholders[i]);
+  }
   if (a.trained_context != b.trained_context) return differ("trained context", a.trained_context, b.trained_context);
   if (a.layers.size() != b.layers.size()) return differ("layer count", a.layers.size(), b.layers.size());
   for (std::size_t l = 0; l < a.layers.size(); ++l) {

@@ -31,12 +31,13 @@ void hash_append(BasicHasher<Hash>& h, const RopeSpec& rope) {
 /// Appends a geometry's fields in the order of their declaration.
 template <class Hash>
 void hash_append(BasicHasher<Hash>& h, const Geometry& geometry) {
-  h.text("kvmeld.geometry.v1");
+  h.text("kvmeld.geometry.v2");
   h.text(geometry.model);
   h.text(geometry.tokenizer);
   h.text(geometry.tenant);
   h.value(geometry.bos);
   h.value(geometry.trained_context);
+  h.values(detail::span_of(geometry.placeholders));
   h.value(static_cast<std::uint64_t>(geometry.layers.size()));
   for (const LayerShape& layer : geometry.layers) {
     h.value(layer.key_form);

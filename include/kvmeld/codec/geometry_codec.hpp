@@ -124,6 +124,7 @@ KVMELD_LAZY void write_geometry(ByteWriter& w, const Geometry& geometry) {
   w.text(geometry.tenant);
   w.value(geometry.bos);
   w.value(geometry.trained_context);
+  w.values(std::span<const TokenId>(geometry.placeholders));
   std::vector<std::vector<std::byte>> distinct;
   std::vector<std::size_t> index;
   for (const LayerShape& layer : geometry.layers) {
@@ -147,6 +148,7 @@ KVMELD_LAZY [[nodiscard]] Geometry read_geometry(ByteReader& r) {
   geometry.tenant = r.text();
   geometry.bos = r.value<TokenId>();
   geometry.trained_context = r.value<std::int64_t>();
+  geometry.placeholders = r.values<TokenId>();
   std::vector<LayerShape> distinct;
   for (std::size_t n = r.count(81); r.ok() && n > 0; --n) distinct.push_back(read_layer(r));
   std::size_t memory = 0;

@@ -32,7 +32,7 @@ struct ManifestLimits {
 
 namespace detail {
 
-inline constexpr std::uint8_t manifest_version = 1;
+inline constexpr std::uint8_t manifest_version = 2;           // 1 had no placeholders
 inline constexpr std::uint32_t manifest_magic = 0x4D4D564BU;  // "KVMM"
 
 [[nodiscard]] inline std::uint64_t accident_sum(std::span<const std::byte> bytes) noexcept { return XXH3_64bits(bytes.data(), bytes.size()); }

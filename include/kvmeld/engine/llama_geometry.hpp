@@ -33,6 +33,8 @@ struct GeometryOptions {
   /// so there is no default: left out, `geometry` refuses.
   Adapters adapters = {};
   std::string tenant = {};
+  /// Ids that stand for images or sounds, ascending: `Geometry::placeholders`. The engine does not tell them.
+  std::vector<TokenId> placeholders{};
   std::string gguf_path = {};  ///< the model's file, from which a `rope_freqs` tensor is read;
                                ///< empty: models that need it are refused
   /// Take an architecture's metadata at its word although this library does not know how the engine builds its layers.
@@ -159,6 +161,7 @@ namespace detail {
   result.model = *name;
   result.tokenizer = tokenizer_fingerprint(model);
   result.tenant = options.tenant;
+  result.placeholders = options.placeholders;
   const llama_vocab* const vocabulary = llama_model_get_vocab(model);
   if (llama_vocab_get_add_bos(vocabulary)) result.bos = llama_vocab_bos(vocabulary);
   result.trained_context = llama_model_n_ctx_train(model);

@@ -132,7 +132,8 @@ class AnchorDirectory {
     for (std::size_t i = 0; i < (std::min)(found.size(), query.most); ++i) out.records.push_back(*found[i].second);
     return out;
   }
-  /// The record of exactly this text that holds a Δ for the context and was never approximate, or null. O(n).
+  /// The record of exactly this text (a segment with placeholders equals none: `find` its key) that holds a Δ for the
+  /// context and was never approximate, or null. O(n).
   KVMELD_LAZY [[nodiscard]] const AnchorRecord* find_exact(std::span<const TokenId> tokens, const Digest128& context) const {
     const Digest128 text = text_digest(tokens);
     for (const auto& [key, entry] : entries_) {

@@ -75,12 +75,11 @@ KVMELD_LAZY std::uint32_t source_number(PlanCore& core, const Fragment& fragment
 
 /// Positions and ids of a piece's tokens, as the next outputs.
 KVMELD_LAZY void add_outputs(PlanCore& core, const ReusePart& part, std::int64_t tokens) {
-  const std::span<const TokenId> ids = part.base.tokens();
   for (std::int64_t t = 0; t < tokens; ++t) {
     const auto at = static_cast<std::size_t>(t);
     const std::int64_t row = part.rows.empty() ? part.first + t : part.rows[at];
     core.positions.push_back(part.position + t);
-    core.tokens.push_back(!part.token_ids.empty() ? part.token_ids[at] : ids.empty() || row < 0 ? -1 : ids[static_cast<std::size_t>(row)]);
+    core.tokens.push_back(!part.token_ids.empty() ? part.token_ids[at] : row < 0 ? -1 : part.base.token_id(row));
   }
 }
 

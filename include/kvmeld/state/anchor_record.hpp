@@ -31,13 +31,18 @@ template <SignaturePolicy Signature>
   return hasher.digest();
 }
 
-/// The digest by which exact look-ups compare texts; zero for latent segments, which no text equals.
+/// The digest by which exact look-ups compare texts; zero for no tokens.
 KVMELD_LAZY [[nodiscard]] Digest128 text_digest(std::span<const TokenId> tokens) {
   if (tokens.empty()) return {};
   Hasher hasher;
   hasher.text("kvmeld.anchor.text");
   hasher.values(tokens);
   return hasher.digest();
+}
+
+/// Of a segment's tokens; zero where ids do not tell what they are (latent, placeholders), which no text equals.
+KVMELD_LAZY [[nodiscard]] Digest128 text_digest(const Fragment& base) {
+  return base.told_by_ids() ? text_digest(base.tokens()) : Digest128{};
 }
 
 /// What peers tell each other of an anchor in one context: whether it would serve, and where its K/V is. No K/V.

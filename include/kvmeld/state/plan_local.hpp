@@ -145,7 +145,7 @@ KVMELD_LAZY void prepend_prefix(Alignment& alignment, const Fragment& prefix, st
   std::vector<TokenId> tokens;
   for (std::size_t i = 0; i < count; ++i) {
     positions.push_back(first_position + static_cast<std::int64_t>(i));
-    tokens.push_back(prefix.tokens().empty() ? -1 : prefix.tokens()[i]);
+    tokens.push_back(prefix.token_id(static_cast<std::int64_t>(i)));
   }
   alignment.positions.insert(alignment.positions.begin(), positions.begin(), positions.end());
   alignment.tokens.insert(alignment.tokens.begin(), tokens.begin(), tokens.end());

@@ -72,7 +72,12 @@ KVMELD_LAZY Result<Fragment> mapped_fragment(const TransformCall& call, const Fr
   body->geometry = to;
   body->role = fragment.role();
   body->token_count = fragment.token_count();
-  if (!to->tokenizer.empty() && fragment.geometry().tokenizer == to->tokenizer) body->tokens.assign(fragment.tokens().begin(), fragment.tokens().end());
+  if (!to->tokenizer.empty() && fragment.geometry().tokenizer == to->tokenizer) {
+    body->tokens.assign(fragment.tokens().begin(), fragment.tokens().end());
+    for (TokenId& id : body->tokens) {  // a placeholder of either model tells nothing
+      if (fragment.geometry().is_placeholder(id) && !to->is_placeholder(id)) id = -1;
+    }
+  }
   body->payloads.push_back(*std::move(mapped));
   body->id = fragment.id();
   return Fragment(std::move(body));

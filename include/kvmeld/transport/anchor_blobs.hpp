@@ -77,8 +77,9 @@ template <ContentHash Hash, Compressor C>
   auto list = decode_anchor_list(raw, format.limits());
   if (!list) return list.error();
   const Anchor& anchor = list->anchor;
-  if (anchor.id != record.id || list->context != record.context || anchor.base.token_count() != record.tokens || anchor.approximate != record.approximate ||
-      list->bytes() != record.bytes || text_digest(anchor.base.tokens()) != record.text) {
+  if (anchor.id != record.id || list->context != record.context || anchor.base.token_count() != record.tokens ||
+      anchor.approximate != record.approximate || list->bytes() != record.bytes ||
+      text_digest(anchor.base) != record.text) {
     return error(ErrorCode::id_mismatch, "the anchor of ", anchor.base.token_count(), " tokens and ", list->bytes(), " bytes under ", record.payload.hex(),
                  " is not the one of ", record.tokens, " tokens and ", record.bytes, " bytes that its record names");
   }

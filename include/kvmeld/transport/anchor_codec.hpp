@@ -24,7 +24,7 @@ KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
 inline constexpr std::uint8_t anchor_records_version = 1;
-inline constexpr std::uint8_t anchor_list_version = 2;  // 1 had no prefix of a part
+inline constexpr std::uint8_t anchor_list_version = 3;           // 1 had no prefix of a part, 2 no placeholders
 inline constexpr std::uint32_t anchor_list_magic = 0x414D564BU;  // "KVMA"
 inline constexpr std::size_t min_record_bytes = 32 + 16 + 8 + 1 + 1;
 inline constexpr std::size_t max_record_bytes = 32 + 16 + 8 + 7 + 1 + 16 + 8 + 7 + 10 + 32;

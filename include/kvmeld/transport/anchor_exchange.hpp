@@ -60,8 +60,17 @@ class AnchorExchange {
   Result<AnchorRecord> publish(const Anchor& anchor, const Digest128& context, std::uint64_t signature) {
     auto stored = store_anchor(*store_, anchor, context, options_.format);
     if (!stored) return stored.error();
-    AnchorRecord record{anchor.id, context, text_digest(anchor.base.tokens()), signature, anchor.base.token_count(), stored->bytes, stored->payload,
-                        options_.self, 0, anchor.approximate, false};
+    AnchorRecord record{anchor.id,
+                        context,
+                        text_digest(anchor.base),
+                        signature,
+                        anchor.base.token_count(),
+                        stored->bytes,
+                        stored->payload,
+                        options_.self,
+                        0,
+                        anchor.approximate,
+                        false};
     count_uses(stored->blobs);  // before an older version under this key lets go of those that both need
     const Status written = write(record);
     if (written) hold(record_key(record), *stored, false);

@@ -27,6 +27,7 @@ class TokenGrid {
   struct Column {
     GridToken founder;
     TokenId id;           ///< of all its tokens; −1 where they differ
+    std::uint32_t source;  ///< whose token the founder is
     std::uint32_t first;  ///< its contributions, in order of source: a list in `links_`
     std::uint32_t last;
   };
@@ -71,7 +72,7 @@ class TokenGrid {
     for (std::size_t c = 0; c <= columns_.size(); ++c) {
       for (std::uint32_t f = count[c]; f < count[c + 1]; ++f) {
         const GridToken& token = tokens[fresh[f]];
-        grown.push_back({token, token.id, first_link + fresh[f], first_link + fresh[f]});
+        grown.push_back({token, token.id, source, first_link + fresh[f], first_link + fresh[f]});
       }
       if (c < columns_.size()) grown.push_back(columns_[c]);
     }
