@@ -129,6 +129,8 @@ class KVMELD_NODISCARD_CLASS Status {
 
   [[nodiscard]] bool ok() const noexcept { return code_ == ErrorCode::ok; }
   [[nodiscard]] explicit operator bool() const noexcept { return ok(); }
+  /// Itself, so that a `Status` and a `Result` are read alike.
+  [[nodiscard]] const Status& error() const noexcept { return *this; }
   [[nodiscard]] ErrorCode code() const noexcept { return code_; }
   [[nodiscard]] const std::string& message() const noexcept { return message_; }
 

@@ -15,6 +15,7 @@ class Aligner {
   static_assert(AlignPolicy<P>,
                 "kvmeld: this type is no AlignPolicy: it needs 'Result<Alignment> align(std::span<const Source>, std::int64_t) const', "
                 "'void digest(Hasher&) const' and 'static constexpr bool reproducible'");
+  static_assert(detail::NearMisses<P>::none);
   using policy_type = P;
 
   Aligner() = default;

@@ -96,6 +96,99 @@ concept Policy = std::copyable<P> && requires(const P& policy, Hasher& hasher) {
   { P::reproducible } -> std::convertible_to<bool>;
 };
 
+namespace detail {
+
+// Members that a policy may leave out are not missed by the compiler where they are misspelled, and
+// then do nothing. These are the spellings that were met or are likely.
+template <class P>
+inline constexpr bool near_metadata = requires {
+  P::meta_data;
+}
+|| requires { P::metadat; }
+|| requires { P::metadta; }
+|| requires { P::metdata; }
+|| requires { P::metadatas; }
+|| requires { P::Metadata; }
+|| requires { P::metadata_fields; }
+|| requires { P::kMetadata; };
+template <class P>
+inline constexpr bool near_reproducible = requires {
+  P::reproducable;
+}
+|| requires { P::reproduceable; }
+|| requires { P::reproducibile; }
+|| requires { P::reproducibe; }
+|| requires { P::is_reproducible; }
+|| requires { P::kReproducible; };
+template <class P>
+inline constexpr bool near_keeps_single = requires {
+  P::keep_single;
+}
+|| requires { P::keeps_singles; }
+|| requires { P::keep_singles; }
+|| requires { P::keepsSingle; }
+|| requires { P::keeps_sinlge; }
+|| requires { P::kKeepsSingle; };
+template <class P>
+inline constexpr bool near_equivariant = requires {
+  P::rotation_equivarient;
+}
+|| requires { P::rotation_equivalent; }
+|| requires { P::rotational_equivariant; }
+|| requires { P::equivariant; }
+|| requires { P::is_rotation_equivariant; };
+template <class P>
+inline constexpr bool near_normalises = requires {
+  P::normalizes;
+}
+|| requires { P::normalise; }
+|| requires { P::normalize; }
+|| requires { P::normalised; }
+|| requires { P::normalized; };
+template <class P>
+inline constexpr bool near_weight = requires {
+  &P::wieght;
+}
+|| requires { &P::weigth; }
+|| requires { &P::wheight; }
+|| requires { &P::weihgt; };
+template <class P>
+inline constexpr bool near_digest = requires {
+  &P::digset;
+}
+|| requires { &P::digets; }
+|| requires { &P::disgest; }
+|| requires { &P::dgiest; };
+
+/// Refuses a policy with a member that is nearly one of those that the library looks for.
+template <class P>
+struct NearMisses {
+  static_assert(!near_metadata<P>,
+                "kvmeld: this policy has a member that is nearly 'metadata': as it is, "
+                "render ids leave out what it reads; name it 'metadata'");
+  static_assert(!near_reproducible<P>,
+                "kvmeld: this policy has a member that is nearly 'reproducible'; name it "
+                "'static constexpr bool reproducible'");
+  static_assert(!near_keeps_single<P>,
+                "kvmeld: this policy has a member that is nearly 'keeps_single': as it is, "
+                "nothing reads it; name it 'keeps_single'");
+  static_assert(!near_equivariant<P>,
+                "kvmeld: this policy has a member that is nearly 'rotation_equivariant'; "
+                "name it 'static constexpr bool rotation_equivariant'");
+  static_assert(!near_normalises<P>,
+                "kvmeld: this policy has a member that is nearly 'normalises': as it is, "
+                "nothing reads it; name it 'normalises'");
+  static_assert(!near_weight<P>,
+                "kvmeld: this policy has a member that is nearly 'weight': as it is, every "
+                "fragment weighs 1; name it 'weight'");
+  static_assert(!near_digest<P>,
+                "kvmeld: this policy has a member that is nearly 'digest'; name it "
+                "'void digest(Hasher&) const'");
+  static constexpr bool none = true;
+};
+
+}  // namespace detail
+
 /// Which tokens of each fragment enter the context.
 template <class P>
 concept SelectPolicy = Policy<P> && requires(const P& policy, const Source& source) {

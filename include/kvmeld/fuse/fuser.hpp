@@ -143,6 +143,7 @@ class Fuser {
                 "kvmeld: this type is no FusePolicy: it needs one of 'float select(OrderedValues) const', 'mixing() const', 'Status "
                 "score(const Scoring&, std::span<double>) const', 'float weight(const Source&) const', or the fold 'init', 'absorb', "
                 "'join', 'finish'; and 'void digest(Hasher&) const' and 'static constexpr bool reproducible'");
+  static_assert(detail::NearMisses<P>::none);
   using policy_type = P;
 
   Fuser() = default;

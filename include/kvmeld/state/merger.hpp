@@ -1,8 +1,12 @@
 #pragma once
 
+#include <concepts>
+#include <cstdint>
+#include <span>
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include <kvmeld/align/aligner.hpp>
 #include <kvmeld/align/order.hpp>
@@ -24,6 +28,8 @@ struct Merger {
   static_assert(SelectPolicy<Select>, "kvmeld: the select slot needs a SelectPolicy");
   static_assert(OrderPolicy<Order>, "kvmeld: the order slot needs an OrderPolicy");
   static_assert(SeamPolicy<Seam>, "kvmeld: the seam slot needs a SeamPolicy");
+
+  static_assert(detail::NearMisses<Select>::none && detail::NearMisses<Order>::none && detail::NearMisses<Seam>::none);
 
   Select select;
   Order order;
@@ -73,6 +79,66 @@ inline constexpr Slot slot_of<Aligner<P>> = Slot::align;
 template <class P>
 inline constexpr Slot slot_of<Fuser<P>> = Slot::fuse;
 
+template <class P>
+inline constexpr bool names_order = requires {
+  &P::order;
+};
+template <class P>
+inline constexpr bool names_mark = requires {
+  &P::mark;
+};
+/// Meant as a select, order or seam policy: it has the member that makes one, and is no fuser or aligner without its
+/// name.
+template <class P>
+inline constexpr bool meant_as_part = (names_select<P> || names_order<P> || names_mark<P>)&&!SelectForm<P> &&
+                                      !AlignPolicy<P>;
+
+/// Says which member a select, order or seam policy lacks.
+template <class P>
+struct PartMembers {
+  static constexpr bool meant = slot_of<P> == Slot::none && meant_as_part<P>;
+  static_assert(!meant || std::copyable<P>, "kvmeld: this select, order or seam policy cannot be copied");
+  static_assert(
+      !meant || requires(const P& policy, Hasher& hasher) { policy.digest(hasher); },
+      "kvmeld: this select, order or seam policy lacks 'void digest(Hasher&) const'");
+  static_assert(
+      !meant ||
+          requires {
+            { P::reproducible } -> std::convertible_to<bool>;
+          },
+      "kvmeld: this select, order or seam policy lacks 'static constexpr bool reproducible'");
+  static_assert(
+      !meant || !names_select<P> ||
+          requires(const P& p, const Source& source) {
+            { p.select(source) } -> std::same_as<Result<TokenSet>>;
+          },
+      "kvmeld: a select policy's 'select' is 'Result<TokenSet> select(const Source&) const'");
+  static_assert(
+      !meant || !names_order<P> ||
+          requires(const P& p, std::span<const Source> sources) {
+            { p.order(sources) } -> std::same_as<Result<std::vector<std::uint32_t>>>;
+          },
+      "kvmeld: an order policy's 'order' is "
+      "'Result<std::vector<std::uint32_t>> order(std::span<const Source>) const'");
+  static_assert(
+      !meant || !names_mark<P> ||
+          requires(const P& p, std::span<const Source> ordered, const Alignment& alignment,
+                   std::span<std::uint8_t> recompute) {
+            { p.mark(ordered, alignment, recompute) } -> std::same_as<Status>;
+          },
+      "kvmeld: a seam policy's 'mark' is "
+      "'Status mark(std::span<const Source>, const Alignment&, std::span<std::uint8_t>) const'");
+  static constexpr bool known = (slot_of<P> != Slot::none || meant) && NearMisses<P>::none;
+};
+template <class P>
+struct PartMembers<Aligner<P>> {
+  static constexpr bool known = true;
+};
+template <class P>
+struct PartMembers<Fuser<P>> {
+  static constexpr bool known = true;
+};
+
 /// The part that fills a slot, or the default.
 template <Slot S, class Default, class... Parts>
 [[nodiscard]] constexpr auto pick(Default fallback, const Parts&... parts) {
@@ -98,8 +164,10 @@ template <Slot S, class Default, class... Parts>
 /// A policy twice, or one that models none of the five concepts, does not compile and says so.
 template <class... Parts>
 [[nodiscard]] constexpr auto merger(Parts... parts) {
-  static_assert(((detail::slot_of<Parts> != detail::Slot::none) && ...),
-                "kvmeld: merger(parts...) got a type that is no SelectPolicy, OrderPolicy, SeamPolicy, Aligner<...> or Fuser<...>; "
+  static_assert((detail::PartMembers<Parts>::known && ...),
+                "kvmeld: merger(parts...) got a type that is no SelectPolicy, OrderPolicy, SeamPolicy, Aligner<...> or "
+                "Fuser<...>: "
+                "it has neither 'select' nor 'order' nor 'mark'; "
                 "wrap alignment and fusion policies: Aligner{policy}, Fuser{policy}");
   using detail::Slot;
   auto select = detail::pick<Slot::select>(SelectAll{}, parts...);

@@ -1,5 +1,5 @@
 // An order without a digest: replicas could not tell that they use different ones.
-// error: kvmeld: merger(parts...) got a type that is no SelectPolicy, OrderPolicy, SeamPolicy, Aligner<...> or Fuser<...>
+// error: kvmeld: this select, order or seam policy lacks 'void digest(Hasher&) const'
 #include <kvmeld/state/merger.hpp>
 
 struct Mine {
