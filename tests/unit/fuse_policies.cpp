@@ -578,6 +578,23 @@ TEST_CASE("ties go to the smaller fragment id, whatever the order policy says") 
   }
 }
 
+namespace {
+
+// Leaves one output to the engine.
+struct SeamAt {
+  static constexpr bool reproducible = true;
+  std::size_t output = 0;
+
+  [[nodiscard]] kvmeld::Status mark(std::span<const kvmeld::Source>, const kvmeld::Alignment&,
+                                    std::span<std::uint8_t> recompute) const {
+    recompute[output] = 1;
+    return {};
+  }
+  void digest(kvmeld::Hasher& hasher) const { hasher.text("test.SeamAt"); }
+};
+
+}  // namespace
+
 TEST_CASE("a fuser that cannot act is a warning, and an error where the caller says so") {
   const auto g = test::geometry({.heads = 1, .channels = 32});
   std::vector<Sealed> spans;
@@ -635,6 +652,11 @@ TEST_CASE("a fuser that cannot act is a warning, and an error where the caller s
         RenderWarnings::nothing_fused);
   CHECK(report({}, matched(kvmeld::TrimmedMean{.f = 1})).warnings ==
         RenderWarnings::none);  // nothing is rendered at all
+
+  // A token that is left to the engine is not fused.
+  CHECK(report(set, kvmeld::merger(kvmeld::ById{}, Aligner{TokenMatch{}},
+                                   Fuser{kvmeld::Median{}}, SeamAt{2}))
+            .fused == 3);
 
   // A table that names nobody here: agents 8 and 9 are elsewhere.
   const kvmeld::AgentWeights elsewhere{.weights = {{8, 0.5F}, {9, 3.0F}}},

@@ -266,9 +266,7 @@ TEST_CASE("order statistics of numbers that add up beyond f32 are exact where th
   }
 }
 
-TEST_CASE("Bulyan takes the nearest values where their distance is beyond f32") {
-  // Sorted: -3.3e38, -3e38, 0, 3.1e38, 3.2e38 about the median 0: the lower two are nearer to it
-  // only by whole distances that fit.
+TEST_CASE("Bulyan takes the nearest values where distances and sums are beyond f32") {
   const float values[5] = {-3.3e38F, -3e38F, 3e38F, 3.1e38F, 3.2e38F};
   const kvmeld::Bulyan rule{.f = 1};
   // Median 3e38; -3e38 lies 6e38 away, beyond f32, 3.2e38 a little: the three largest are chosen.

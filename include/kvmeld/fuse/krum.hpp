@@ -49,14 +49,6 @@ KVMELD_LAZY [[nodiscard]] Status check_krum(const char* rule, std::int64_t f, st
   return error(ErrorCode::invalid_argument, rule, "{f = ", f, "} needs at least ", factor, "f + 3 = ", factor * f + 3, " contributions, there are ", n);
 }
 
-/// Whether `above` is nearer to `middle` than `below` is, whatever their size.
-[[nodiscard]] KVMELD_HD inline bool nearer(float above, float middle, float below) noexcept {
-  const float up = above - middle, down = middle - below;
-  if ((up - up) + (down - down) == 0.0F) return up < down;
-  // Halves are exact where whole distances leave f32.
-  return fma(above, 0.5F, -0.5F * middle) < fma(middle, 0.5F, -0.5F * below);
-}
-
 }  // namespace detail
 
 /// Keeps, for each token, the contribution whose n − f − 2 nearest others are nearest: K and V of all layers are one agent's.
@@ -147,8 +139,7 @@ struct Bulyan {
     const float median = mean_of(values, {(n - 1) / 2, n / 2 + 1});
     // Values nearest to the median are neighbours in order; equally near ones are the smaller.
     int begin = 0;
-    while (begin + nearest < n && detail::nearer(values[begin + nearest], median, values[begin]))
-      ++begin;
+    while (begin + nearest < n && values[begin + nearest] - median < median - values[begin]) ++begin;
     return mean_of(values, {begin, begin + nearest});
   }
   [[nodiscard]] static constexpr double bound(double peak, double, int) noexcept { return peak; }
