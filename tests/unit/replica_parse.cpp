@@ -340,6 +340,32 @@ TEST_CASE("members that join and leave do not stop compaction, and nothing remov
   CHECK(net.converged());
 }
 
+TEST_CASE(
+    "a member that was never heard of keeps removals, and payloads for it, until it is heard") {
+  Net net(3);
+  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) {
+    return from == 2 || to == 2;
+  };
+  const Fragment f = fragment(8);
+  REQUIRE(net.replicas[0].insert(f).ok());
+  net.run();
+  REQUIRE(net.replicas[1].remove(f.id()).ok());
+  net.run();
+  for (MemberId m = 0; m < 2; ++m) {
+    CHECK(net.replicas[m].set().empty());
+    CHECK(net.replicas[m].set().removals().size() == 1);
+    CHECK(net.replicas[m].set().compacted().empty());
+    CHECK(net.replicas[m].set().payload(f.id()).valid());
+  }
+  net.lose = nullptr;
+  net.run();
+  for (const Replica& replica : net.replicas) {
+    CHECK(replica.set().removals().empty());
+    CHECK(replica.set().compacted() == replica.set().context());
+    CHECK_FALSE(replica.set().payload(f.id()).valid());
+  }
+}
+
 TEST_CASE("members with other mergers are told apart, those of other namespaces or versions refused") {
   Net net(2);
   MemoryStore store;
