@@ -3,7 +3,9 @@
 
 find_package(CUDAToolkit 12.0 QUIET)
 if(NOT CUDAToolkit_FOUND OR NOT CUDAToolkit_NVCC_EXECUTABLE)
-  message(STATUS "skipped: CUDA headers and device tests (no nvcc)")
+  skipped_test(cuda/headers "no nvcc of CUDA 12 or newer")
+  skipped_test(cuda/internal_linkage "no nvcc of CUDA 12 or newer")
+  skip_folder(cuda cu "no nvcc of CUDA 12 or newer")
   return()
 endif()
 set(nvcc "${CUDAToolkit_NVCC_EXECUTABLE}")
@@ -92,4 +94,5 @@ if(cuda_sources)
   add_test(NAME cuda/internal_linkage
     COMMAND bash "${CMAKE_CURRENT_SOURCE_DIR}/cuda/internal_linkage.sh" "${CMAKE_NM}" ${cuda_test_objects})
   set_tests_properties(cuda/internal_linkage PROPERTIES LABELS cuda)
+  add_custom_target(cuda_internal_linkage DEPENDS ${cuda_test_objects})
 endif()

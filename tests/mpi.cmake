@@ -1,11 +1,11 @@
 # tests/mpi/NAME.cpp -> target mpi_NAME, test mpi/NAME: one job of 4 processes on this machine.
 if(NOT kvmeld_mpi_FOUND)
-  message(STATUS "skipped: tests/mpi (${kvmeld_mpi_REASON})")
+  skip_folder(mpi cpp "${kvmeld_mpi_REASON}")
   return()
 endif()
 find_program(KVMELD_MPIEXEC NAMES mpiexec mpirun)
 if(NOT KVMELD_MPIEXEC)
-  message(STATUS "skipped: tests/mpi (no mpiexec; install openmpi-bin)")
+  skip_folder(mpi cpp "no mpiexec; install openmpi-bin")
   return()
 endif()
 file(GLOB sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/mpi/*.cpp")

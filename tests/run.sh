@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Installs what is missing, builds the tests and runs them; the last lines are ctest's summary.
+# Installs what is missing, builds the tests and runs them; then the tests that were skipped, and why; the last lines are ctest's
+# summary.
 #
 #   bash tests/run.sh            all tests but the long ones
 #   bash tests/run.sh FILTER     the tests whose name matches the regular expression, for example unit/rope or laws/
 #   bash tests/run.sh --long     also long simulations, and the gates on the real model (fetches 500 MB)
+#   bash tests/run.sh --strict   fails where a test was skipped for want of anything but a GPU, CUDA, or a right that containers lack
 #
 # KVMELD_JOBS sets the number of jobs, KVMELD_CACHE where the engine and the models are kept.
 set -euo pipefail
@@ -11,11 +13,12 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/examples/support/common.sh"
 . "$root/examples/support/build.sh"
 
-filter='' long=OFF
+filter='' long=OFF strict=
 while [ $# -gt 0 ]; do
   case $1 in
     --long) long=ON; shift ;;
-    -*) die "unknown flag $1 (--long, or a filter)" ;;
+    --strict) strict=1; shift ;;
+    -*) die "unknown flag $1 (--long, --strict, or a filter)" ;;
     *) filter=$1; shift ;;
   esac
 done
@@ -50,7 +53,23 @@ if [ -n "$filter" ]; then
   done
 fi
 if [ -z "$filter" ] || [ ${#targets[@]} -gt 0 ]; then build "$root/build/tests" "${targets[@]}"; fi
-command -v nvidia-smi >/dev/null || say "skipped: device tests (no NVIDIA GPU)"
 
 cd "$root/build/tests"
-exec ctest -j "$KVMELD_JOBS" --output-on-failure --no-tests=error ${filter:+-R "$filter"}
+log=$(mktemp -d)
+trap 'rm -rf "$log"' EXIT
+status=0
+ctest -j "$KVMELD_JOBS" --output-on-failure --no-tests=error --output-junit "$log/junit.xml" ${filter:+-R "$filter"} 2>&1 |
+  awk -v held="$log/summary" '/^[0-9]+% tests passed, / { summary = 1 } summary { print > held; next } { print; fflush() }' || status=$?
+# The reason is the line that a test printed before it ended as skipped.
+awk '/<testcase / { name = $0; sub(/.*<testcase name="/, "", name); sub(/".*/, "", name); skipped = 0; reason = "(no reason given)" }
+     /<skipped/ { skipped = 1 }
+     /skipped: / { reason = $0; sub(/.*skipped: /, "", reason); sub(/<\/system-out>.*/, "", reason) }
+     /<\/testcase>/ && skipped { print name ": " reason }' "$log/junit.xml" >"$log/skipped"
+if [ -s "$log/skipped" ]; then printf 'Skipped tests, and why:\n'; sed 's/^/  /' "$log/skipped"; echo; fi
+may_be_skipped='^[^:]*: (no CUDA device|one CUDA device|no nvcc|no right to )'
+if [ -n "$strict" ] && grep -vE "$may_be_skipped" "$log/skipped" >"$log/missed"; then
+  printf 'These tests should have run here (--strict):\n'; sed 's/^/  /' "$log/missed"; echo
+  status=1
+fi
+cat "$log/summary" 2>/dev/null || true
+exit "$status"

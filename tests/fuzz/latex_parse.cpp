@@ -13,8 +13,9 @@ namespace {
 
 using namespace kvmeld;
 
-/// The first byte says how: names kept or not, narrow bounds or those that hold by default.
-void try_one(std::string_view bytes) {
+/// The first byte says how: names kept or not, narrow bounds or those that hold by default. Whether
+/// it is a formula.
+bool try_one(std::string_view bytes) {
   const auto how = static_cast<unsigned char>(bytes[0]);
   const std::string text(bytes.substr(1));
   FormulaOptions options;
@@ -45,6 +46,7 @@ void try_one(std::string_view bytes) {
   id.bytes[0] = 1;
   index.forget(id);
   if (index.segments() != 0 || index.formulas() != 0) std::abort();
+  return formula.ok();
 }
 
 }  // namespace
@@ -66,6 +68,7 @@ TEST_CASE("mutated formulas end in an error or a normal form") {
   const std::vector<std::string> words = {"\\frac", "\\sqrt[", "_{", "^{", "}", "{", "(", ")", "|", "\\|", "\\int ", " d x", "\\sum_", "=", "<", ",", "-", "/", "\\forall ", "\\ln_", "²", "\\text{", "$", "\\left.", "'"};
   std::mt19937_64 random(7);
   const auto below = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
+  int formulas = 0;
   for (int round = 0; round < 4000; ++round) {
     std::string text = static_cast<char>(below(4)) + corpus[below(corpus.size())];
     for (std::size_t edits = 1 + below(4); edits > 0; --edits) {
@@ -78,7 +81,10 @@ TEST_CASE("mutated formulas end in an error or a normal form") {
       }
       if (text.size() < 2) text += 'x';
     }
-    try_one(text);
+    formulas += try_one(text);
   }
+  // Both ends are met.
+  CHECK(formulas > 400);
+  CHECK(formulas < 3600);
 }
 #endif

@@ -42,8 +42,9 @@ std::string python() {
 TEST_CASE("a Python agent publishes, waits for the merge, and has the fragments' bytes as C++ has them") {
   const std::string python3 = python();
   if (python3.empty()) {
-    std::printf("skipped: no python3 with grpc and protobuf, or no protoc (Debian: python3-grpcio, python3-protobuf, protobuf-compiler)\n");
-    std::exit(77);
+    return test::skip(
+        "no python3 with grpc and protobuf, or no protoc (Debian: python3-grpcio, "
+        "python3-protobuf, protobuf-compiler)");
   }
   kvmeld::CoordinatorOptions<Auth> options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
   options.replica.self = 1000;

@@ -140,7 +140,18 @@ void fails_everywhere(ErrorCode code, const Prepare& prepare, const char* what) 
 void errors() {
   const bool odd = rank_number == 2;
   fails_everywhere(ErrorCode::merger_mismatch, [&](auto&, Digest128& merger, auto&) { if (odd) merger = {5, 5}; }, "another merger");
-  fails_everywhere(ErrorCode::unauthenticated, [&](auto&, auto&, auto& options) { if (odd) options.name_space = {1, 1}; }, "another name space");
+  fails_everywhere(
+      ErrorCode::unauthenticated,
+      [&](auto&, auto&, auto& options) {
+        if (odd) options.name_space = {1, 0};
+      },
+      "another name space");
+  fails_everywhere(
+      ErrorCode::unauthenticated,
+      [&](auto&, auto&, auto& options) {
+        if (odd) options.name_space = {0, 1};
+      },
+      "the other half of one");
   fails_everywhere(ErrorCode::invalid_argument, [&](auto&, auto&, auto& options) { if (odd) options.message_bytes = 7; }, "other messages");
   fails_everywhere(ErrorCode::oversized, [&](auto&, auto&, auto& options) { if (odd) options.max_set_bytes = 3; }, "too large a set");
   fails_everywhere(ErrorCode::oversized, [&](auto&, auto&, auto& options) { if (odd) options.max_payload_bytes = 100; options.message_bytes = 64; }, "too large a payload");

@@ -1,8 +1,4 @@
-// The test runner's main, for a Catch2 that was installed without its library.
-#if __has_include(<catch2/catch_session.hpp>)
-#include <catch2/catch_session.hpp>
-int main(int argc, char** argv) { return Catch::Session().run(argc, argv); }
-#else
-#define CATCH_CONFIG_MAIN
-#include <catch2/catch.hpp>
-#endif
+// The test runner's main.
+#include "catch_run.hpp"
+
+int main(int argc, char** argv) { return test::run_cases(argc, argv); }

@@ -3,12 +3,7 @@
 
 #include <cstdio>
 
-#if __has_include(<catch2/catch_session.hpp>)
-#include <catch2/catch_session.hpp>
-#else
-#define CATCH_CONFIG_RUNNER
-#include <catch2/catch.hpp>
-#endif
+#include "catch_run.hpp"
 
 int main(int argc, char** argv) {
   int devices = 0;
@@ -16,5 +11,5 @@ int main(int argc, char** argv) {
     std::puts("skipped: no CUDA device");
     return 77;
   }
-  return Catch::Session().run(argc, argv);
+  return test::run_cases(argc, argv);
 }

@@ -371,4 +371,6 @@ TEST_CASE("a ridge finds gains that are linear in the features, and blends behin
   REQUIRE(kvmeld::fit_gain_ridge({}, 1, "").status().code() == ErrorCode::invalid_argument);
   REQUIRE(kvmeld::fit_gain_ridge(fitted, -1, "").status().code() == ErrorCode::invalid_argument);
 }
+#else
+TEST_CASE("fits of gains") { test::skip("no Eigen (Debian: libeigen3-dev)"); }
 #endif

@@ -33,10 +33,7 @@ TEST_CASE("a file store keeps the laws, through copies of a handle and through h
 }
 
 TEST_CASE("a shared memory store keeps the laws under a name") {
-  if (::access("/dev/shm", W_OK) != 0) {
-    WARN("no /dev/shm that can be written: skipped");
-    return;
-  }
+  if (::access("/dev/shm", W_OK) != 0) return test::skip("no /dev/shm that can be written");
   const std::string name = "test-" + std::to_string(::getpid()) + "_a.b";
   auto store = kvmeld::shared_memory_store(name);
   REQUIRE(store.ok());
