@@ -111,7 +111,7 @@ class RedisServer {
     kvmeld::RedisConnection connection(client());
     const auto reply = connection.command(arguments);
     if (!reply) return reply.error().message();
-    return reply->is_integer() ? std::to_string(reply->number()) : std::string(reply->text());
+    return reply->is_integer() ? std::to_string(reply->number().value_or(0)) : std::string(reply->text());
   }
 
  private:

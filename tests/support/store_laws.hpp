@@ -78,7 +78,7 @@ void blob_laws(Store& store, Store& other, std::uint64_t seed) {
     REQUIRE(put.ok());
     CHECK(*put);
     for (Store* s : {&store, &other}) {
-      const auto again = s->put(key, others);
+      const auto again = s->put(key, bytes);
       REQUIRE(again.ok());
       CHECK_FALSE(*again);
       const auto contains = s->contains(key);
@@ -91,10 +91,28 @@ void blob_laws(Store& store, Store& other, std::uint64_t seed) {
     }
     const auto held = store.get(key);
     REQUIRE(held.ok());
+    // Other bytes in its place, of another length and of the same one, are not taken for it: they are replaced.
+    Bytes one_bit = bytes;
+    if (size > 0) one_bit[size / 2] ^= std::byte{16};
+    for (const Bytes& wrong : {others, one_bit}) {
+      if (wrong == bytes) continue;
+      const auto replaced = other.put(key, wrong);
+      REQUIRE(replaced.ok());
+      CHECK(*replaced);
+      const auto got = store.get(key);
+      REQUIRE(got.ok());
+      CHECK(equal(*got, wrong));
+      const auto back = store.put(key, bytes);
+      REQUIRE(back.ok());
+      CHECK(*back);
+      const auto right = other.get(key);
+      REQUIRE(right.ok());
+      CHECK(equal(*right, bytes));
+    }
     REQUIRE(other.erase(key).ok());
     CHECK(equal(*held, bytes));  // whoever holds a blob keeps its bytes
     CHECK_FALSE(store.get(key).ok());
-    const auto back = store.put(key, others);  // also under bytes that were refused before
+    const auto back = store.put(key, others);
     REQUIRE(back.ok());
     CHECK(*back);
     const auto got = other.get(key);

@@ -25,8 +25,10 @@ struct FragmentFormat {
   /// Of one payload, as `ManifestLimits` has it: a fragment beyond is neither stored nor taken.
   std::uint64_t max_repeated_bytes = std::uint64_t{1} << 26;
   C compressor{};
-  /// Hashes payloads that a store maps in one piece before they are believed, O(bytes). Off: whoever may write there is trusted.
-  bool verify_mapped = true;
+  /// Hashes what a store has already before it is believed, O(bytes): payloads that it maps in one piece, and chunks that need not
+  /// be put again. Off: whoever may write there is trusted, and so is the disk. What is mapped may change after it was verified,
+  /// where somebody writes into the file: `FileStoreOptions::private_copies` rules that out.
+  bool verify_stored = true;
 
   [[nodiscard]] ManifestLimits limits() const noexcept {
     return {max_payload_bytes, max_repeated_bytes};
@@ -51,11 +53,6 @@ template <ContentHash Hash>
   return key;
 }
 
-/// Whether an error proves that bytes are not what their key names. Bytes that this build cannot read may be somebody else's good ones.
-[[nodiscard]] constexpr bool is_damage(ErrorCode code) noexcept {
-  return code == ErrorCode::id_mismatch || code == ErrorCode::corrupt || code == ErrorCode::truncated;
-}
-
 /// Whether an error proves that a blob is not what its key names. One that this build cannot read (another version, another
 /// compressor) may be somebody else's good one, and stays.
 [[nodiscard]] constexpr bool proves_damage(ErrorCode code) noexcept {
@@ -76,6 +73,25 @@ KVMELD_LAZY [[nodiscard]] Status check_limits(const Manifest& manifest,
   return {};
 }
 
+/// Good where a stored chunk is what its key names; else why not, as `decode_chunk` says it. O(bytes), no copy where it is raw.
+template <ContentHash Hash, Compressor C>
+[[nodiscard]] Status check_chunk(const Blob& stored, const BlobKey& key, const FragmentFormat<Hash, C>& format) {
+  const auto open = open_chunk(stored.bytes(), max_chunk_bytes);
+  const bool raw = open && open->codec == 0 && open->data.size() == open->raw_bytes;
+  if (raw && chunk_key<Hash>(open->data) == key) return {};
+  return decode_chunk<Hash>(stored.bytes(), key, max_chunk_bytes, format.compressor).status();
+}
+
+/// Whether a chunk need not be put: it is there, and verified as the format says. Errors: the store's.
+template <BlobStore S, ContentHash Hash, Compressor C>
+[[nodiscard]] Result<bool> has_chunk(S& store, const BlobKey& key, const FragmentFormat<Hash, C>& format) {
+  if (!format.verify_stored) return store.contains(key);
+  const auto stored = store.get(key);
+  if (stored) return check_chunk(*stored, key, format).ok();
+  if (stored.error().code() == ErrorCode::not_found) return false;
+  return stored.error();
+}
+
 inline void count(StoredBytes& counted, bool fresh, std::size_t bytes) {
   (fresh ? counted.bytes : counted.dedup_bytes) += bytes;
   counted.dedup_hits += fresh ? 0U : 1U;
@@ -86,6 +102,7 @@ inline void count(StoredBytes& counted, bool fresh, std::size_t bytes) {
 /// Puts a whole fragment into a store: payloads in one piece where the store can, else in chunks; the manifest last, so that whoever
 /// finds it finds the rest. O(bytes).
 ///
+/// What the store has already is looked at (`FragmentFormat::verify_stored`), and put anew where it is not what it should be.
 /// Errors: the store's, those of `make_manifest` (`payload_missing`), and `oversized` for what the
 /// format's bounds would not let anybody read again. What was put stays and harms nobody: a retry finds it there.
 template <BlobStore S, ContentHash Hash, Compressor C>
@@ -102,7 +119,7 @@ template <BlobStore S, ContentHash Hash, Compressor C>
       detail::count(counted, *fresh, payload.byte_count);
     } else {
       for (std::size_t c = 0; c < manifest->chunks[p].size(); ++c) {
-        const auto there = store.contains(manifest->chunks[p][c]);
+        const auto there = detail::has_chunk(store, manifest->chunks[p][c], format);
         if (!there) return there.error();
         const auto raw = raw_chunk(payload, c, format.chunk_bytes);
         if (*there) {
@@ -151,7 +168,7 @@ template <PayloadStore S, ContentHash Hash, Compressor C>
     const auto blob = store.map_payload(key);
     if (!blob) return blob.error();
     payload.bytes = blob->data;
-    if (blob->size != payload.byte_count || (format.verify_mapped && payload_digest<Hash>(payload) != payload.digest)) {
+    if (blob->size != payload.byte_count || (format.verify_stored && payload_digest<Hash>(payload) != payload.digest)) {
       (void)store.erase_payload(key);
       return error(ErrorCode::id_mismatch, "a mapped payload of ", blob->size, " bytes is not the one of ", payload.byte_count, " bytes that ",
                    manifest.fragment.id().hex(), " names");
@@ -169,9 +186,7 @@ template <BlobStore S, ContentHash Hash, Compressor C>
 [[nodiscard]] Result<Blob> load_chunk(S& store, const BlobKey& key, const FragmentFormat<Hash, C>& format) {
   auto stored = store.get(key);
   if (!stored) return stored.error();
-  const auto open = detail::open_chunk(stored->bytes(), max_chunk_bytes);
-  if (open && open->codec == 0 && open->data.size() == open->raw_bytes && chunk_key<Hash>(open->data) == key) return stored;
-  const Status status = decode_chunk<Hash>(stored->bytes(), key, max_chunk_bytes, format.compressor).status();
+  const Status status = detail::check_chunk(*stored, key, format);
   if (status.ok()) return stored;
   if (detail::proves_damage(status.code())) (void)store.erase(key);
   return status;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
@@ -69,7 +70,8 @@ class SimulatedStore {
 
   Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) {
     KVMELD_TRY(reachable());
-    if (disk_->blobs.count(key) != 0) return false;
+    const auto at = disk_->blobs.find(key);
+    if (at != disk_->blobs.end() && std::ranges::equal(*at->second.now, bytes)) return false;
     const Outcome outcome = decide();
     if (outcome.happens && outcome.whole) {
       disk_->blobs[key] = stored(bytes);

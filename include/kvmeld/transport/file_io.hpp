@@ -16,12 +16,14 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 #include <kvmeld/cache/hash.hpp>
 #include <kvmeld/session/blob_store.hpp>
@@ -58,7 +60,8 @@ class FileHandle {
   int fd_ = -1;
 };
 
-/// Repeats a system call that a signal has interrupted.
+/// Repeats a system call that a signal has interrupted. All calls on files pass through here: on network and user-space file systems
+/// each of them may end with EINTR, not only those that a manual names.
 template <class Call>
 auto uninterrupted(const Call& call) {
   for (;;) {
@@ -107,14 +110,43 @@ auto uninterrupted(const Call& call) {
 }
 /// Makes the names in a folder durable.
 [[nodiscard]] inline int sync_folder(int folder, const std::string& name) {
-  const FileHandle opened = open_file(folder, name, O_RDONLY | O_DIRECTORY);
+  const FileHandle opened = open_file(folder, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
   return opened.valid() ? sync_file(opened.get()) : errno;
+}
+
+/// 0, or the errno.
+[[nodiscard]] inline int status_at(int folder, const std::string& name, struct ::stat& status) {
+  return uninterrupted([&] { return ::fstatat(folder, name.c_str(), &status, 0); }) == 0 ? 0 : errno;
+}
+[[nodiscard]] inline int status_of_file(int fd, struct ::stat& status) {
+  return uninterrupted([&] { return ::fstat(fd, &status); }) == 0 ? 0 : errno;
+}
+[[nodiscard]] inline int cut_file(int fd, std::uint64_t size) {
+  return uninterrupted([&] { return ::ftruncate(fd, static_cast<::off_t>(size)); }) == 0 ? 0 : errno;
+}
+[[nodiscard]] inline int set_mode(int fd, unsigned mode) {
+  return uninterrupted([&] { return ::fchmod(fd, mode); }) == 0 ? 0 : errno;
+}
+/// What is not there is removed already.
+[[nodiscard]] inline int remove_name(int folder, const std::string& name, int flags = 0) {
+  const int result = uninterrupted([&] { return ::unlinkat(folder, name.c_str(), flags); });
+  return result == 0 || errno == ENOENT ? 0 : errno;
 }
 
 /// Creates a folder with exactly this mode; one that is there keeps its own. 0, or the errno.
 [[nodiscard]] inline int make_folder(int folder, const std::string& name, unsigned mode) {
-  if (::mkdirat(folder, name.c_str(), mode) == 0) return ::fchmodat(folder, name.c_str(), mode, 0) == 0 ? 0 : errno;
-  return errno == EEXIST ? 0 : errno;
+  if (uninterrupted([&] { return ::mkdirat(folder, name.c_str(), mode); }) != 0) return errno == EEXIST ? 0 : errno;
+  return uninterrupted([&] { return ::fchmodat(folder, name.c_str(), mode, 0); }) == 0 ? 0 : errno;
+}
+
+/// A folder to look names up in; ELOOP or ENOTDIR in errno where the name is a link.
+[[nodiscard]] inline FileHandle open_folder(int folder, const std::string& name) {
+#ifdef O_PATH
+  constexpr int look_up = O_PATH;
+#else
+  constexpr int look_up = O_RDONLY;
+#endif
+  return open_file(folder, name, look_up | O_DIRECTORY | O_NOFOLLOW);
 }
 
 /// Nanoseconds of a clock that only goes forward.
@@ -138,26 +170,60 @@ auto uninterrupted(const Call& call) {
   return hasher.digest().low;
 }
 
-/// A file's bytes, read-only: mapped, and so at a cost that does not grow with their number; small ones copied, since mappings
-/// are few and a page is small. Size and type are the caller's to check.
-[[nodiscard]] inline Result<Blob> map_file(int fd, std::size_t size, std::string_view name) {
-  constexpr std::size_t copied = 16384;
+/// A file's bytes, read-only. Mapped at a cost that does not grow with their number; small ones are copied, since mappings are few
+/// and a page is small, and all are where `copied`. Size and type are the caller's to check.
+[[nodiscard]] inline Result<Blob> map_file(int fd, std::size_t size, bool copied, std::string_view name) {
+  constexpr std::size_t mapped_from = 16385;
   Blob blob;
   blob.size = size;
-  if (size > copied) {
+  if (size >= mapped_from && !copied) {
     void* const at = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0);
     if (at != MAP_FAILED) {
-      blob.data = std::shared_ptr<const std::byte[]>(static_cast<const std::byte*>(at), [size](const std::byte* p) {
-        ::munmap(const_cast<std::byte*>(p), size);
-      });
+      const auto unmap = [size](const std::byte* p) { ::munmap(const_cast<std::byte*>(p), size); };
+      blob.data = std::shared_ptr<const std::byte[]>(static_cast<const std::byte*>(at), unmap);
       return blob;
     }
     if (errno != ENOMEM && errno != ENODEV) return file_error(errno, "map", name);
   }
   const std::shared_ptr<std::byte[]> bytes(new std::byte[(std::max)(size, std::size_t{1})]);
-  if (const int number = read_at(fd, {bytes.get(), size}, 0); number != 0) return file_error(number, "read", name);
+  if (const int number = read_at(fd, {bytes.get(), size}, 0); number != 0) {
+    return file_error(number, "read", name);
+  }
   blob.data = bytes;
   return blob;
+}
+
+/// Whether a file of this name holds exactly these bytes. One that is no file, or whose bytes the disk does not give, does not.
+/// Where it does and `sync`, it is durable afterwards: whoever wrote it may have promised less.
+///
+/// Errors: ENOENT for `not_found`; those of files. O(bytes), a window at a time.
+[[nodiscard]] inline Result<bool> holds_bytes(int folder, const std::string& name,
+                                              std::span<const std::byte> bytes, bool sync) {
+  const FileHandle file = open_file(folder, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+  if (!file.valid()) {
+    if (errno == ENOENT) return error(ErrorCode::not_found, "no file ", name);
+    if (errno == ELOOP) return false;
+    return file_error(errno, "open", name);
+  }
+  struct ::stat status {};
+  if (const int number = status_of_file(file.get(), status); number != 0) {
+    return file_error(number, "look at", name);
+  }
+  if (!S_ISREG(status.st_mode) || static_cast<std::uint64_t>(status.st_size) != bytes.size()) {
+    return false;
+  }
+  std::vector<std::byte> window((std::min)(bytes.size(), std::size_t{262'144}));
+  for (std::size_t at = 0; at < bytes.size();) {
+    const std::size_t count = (std::min)(window.size(), bytes.size() - at);
+    const std::span<std::byte> here(window.data(), count);
+    if (read_at(file.get(), here, at) != 0) return false;
+    if (std::memcmp(here.data(), bytes.data() + at, count) != 0) return false;
+    at += count;
+  }
+  if (const int number = sync ? sync_file(file.get()) : 0; number != 0) {
+    return file_error(number, "sync", name);
+  }
+  return true;
 }
 
 }  // namespace detail

@@ -21,7 +21,8 @@ class FileLock {
   /// @param how LOCK_SH or LOCK_EX. Errors: `unavailable` when another holds it for the whole time.
   [[nodiscard]] static Result<FileLock> take(int folder, const std::string& name, int how, std::int64_t timeout_ms) {
     FileLock lock;
-    lock.file_ = open_file(folder, name, O_RDWR);  // network file systems want it for LOCK_EX
+    // Network file systems want a file that is open for writing for LOCK_EX; who only reads may not be allowed to.
+    lock.file_ = open_file(folder, name, (how == LOCK_EX ? O_RDWR : O_RDONLY) | O_NOFOLLOW);
     if (!lock.file_.valid()) return file_error(errno, "open", name);
     const std::int64_t start = monotonic_ns();
     std::int64_t pause_ns = 20'000;
@@ -62,7 +63,8 @@ class TempFile {
       uninterrupted([&] { return ::flock(temp.file_.get(), LOCK_EX); });
       struct ::stat status {};
       // Whoever cleans up may have looked at it before it was locked.
-      if (::fstat(temp.file_.get(), &status) == 0 && status.st_nlink > 0) return Result(std::move(temp));
+      const bool named = status_of_file(temp.file_.get(), status) == 0 && status.st_nlink > 0;
+      if (named) return Result(std::move(temp));
     }
     return error(ErrorCode::unavailable, "no free name for a temporary file after 100 attempts");
   }
@@ -71,22 +73,26 @@ class TempFile {
       : folder_(other.folder_), name_(std::exchange(other.name_, {})), file_(std::move(other.file_)) {}
   TempFile& operator=(TempFile&&) = delete;
   ~TempFile() {
-    if (!name_.empty()) ::unlinkat(folder_, name_.c_str(), 0);
+    if (!name_.empty()) (void)remove_name(folder_, name_);
   }
 
   [[nodiscard]] int get() const noexcept { return file_.get(); }
-  /// Gives it a name that must be free: true; false where it is not. Errors: as `file_error`.
-  [[nodiscard]] Result<bool> publish(const std::string& name) {
-    if (::linkat(folder_, name_.c_str(), folder_, name.c_str(), 0) == 0) return true;
+  /// Gives it a name that must be free, in a folder of the same file system: true; false where it is not. Errors: as `file_error`.
+  [[nodiscard]] Result<bool> publish(int folder, const std::string& name) {
+    const auto link = [&] { return ::linkat(folder_, name_.c_str(), folder, name.c_str(), 0); };
+    if (uninterrupted(link) == 0) return true;
     if (errno == EEXIST) return false;
-    // Without hard links the rename may replace a blob of the same name, that is, of the same bytes.
-    if (errno != EPERM && errno != EOPNOTSUPP && errno != EMLINK) return file_error(errno, "name", name);
-    KVMELD_TRY(replace(name));
+    // Without hard links the rename may replace a blob that came to its name meanwhile.
+    if (errno != EPERM && errno != EOPNOTSUPP && errno != EMLINK) {
+      return file_error(errno, "name", name);
+    }
+    KVMELD_TRY(replace(folder, name));
     return true;
   }
   /// Gives it a name, whatever has that name now. Errors: as `file_error`.
-  [[nodiscard]] Status replace(const std::string& name) {
-    if (::renameat(folder_, name_.c_str(), folder_, name.c_str()) != 0) return file_error(errno, "rename to", name);
+  [[nodiscard]] Status replace(int folder, const std::string& name) {
+    const auto rename = [&] { return ::renameat(folder_, name_.c_str(), folder, name.c_str()); };
+    if (uninterrupted(rename) != 0) return file_error(errno, "rename to", name);
     name_.clear();
     return {};
   }

@@ -17,22 +17,36 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// What stands before a record's bytes in a log.
+/// What stands before a record's bytes in a log: 32 bytes, little-endian as everything in it.
 ///
-/// The checksum covers offset, length and bytes: a record's own bytes at another place are none.
+/// `bytes_checksum` covers the bytes, `checksum` the fields before it and where they stand: a record's own bytes at another place
+/// are none, and a head that is right tells where its record ends, whatever became of the bytes.
 struct RecordHead {
   static constexpr std::uint64_t record_magic = 0xC4'72'65'63'6F'72'64'F5ULL;
 
   std::uint64_t magic = record_magic;
   std::uint64_t length = 0;
+  std::uint64_t bytes_checksum = 0;
   std::uint64_t checksum = 0;
 
   RecordHead() = default;
-  RecordHead(std::uint64_t offset, std::span<const std::byte> bytes) : length(bytes.size()), checksum(sum(offset, bytes)) {}
+  RecordHead(std::uint64_t offset, std::span<const std::byte> bytes)
+      : length(bytes.size()),
+        bytes_checksum(XXH3_64bits(bytes.data(), bytes.size())),
+        checksum(sum(offset)) {}
 
-  [[nodiscard]] static std::uint64_t sum(std::uint64_t offset, std::span<const std::byte> bytes) {
-    const std::array<std::uint64_t, 2> where{offset, bytes.size()};
-    return XXH3_64bits_withSeed(bytes.data(), bytes.size(), XXH3_64bits(where.data(), sizeof where));
+  [[nodiscard]] bool stands_at(std::uint64_t offset) const {
+    return magic == record_magic && checksum == sum(offset);
+  }
+  [[nodiscard]] bool is_of(std::span<const std::byte> bytes) const {
+    return XXH3_64bits(bytes.data(), bytes.size()) == bytes_checksum;
+  }
+  friend bool operator==(const RecordHead&, const RecordHead&) = default;
+
+ private:
+  [[nodiscard]] std::uint64_t sum(std::uint64_t offset) const {
+    const std::array<std::uint64_t, 4> all{offset, magic, length, bytes_checksum};
+    return XXH3_64bits(all.data(), sizeof all);
   }
 };
 inline constexpr std::uint64_t record_head_bytes = sizeof(RecordHead);
@@ -71,12 +85,17 @@ class FileWindow {
   std::vector<std::byte> bytes_;
 };
 
-/// Gives every whole record between two offsets to `take(bytes) -> Status`; returns the end of the last one, or `from`.
+/// Gives every whole record between two offsets to `take(offset, head, bytes) -> Status`, and what lies between two of them, which is
+/// torn or damaged, to `gap(begin, end)`; returns the end of the last whole record, or `from`.
 ///
-/// What is torn or damaged is passed over, up to the next place where a record stands; `skipped` counts its bytes where one does.
-/// No more is read into memory at once than the longest record that the file has room for. Errors: those of files and of `take`.
-template <class Take>
-[[nodiscard]] Result<std::uint64_t> walk_records(int fd, std::uint64_t from, std::uint64_t size, std::uint64_t& skipped, const Take& take) {
+/// Linear in the bytes, whatever they are: a head that is right and bytes that are not are passed as one, so that no byte is hashed
+/// twice. No more is read into memory at once than the longest record that the file has room for. Errors: those of files and of
+/// `take`.
+template <class Take, class Gap>
+[[nodiscard]] Result<std::uint64_t> walk_records(int fd, std::uint64_t from, std::uint64_t size,
+                                                 const Take& take, const Gap& gap) {
+  constexpr std::uint64_t record_magic = RecordHead::record_magic;
+  const auto magic = std::as_bytes(std::span(&record_magic, 1));
   FileWindow window(fd, size);
   std::uint64_t end = from;
   std::uint64_t at = from;
@@ -85,20 +104,19 @@ template <class Take>
     if (seen.empty()) return file_error(errno, "read", "the record log");
     RecordHead head;
     std::memcpy(&head, seen.data(), sizeof head);
-    if (head.magic == RecordHead::record_magic && head.length <= size - at - record_head_bytes) {
+    if (head.stands_at(at) && head.length <= size - at - record_head_bytes) {
       seen = window.at(at, record_head_bytes + head.length);
       if (seen.empty()) return file_error(errno, "read", "the record log");
       const auto bytes = seen.subspan(record_head_bytes, static_cast<std::size_t>(head.length));
-      if (RecordHead::sum(at, bytes) == head.checksum) {
-        KVMELD_TRY(take(bytes));
-        skipped += at - end;
-        at += record_head_bytes + head.length;
-        end = at;
-        continue;
+      const std::uint64_t next = at + record_head_bytes + head.length;
+      if (head.is_of(bytes)) {
+        KVMELD_TRY(take(at, head, bytes));
+        if (at > end) gap(end, at);
+        end = next;
       }
+      at = next;
+      continue;
     }
-    constexpr std::uint64_t record_magic = RecordHead::record_magic;
-    const auto magic = std::as_bytes(std::span(&record_magic, 1));
     const auto found = std::search(seen.begin() + 1, seen.end(), magic.begin(), magic.end());
     const auto passed = static_cast<std::uint64_t>(found - seen.begin());
     at += found == seen.end() ? passed - (magic.size() - 1) : passed;

@@ -29,20 +29,30 @@ class MemoryStore {
   /// O(bytes + log n). Errors: `store_full`.
   Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) {
     Content& c = *content_;
-    {
-      const std::lock_guard lock(c.mutex);
-      if (c.blobs.contains(key)) return false;
-      if (Status room = c.room_for(bytes.size(), 0); !room) return room;
+    std::shared_ptr<std::byte[]> copy;
+    for (Blob there;;) {
+      {
+        const std::lock_guard lock(c.mutex);
+        const auto at = c.blobs.find(key);
+        const bool as_seen = at == c.blobs.end() ? there.data == nullptr : at->second.data == there.data;
+        const std::size_t freed = at == c.blobs.end() ? 0 : at->second.size;
+        if (as_seen) {
+          if (Status room = c.room_for(bytes.size(), freed); !room) return room;
+        }
+        if (as_seen && copy != nullptr) {
+          c.used_bytes += bytes.size() - freed;
+          c.blobs.insert_or_assign(key, Blob{copy, bytes.size()});
+          return true;
+        }
+        there = at == c.blobs.end() ? Blob{} : at->second;
+      }
+      // Compared and copied without the lock; what the others did meanwhile is looked at again.
+      if (there.data != nullptr && std::ranges::equal(there.bytes(), bytes)) return false;
+      if (copy == nullptr) {
+        copy.reset(new std::byte[(std::max)(bytes.size(), std::size_t{1})]);
+        std::copy(bytes.begin(), bytes.end(), copy.get());
+      }
     }
-    // Copied without the lock; what the others did meanwhile is looked at again.
-    const std::shared_ptr<std::byte[]> copy(new std::byte[(std::max)(bytes.size(), std::size_t{1})]);
-    std::copy(bytes.begin(), bytes.end(), copy.get());
-    const std::lock_guard lock(c.mutex);
-    if (c.blobs.contains(key)) return false;
-    if (Status room = c.room_for(bytes.size(), 0); !room) return room;
-    c.blobs.emplace(key, Blob{copy, bytes.size()});
-    c.used_bytes += bytes.size();
-    return true;
   }
 
   /// O(log n), no copy. Errors: `not_found`.

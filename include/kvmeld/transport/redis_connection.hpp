@@ -37,7 +37,8 @@ class RedisArgument {
 ///
 /// Not thread-safe. After a failed attempt to connect the next one waits (exponential backoff with jitter), and calls until then
 /// fail at once. The first wait without a byte ends a call: `connect_timeout_ms + command_timeout_ms` on a server that stands still.
-/// Errors of every call: `unavailable`; `timed_out` (no byte moved for `command_timeout_ms`; whether the server acted is unknown);
+/// Errors of every call: `unavailable`; `timed_out` (no byte moved for `command_timeout_ms`, or less than 64 KiB in each such time
+/// while the call goes on; whether the server acted is unknown);
 /// `unauthenticated`; `invalid_argument` for options out of range. Nothing is queued after them, and what was sent is not sent
 /// again: whether that is right, the caller knows.
 class RedisConnection {
@@ -139,8 +140,10 @@ class RedisConnection {
       if (reply) return reply;
       bool moved = false;
       KVMELD_TRY(socket_.receive(moved));
-      if (moved) continue;
       const std::int64_t left = deadline - detail::monotonic_ms();
+      if (moved && left > 0) continue;
+      if (moved) KVMELD_TRY(socket_.parse(reply));  // a part of an answer stays for the next call
+      if (reply) return reply;
       if (left <= 0 || socket_.wait(POLLIN, left) == 0) return std::optional<RedisReply>();
     }
   }
@@ -150,6 +153,7 @@ class RedisConnection {
 
  private:
   static constexpr std::size_t copied_bytes = 4096;
+  static constexpr std::uint64_t slowest_bytes = 65'536;  // in each `command_timeout_ms`
 
   struct Outside {
     std::size_t at;  // where in `text_` these bytes belong
@@ -158,6 +162,10 @@ class RedisConnection {
 
   [[nodiscard]] double random_fraction() noexcept {  // splitmix64
     return static_cast<double>(detail::mix_bits(jitter_ += 0x9E3779B97F4A7C15U) >> 11U) * 0x1p-53;
+  }
+
+  [[nodiscard]] std::uint64_t bytes_moved() const noexcept {
+    return socket_.traffic.bytes_sent + socket_.traffic.bytes_received;
   }
 
   void drop_queue() noexcept {
@@ -218,6 +226,8 @@ class RedisConnection {
     std::size_t first = 0;
     std::vector<RedisReply> replies;
     replies.reserve(queued_);
+    const std::int64_t start = detail::monotonic_ms();
+    const std::uint64_t bytes_before = bytes_moved();
     // Both ways at once, so that the server need not keep the answers; they are looked for where poll says that there are some.
     for (bool look = false; first < out.size() || replies.size() < queued_;) {
       bool moved = false;
@@ -233,8 +243,15 @@ class RedisConnection {
         look = received;
         moved = moved || received;
       }
-      if (moved && (look || first < out.size())) continue;
       if (first == out.size() && replies.size() == queued_) break;
+      const std::uint64_t bytes = bytes_moved() - bytes_before;
+      const std::int64_t spent = detail::monotonic_ms() - start;
+      const auto turns = static_cast<std::int64_t>(bytes / slowest_bytes);
+      if (spent / options_.command_timeout_ms > turns) {
+        return socket_.lose(ErrorCode::timed_out, bytes, " bytes moved in ", spent, " ms, and ", slowest_bytes, " should in each ",
+                            options_.command_timeout_ms, " ms, with ", replies.size(), " of ", queued_, " answers here");
+      }
+      if (moved && (look || first < out.size())) continue;
       const int ready = socket_.wait(first < out.size() ? POLLIN | POLLOUT : POLLIN, options_.command_timeout_ms);
       if (ready == 0) {
         return socket_.lose(ErrorCode::timed_out, "no byte moved for ", options_.command_timeout_ms, " ms, with ", replies.size(), " of ",

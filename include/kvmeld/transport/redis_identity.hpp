@@ -4,7 +4,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <charconv>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -75,7 +74,11 @@ struct RedisIdentity {
   identity.run_id = redis_info((*replies)[0].text(), "run_id");
   identity.policy = redis_info((*replies)[1].text(), "maxmemory_policy");
   const std::string most = redis_info((*replies)[1].text(), "maxmemory");
-  (void)std::from_chars(most.data(), most.data() + most.size(), identity.max_memory);
+  if (!most.empty()) {
+    const auto number = redis_digits(most);
+    if (!number) return error(ErrorCode::corrupt, connection.address(), ": maxmemory is '", most.substr(0, 40), "', and no number");
+    identity.max_memory = *number;
+  }
   identity.content = (*replies)[2].text();
   return identity;
 }

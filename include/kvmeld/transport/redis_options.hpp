@@ -19,7 +19,8 @@ struct RedisOptions {
   std::string password{};     ///< empty: no AUTH is sent
   int database = 0;
   std::int64_t connect_timeout_ms = 1000;  ///< for the connection alone; a host name is resolved before, at the system's own pace
-  std::int64_t command_timeout_ms = 5000;  ///< longest wait in which no byte moves; afterwards the connection counts as lost
+  /// Longest wait in which no byte moves, or less than 64 KiB of a call that goes on; afterwards the connection counts as lost.
+  std::int64_t command_timeout_ms = 5000;
   std::int64_t backoff_ms = 20;            ///< after the first failure; doubles with each, times a random factor in [0.5, 1)
   std::int64_t backoff_limit_ms = 2000;
   std::uint64_t backoff_seed = 0;          ///< of that factor; 0: another one for each process and connection

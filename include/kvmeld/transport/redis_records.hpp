@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -48,6 +49,7 @@ class RedisRecords {
   Result<RecordBatch> read(RedisConnection& connection, std::uint64_t cursor) {
     RecordBatch batch;
     std::uint64_t number = number_of(cursor);
+    std::uint64_t goal = ~std::uint64_t{0};  // the end when first seen: who adds faster than this reads is read the next time
     for (int others = 0; others < 1000;) {
       number = (std::max)(number, base_);
       const std::uint64_t first = number - base_;
@@ -66,23 +68,32 @@ class RedisRecords {
         identified_ = false;
         return error(ErrorCode::unavailable, connection.address(), ": the data were flushed while records were read");
       }
-      const std::uint64_t base = (*replies)[4].number();
-      const std::uint64_t end = base + (*replies)[1].number();
-      if (base != base_ || base != (*replies)[0].number()) {  // replaced since: looked at the wrong place
+      const auto before = number_in((*replies)[0], base_key_, connection);
+      const auto span = span_of((*replies)[4], (*replies)[1], connection);
+      if (!before) return before.error();
+      if (!span) return span.error();
+      const auto [base, end] = *span;
+      if (base != base_ || base != *before) {  // replaced since: looked at the wrong place
         base_ = base;
         ++others;
         continue;
       }
       if (number > end) {  // a cursor that nobody gave
         number = 0;
+        ++others;
         continue;
+      }
+      goal = (std::min)(goal, end);
+      if (!list.is_array() || list.size() > page) {
+        return error(ErrorCode::corrupt, connection.address(), ": ", page, " records asked for, ", list.size(), " given");
       }
       for (std::size_t i = 0; i < list.size(); ++i) {
         const RedisReply record = list[i];
+        if (!record.is_bulk()) return error(ErrorCode::corrupt, connection.address(), ": record ", number + i, " is no string");
         batch.records.emplace_back(record.bytes().begin(), record.bytes().end());
       }
       number += list.size();
-      if (number >= end) {
+      if (number >= goal) {
         batch.cursor = cursor_of(number);
         return batch;
       }
@@ -105,8 +116,13 @@ class RedisRecords {
       if (!replies) return replies.error();
       for (const RedisReply& reply : *replies) KVMELD_TRY(connection.status_of(reply));
       const bool same = (*replies)[1].text() == content_;
-      base_ = (*replies)[2].number();
-      const std::uint64_t end = base_ + (*replies)[3].number();
+      const auto span = span_of((*replies)[2], (*replies)[3], connection);
+      if (!span) {
+        (void)connection.command({"UNWATCH"});
+        return span.error();
+      }
+      base_ = span->base;
+      const std::uint64_t end = span->end;
       if (same && number > end) {
         KVMELD_TRY(connection.command({"UNWATCH"}).status());
         return error(ErrorCode::invalid_argument, "cursor ", cursor, " stands at record ", number, " of a store that has had ", end);
@@ -134,11 +150,30 @@ class RedisRecords {
   static constexpr unsigned number_bits = 44;
   static constexpr std::uint64_t page = 256;  // records an answer
 
+  static constexpr std::uint64_t most = (std::uint64_t{1} << number_bits) - 1;  // a record's number
+
+  struct Span {
+    std::uint64_t base;  // number of the first record in the list
+    std::uint64_t end;   // behind the last one
+  };
+  [[nodiscard]] static Result<std::uint64_t> number_in(const RedisReply& reply, std::string_view what, const RedisConnection& connection) {
+    return redis_number(reply, most, what, connection.address());
+  }
+  /// Errors: `corrupt` for what no list of records has.
+  [[nodiscard]] Result<Span> span_of(const RedisReply& base, const RedisReply& length, const RedisConnection& connection) const {
+    const auto first = number_in(base, base_key_, connection);
+    if (!first) return first.error();
+    const auto count = number_in(length, "the length of " + list_key_, connection);
+    if (!count) return count.error();
+    if (*count <= most - *first) return Span{*first, *first + *count};
+    return error(ErrorCode::corrupt, connection.address(), ": ", *count, " records from number ", *first, " on; numbers go to ", most);
+  }
+
   [[nodiscard]] std::uint64_t tag() const noexcept { return generation_ >> number_bits; }
   [[nodiscard]] std::uint64_t cursor_of(std::uint64_t number) const noexcept { return (tag() << number_bits) | number; }
   /// 0, the beginning, for cursors of another generation.
   [[nodiscard]] std::uint64_t number_of(std::uint64_t cursor) const noexcept {
-    return cursor >> number_bits == tag() ? cursor & ((std::uint64_t{1} << number_bits) - 1) : 0;
+    return cursor >> number_bits == tag() ? cursor & most : 0;
   }
   [[nodiscard]] static Status check_size(std::span<const std::byte> bytes) {
     constexpr std::size_t limit = std::size_t{512} << 20U;

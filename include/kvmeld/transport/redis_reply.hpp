@@ -8,14 +8,30 @@
 #include <charconv>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include <kvmeld/status.hpp>
 
 KVMELD_NAMESPACE_BEGIN
+
+namespace detail {
+
+/// The number that digits spell; none for other bytes, leading zeros, or more than 64 bits.
+[[nodiscard]] inline std::optional<std::uint64_t> redis_digits(std::string_view digits) noexcept {
+  std::uint64_t value = 0;
+  if (digits.empty() || (digits.size() > 1 && digits.front() == '0')) return std::nullopt;
+  const auto [end, failed] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+  if (failed != std::errc() || end != digits.data() + digits.size()) return std::nullopt;
+  return value;
+}
+
+}  // namespace detail
 
 /// What a server answered to one command: an owner, whose copies share the bytes.
 ///
@@ -26,11 +42,16 @@ class RedisReply {
   /// Takes ownership of what hiredis parsed.
   explicit RedisReply(redisReply* reply) : reply_(reply, [](redisReply* r) { freeReplyObject(r); }) {}
 
+  struct FreeBytes {
+    void operator()(char* bytes) const noexcept { std::free(bytes); }
+  };
+  using OwnedBytes = std::unique_ptr<char[], FreeBytes>;  ///< of `std::malloc`
+
   /// A string whose bytes are already where they shall stay.
-  RedisReply(std::unique_ptr<char[]> bytes, std::size_t size) {
+  RedisReply(OwnedBytes bytes, std::size_t size) {
     struct Owner {
       redisReply reply{};
-      std::unique_ptr<char[]> bytes;
+      OwnedBytes bytes;
     };
     const auto owner = std::make_shared<Owner>();
     owner->bytes = std::move(bytes);
@@ -56,13 +77,11 @@ class RedisReply {
   [[nodiscard]] std::shared_ptr<const std::byte[]> shared_bytes() const noexcept {
     return {reply_, reinterpret_cast<const std::byte*>(text().data())};
   }
-  /// An integer, or the number that a string spells; else 0.
-  [[nodiscard]] std::uint64_t number() const noexcept {
-    if (is_integer()) return reply_->integer < 0 ? 0 : static_cast<std::uint64_t>(reply_->integer);
-    std::uint64_t value = 0;
-    const std::string_view digits = text();
-    (void)std::from_chars(digits.data(), digits.data() + digits.size(), value);
-    return value;
+  /// An integer that is not negative, or the one that a string spells in digits and nothing else; else none.
+  [[nodiscard]] std::optional<std::uint64_t> number() const noexcept {
+    if (!is_integer()) return detail::redis_digits(text());
+    if (reply_->integer < 0) return std::nullopt;
+    return static_cast<std::uint64_t>(reply_->integer);
   }
   [[nodiscard]] std::size_t size() const noexcept { return is_array() ? reply_->elements : 0; }
   /// Element i of an array, nil beyond its end.
@@ -91,6 +110,16 @@ namespace detail {
   if (starts("ERR DB index") || starts("ERR invalid DB")) return ErrorCode::invalid_argument;
   if (starts("MOVED") || starts("CROSSSLOT") || starts("ERR unknown command")) return ErrorCode::unsupported;
   return ErrorCode::unavailable;  // LOADING, READONLY, MASTERDOWN, CLUSTERDOWN, NOREPLICAS, BUSY, too many clients, …
+}
+
+/// A number of a server's that is at most `most`; no value at all is 0. Errors: `corrupt`, naming what it should have been.
+[[nodiscard]] inline Result<std::uint64_t> redis_number(const RedisReply& reply, std::uint64_t most,
+                                                        std::string_view what, std::string_view where) {
+  if (reply.is_nil()) return std::uint64_t{0};
+  const auto number = reply.number();
+  if (number && *number <= most) return *number;
+  if (number) return error(ErrorCode::corrupt, where, ": ", what, " is ", *number, ", and at most ", most);
+  return error(ErrorCode::corrupt, where, ": ", what, " is '", reply.text().substr(0, 40), "', and no number");
 }
 
 /// Good, or what the server said, cut at 200 bytes.

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -83,6 +84,7 @@ class RedisSocket {
     const int on = 1;
     (void)setsockopt(context_->fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
     context_->reader->maxbuf = std::size_t{4} << 20U;  // what stays allocated between answers
+    context_->reader->maxelements = max_elements;      // hiredis allocates an array by what is announced
     return {};
   }
 
@@ -112,8 +114,10 @@ class RedisSocket {
   /// Takes what is there, if anything.
   [[nodiscard]] Status receive(bool& moved) {
     if (buffer_ == nullptr) buffer_ = std::make_unique<char[]>(receive_bytes);
+    if (large_ != nullptr && !make_room()) return lose(ErrorCode::unavailable, "no memory for an answer of ", large_size_, " bytes");
     char* const to = large_ == nullptr ? buffer_.get() : large_.get() + large_here_;
-    const ssize_t n = recv(context_->fd, to, large_ == nullptr ? receive_bytes : large_size_ + 2 - large_here_, MSG_DONTWAIT);
+    const std::size_t room = large_ == nullptr ? receive_bytes : large_room_ - large_here_;
+    const ssize_t n = recv(context_->fd, to, room, MSG_DONTWAIT);
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return {};
     if (n < 0) return lose_by_errno("receive", errno);
     if (n == 0) return lose(ErrorCode::unavailable, "the server closed the connection (errno ", ECONNRESET, ")");
@@ -132,7 +136,7 @@ class RedisSocket {
   [[nodiscard]] Status parse(std::optional<RedisReply>& out) {
     out.reset();
     if (large_ != nullptr) {
-      if (large_here_ == large_size_ + 2) out.emplace(std::exchange(large_, nullptr), large_size_);
+      if (large_here_ == large_size_ + 2) out.emplace(std::move(large_), large_size_);
       return {};
     }
     void* reply = nullptr;
@@ -149,6 +153,19 @@ class RedisSocket {
 
  private:
   static constexpr std::size_t receive_bytes = std::size_t{256} << 10U;
+  static constexpr long long max_elements = 1LL << 16U;  // of one array; what is read here has 256 at most
+
+  /// Space for what comes next of a long string: by what has come, not by what was announced. Doubled, by moving pages.
+  [[nodiscard]] bool make_room() {
+    if (large_here_ < large_room_ || large_room_ == large_size_ + 2) return true;
+    const std::size_t room = (std::min)(large_size_ + 2, large_room_ * 2);
+    void* const moved = std::realloc(large_.get(), room);
+    if (moved == nullptr) return false;
+    (void)large_.release();
+    large_.reset(static_cast<char*>(moved));
+    large_room_ = room;
+    return true;
+  }
 
   /// Where the buffer begins with a string that is an answer of its own, and longer than the buffer, the rest is received to where
   /// it will stay: hiredis would copy it twice.
@@ -163,7 +180,9 @@ class RedisSocket {
     at += 2;
     constexpr std::size_t most = std::size_t{512} << 20U;  // the protocol's own limit
     if (length > most || length < receive_bytes) return false;  // shorter ones come several at a time
-    large_.reset(new char[length + 2]);
+    large_room_ = (std::min)(length + 2, receive_bytes * 4);
+    large_.reset(static_cast<char*>(std::malloc(large_room_)));
+    if (large_ == nullptr) return false;
     large_size_ = length;
     large_here_ = size - at;
     std::memcpy(large_.get(), buffer_.get() + at, large_here_);
@@ -184,8 +203,9 @@ class RedisSocket {
   std::string address_;
   std::unique_ptr<redisContext, Free> context_;
   std::unique_ptr<char[]> buffer_;
-  std::unique_ptr<char[]> large_;  // a string on its way, and its \r\n
+  RedisReply::OwnedBytes large_;  // a string on its way, and its \r\n
   std::size_t large_size_ = 0;
+  std::size_t large_room_ = 0;
   std::size_t large_here_ = 0;
 };
 

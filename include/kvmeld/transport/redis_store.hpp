@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <span>
 #include <string>
 #include <utility>
@@ -19,8 +20,10 @@ KVMELD_NAMESPACE_BEGIN
 struct RedisStoreOptions {
   RedisOptions server{};
   std::string name_space = "kvmeld";   ///< stores of one namespace share their content; neither { nor } in it
-  std::size_t ask_first_bytes = 1024;  ///< blobs of at least so many bytes are asked for (EXISTS) before they are sent
-  bool allow_eviction = false;         ///< take a server that throws keys away when its memory is full
+  std::size_t ask_first_bytes = 1024;  ///< blobs of at least so many bytes are asked for (STRLEN) before they are sent
+  /// Take a server that throws keys away when its memory is full. Not only blobs may go then: the records are one key, and with it
+  /// all operations of all replicas, with no word but another `generation()` where `content` went, too.
+  bool allow_eviction = false;
 };
 
 /// What a store has moved and saved since it was opened.
@@ -62,7 +65,8 @@ class RedisStore {
     return Result(std::move(store));  // spelled out for nvcc, which would copy
   }
 
-  /// Two round trips for a new blob, one for a known or small one. Errors: also `oversized` beyond 512 MiB, the server's limit.
+  /// Two round trips for a large blob and a known one, one for a small new one. One that is there is fetched and compared: it costs
+  /// as much as sending it, the other way. One of other bytes is replaced. Errors: also `oversized` beyond 512 MiB, the server's limit.
   Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) {
     const RedisBlob one{key, bytes};
     auto created = put_all(std::span(&one, 1));
@@ -79,25 +83,44 @@ class RedisStore {
     State& s = *state_;
     const std::lock_guard lock(s.mutex);
     return s.attempt([&]() -> Result<std::vector<bool>> {
-      std::vector<bool> known(blobs.size(), false);
-      std::vector<std::size_t> order;
+      std::vector<bool> known(blobs.size(), false), other(blobs.size(), false), created(blobs.size(), false);
+      std::vector<std::size_t> order, there;
       for (std::size_t i = 0; i < blobs.size(); ++i) {
         if (blobs[i].bytes.size() < s.options.ask_first_bytes) continue;
-        s.connection.queue({"EXISTS", s.key_of(blobs[i].key)});
+        s.connection.queue({"STRLEN", s.key_of(blobs[i].key)});
         order.push_back(i);
       }
-      KVMELD_TRY(s.for_each_reply(order, [&](std::size_t i, const RedisReply& reply) { known[i] = reply.number() != 0; }));
-      order.clear();
-      for (std::size_t i = 0; i < blobs.size(); ++i) {
-        if (known[i]) continue;
-        s.connection.queue({"SET", s.key_of(blobs[i].key), blobs[i].bytes, "NX"});
-        order.push_back(i);
-      }
-      std::vector<bool> created(blobs.size(), false);
-      KVMELD_TRY(s.for_each_reply(order, [&](std::size_t i, const RedisReply& reply) { created[i] = !reply.is_nil(); }));
+      KVMELD_TRY(s.for_each_reply(order, [&](std::size_t i, const RedisReply& reply) {
+        const bool as_long = reply.number() == blobs[i].bytes.size();
+        other[i] = !as_long && reply.number() != 0U;
+        if (as_long) there.push_back(i);
+      }));
+      const auto compare = [&](std::size_t i, const RedisReply& reply) {
+        known[i] = !reply.is_nil() && std::ranges::equal(reply.bytes(), blobs[i].bytes);
+        other[i] = !known[i];
+      };
+      KVMELD_TRY(s.get_some(there, [&](std::size_t i) { return blobs[i].key; }, compare));
+      const auto send = [&](const auto& wanted, std::vector<std::size_t>* refused) -> Status {
+        order.clear();
+        for (std::size_t i = 0; i < blobs.size(); ++i) {
+          if (!wanted(i)) continue;
+          if (other[i]) s.connection.queue({"SET", s.key_of(blobs[i].key), blobs[i].bytes});
+          else s.connection.queue({"SET", s.key_of(blobs[i].key), blobs[i].bytes, "NX"});
+          order.push_back(i);
+        }
+        return s.for_each_reply(order, [&](std::size_t i, const RedisReply& reply) {
+          created[i] = !reply.is_nil();
+          if (!created[i] && refused != nullptr) refused->push_back(i);
+        });
+      };
+      there.clear();
+      const std::vector<bool> unsent = known;
+      KVMELD_TRY(send([&](std::size_t i) { return !known[i]; }, &there));
+      KVMELD_TRY(s.get_some(there, [&](std::size_t i) { return blobs[i].key; }, compare));
+      KVMELD_TRY(send([&](std::size_t i) { return !known[i] && !created[i]; }, nullptr));
       for (std::size_t i = 0; i < blobs.size(); ++i) {
         s.dedup_hits += created[i] ? 0U : 1U;
-        s.dedup_bytes += known[i] ? blobs[i].bytes.size() : 0;
+        s.dedup_bytes += unsent[i] ? blobs[i].bytes.size() : 0;
       }
       return created;
     });
@@ -117,21 +140,11 @@ class RedisStore {
     const std::lock_guard lock(s.mutex);
     return s.attempt([&]() -> Result<std::vector<Blob>> {
       std::vector<Blob> blobs(keys.size());
-      std::vector<std::size_t> order;
-      for (std::size_t next = 0, together = 1; next < keys.size();) {
-        order.clear();
-        for (; next < keys.size() && order.size() < together; ++next) {
-          s.connection.queue({"GET", s.key_of(keys[next])});
-          order.push_back(next);
-        }
-        std::size_t bytes = 0;
-        KVMELD_TRY(s.for_each_reply(order, [&](std::size_t i, const RedisReply& reply) {
-          if (!reply.is_nil()) blobs[i] = {reply.shared_bytes(), reply.bytes().size()};
-          bytes += blobs[i].size;
-        }));
-        if (bytes < (std::size_t{1} << 18U)) together *= 4;
-        if (bytes > (std::size_t{1} << 21U) && together > 1) together /= 2;
-      }
+      std::vector<std::size_t> all(keys.size());
+      std::iota(all.begin(), all.end(), std::size_t{0});
+      KVMELD_TRY(s.get_some(all, [&](std::size_t i) { return keys[i]; }, [&](std::size_t i, const RedisReply& reply) {
+        if (!reply.is_nil()) blobs[i] = {reply.shared_bytes(), reply.bytes().size()};
+      }));
       return blobs;
     });
   }
@@ -149,11 +162,17 @@ class RedisStore {
     return s.attempt([&]() -> Result<std::vector<bool>> {
       std::vector<std::size_t> order;
       for (const BlobKey& key : keys) {
-        s.connection.queue({"EXISTS", s.key_of(key)});
+        s.connection.queue({"TYPE", s.key_of(key)});
         order.push_back(order.size());
       }
       std::vector<bool> there(keys.size(), false);
-      KVMELD_TRY(s.for_each_reply(order, [&](std::size_t i, const RedisReply& reply) { there[i] = reply.number() != 0; }));
+      Status odd;
+      KVMELD_TRY(s.for_each_reply(order, [&](std::size_t i, const RedisReply& reply) {
+        there[i] = reply.text() == "string";
+        if (there[i] || reply.text() == "none") return;
+        odd = detail::error(ErrorCode::corrupt, s.connection.address(), ": ", s.key_of(keys[i]), " is a ", reply.text().substr(0, 40), ", and no string");
+      }));
+      KVMELD_TRY(odd);
       return there;
     });
   }
@@ -224,7 +243,7 @@ class RedisStore {
       if (!identity) return identity.error();
       if (identity->evicts() && !options.allow_eviction) {
         return detail::error(ErrorCode::unsupported, connection.address(), " throws keys away at ", identity->max_memory,
-                             " bytes (maxmemory-policy ", identity->policy, "): set noeviction, or allow_eviction where blobs may go missing");
+                             " bytes (maxmemory-policy ", identity->policy, "): set noeviction, or allow_eviction where blobs and all operations may go missing");
       }
       identified_at = connection.traffic().connects;
       records.identify(*identity);
@@ -253,6 +272,27 @@ class RedisStore {
     static Status code_of(const Result<T>& result) { return result.status(); }
     static Status as_store(const Status& status) {
       return status.code() == ErrorCode::timed_out ? Status(ErrorCode::unavailable, status.message()) : status;
+    }
+
+    /// GETs of `key_at(i)` for all of `wanted`, as many in a round trip as make about a MiB; `visit(i, answer)`.
+    template <class KeyAt, class Visit>
+    [[nodiscard]] Status get_some(const std::vector<std::size_t>& wanted, const KeyAt& key_at, const Visit& visit) {
+      std::vector<std::size_t> order;
+      for (std::size_t next = 0, together = 1; next < wanted.size();) {
+        order.clear();
+        for (; next < wanted.size() && order.size() < together; ++next) {
+          connection.queue({"GET", key_of(key_at(wanted[next]))});
+          order.push_back(wanted[next]);
+        }
+        std::size_t bytes = 0;
+        KVMELD_TRY(for_each_reply(order, [&](std::size_t i, const RedisReply& reply) {
+          bytes += reply.bytes().size();
+          visit(i, reply);
+        }));
+        if (bytes < (std::size_t{1} << 18U)) together *= 4;
+        if (bytes > (std::size_t{1} << 21U) && together > 1) together /= 2;
+      }
+      return {};
     }
 
     /// Sends what is queued; `visit(order[i], answer i)` for all, or the first error among the answers.

@@ -85,7 +85,7 @@ class RedisTransport {
     s.out = s.publisher.traffic();
     if (!heard) return as_transport(heard.error());
     ++s.counters.sent;
-    s.counters.unheard += heard->number() == 0 ? 1U : 0U;
+    s.counters.unheard += heard->number() == 0U ? 1U : 0U;
     return {};
   }
 
