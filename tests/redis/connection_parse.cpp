@@ -23,7 +23,8 @@ std::string random_text(std::mt19937_64& random, std::size_t size) {
 /// Accepts connections on a loopback port of its own, answers what it is asked with the next bytes of a list, and hangs up.
 class Stranger {
  public:
-  explicit Stranger(std::vector<std::string> answers) : answers_(std::move(answers)), listener_(::socket(AF_INET, SOCK_STREAM, 0)) {
+  explicit Stranger(std::vector<std::string> answers, int byte_each_ms = 0)
+      : drip_ms(byte_each_ms), answers_(std::move(answers)), listener_(::socket(AF_INET, SOCK_STREAM, 0)) {
     sockaddr_in address{};
     address.sin_family = AF_INET;
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
@@ -40,7 +41,11 @@ class Stranger {
         std::vector<char> asked(4096);
         for (const std::string& answer : answers_) {
           (void)recv(client, asked.data(), asked.size(), 0);
-          (void)::send(client, answer.data(), answer.size(), MSG_NOSIGNAL);
+          const std::size_t step = drip_ms == 0 ? answer.size() : 1;
+          for (std::size_t at = 0; at < answer.size(); at += step) {
+            if (::send(client, answer.data() + at, step, MSG_NOSIGNAL) < 0) break;
+            if (drip_ms > 0) std::this_thread::sleep_for(std::chrono::milliseconds(drip_ms));
+          }
         }
         (void)::shutdown(client, SHUT_WR);
         while (recv(client, asked.data(), asked.size(), 0) > 0) {
@@ -54,6 +59,7 @@ class Stranger {
     close(listener_);
   }
   kvmeld::RedisOptions options;
+  const int drip_ms;  // between two bytes of an answer
 
  private:
   std::vector<std::string> answers_;
@@ -149,6 +155,39 @@ TEST_CASE("attempts to connect wait longer and longer, by a factor that the seed
     CHECK(first[i] >= longest / 2 - 3);  // read a moment later
   }
   CHECK(first.back() > first.front());
+}
+
+TEST_CASE("whatever length a server announces, and however slowly it goes on, a call ends within its time and keeps what came") {
+  const std::int64_t begin = kvmeld::detail::monotonic_ms();
+  for (const char* announced : {"*1000000000", "*4294967295", "*2147483647", "*65537", "*9223372036854775807", "*99999999999999999999", "*-2",
+                                "*1\r\n*1000000000", "*2\r\n$3\r\n*9\n\r\n*1000000000", "$536870913", "$-2", "$9223372036854775807"}) {
+    INFO(announced);
+    const Stranger stranger({"+PONG\r\n", announced + std::string("\r\n") + std::string(100, ':')});
+    RedisConnection connection(stranger.options);
+    CHECK(connection.command({"GET", "a"}).error().code() == ErrorCode::unavailable);
+  }
+  CHECK(kvmeld::detail::monotonic_ms() - begin < 5000);
+  // What looks like a header within a string is none.
+  const Stranger quoting({"+PONG\r\n", "*2\r\n$13\r\n*1000000000\r\n\r\n+*1000000000\r\n"});
+  RedisConnection quoted(quoting.options);
+  const auto both = quoted.command({"GET", "a"});
+  REQUIRE(both.ok());
+  CHECK((*both)[0].text() == "*1000000000\r\n");
+  CHECK((*both)[1].text() == "*1000000000");
+  // A byte at a time would keep a call for as long as the server likes.
+  std::string endless = "*60000\r\n";
+  for (int i = 0; i < 200; ++i) endless += ":1\r\n";
+  const Stranger dripping({"+PONG\r\n", endless}, 10);
+  RedisConnection slow(dripping.options);
+  const std::int64_t asked = kvmeld::detail::monotonic_ms();
+  const auto reply = slow.command({"GET", "a"});
+  REQUIRE_FALSE(reply.ok());
+  CHECK(reply.error().code() == ErrorCode::timed_out);
+  CHECK(kvmeld::detail::monotonic_ms() - asked < 1500);
+  // 512 MiB that do not come take no memory.
+  const Stranger large({"+PONG\r\n", "$536870912\r\nabc"});
+  RedisConnection waiting(large.options);
+  CHECK_FALSE(waiting.command({"GET", "a"}).ok());
 }
 
 TEST_CASE("a server that talks nonsense is an error, and harms nobody") {

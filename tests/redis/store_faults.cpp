@@ -169,7 +169,7 @@ TEST_CASE("who may not in learns why") {
   CHECK(reader->add_record(test::blob_bytes(1, 10)).code() == ErrorCode::unauthenticated);
   // What docs/redis.md says that an agent's user needs is enough.
   CHECK(server.tell({"ACL", "SETUSER", "agent", "on", ">pass", "~{faults}:*", "resetchannels", "&{faults}:*", "-@all", "+auth", "+select", "+ping",
-                     "+info", "+exists", "+get", "+set", "+del", "+rpush", "+lrange", "+llen", "+ltrim", "+watch", "+unwatch", "+multi", "+exec",
+                     "+info", "+type", "+strlen", "+get", "+set", "+del", "+rpush", "+lrange", "+llen", "+ltrim", "+watch", "+unwatch", "+multi", "+exec",
                      "+publish", "+subscribe"}) == "OK");
   client.user = "agent";
   client.database = 1;
@@ -346,4 +346,55 @@ TEST_CASE("a store says what is wrong with its options, and what is no redis ser
   server.tell({"SET", "{faults}:records", "text"});
   CHECK(store.records(0).error().code() == ErrorCode::corrupt);
   CHECK(store.add_record(test::blob_bytes(1, 10)).code() == ErrorCode::corrupt);
+}
+
+TEST_CASE("numbers in the namespace that no store wrote are corrupt, at once") {
+  const test::RedisServer server;
+  RedisStore store = open(server);
+  REQUIRE(store.add_record(test::number_record(1, {1})).ok());
+  const auto seen = store.records(0);
+  REQUIRE(seen.ok());
+  for (const char* base : {"18446744073709551615", "18446744073709551614", "17592186044415", "17592186044416", "-1", "", "x", "1x", "01", " 1",
+                           "1e3", "99999999999999999999"}) {
+    INFO("records:base is '" << base << "'");
+    CHECK(server.tell({"SET", "{faults}:records:base", base}) == "OK");
+    const std::int64_t begin = kvmeld::detail::monotonic_ms();
+    CHECK(store.records(0).error().code() == ErrorCode::corrupt);
+    CHECK(store.records(seen->cursor).error().code() == ErrorCode::corrupt);
+    CHECK(store.replace_records(seen->cursor, test::number_record(1, {1})).code() == ErrorCode::corrupt);
+    CHECK(kvmeld::detail::monotonic_ms() - begin < 2000);
+  }
+  CHECK(server.tell({"SET", "{faults}:records:base", "17592186044414"}) == "OK");  // the last that there is
+  CHECK(store.records(0)->records == seen->records);
+}
+
+TEST_CASE("what is there already was looked at: other bytes are replaced, and another type is corrupt") {
+  const test::RedisServer server;
+  RedisStore store = open(server);
+  for (const std::size_t size : {std::size_t{10}, std::size_t{5000}, std::size_t{400'000}}) {
+    INFO(size << " bytes");
+    const kvmeld::BlobKey key = test::blob_key(3, size);
+    const std::string name = "{faults}:blob:" + key.hex();
+    const Bytes bytes = test::blob_bytes(size, size);
+    Bytes one_bit = bytes;
+    one_bit[size / 2] ^= std::byte{1};
+    for (const Bytes& wrong : {one_bit, Bytes(size - 1), Bytes()}) {
+      CHECK(server.tell({"SET", name, std::span<const std::byte>(wrong)}) == "OK");
+      const auto put = store.put(key, bytes);
+      REQUIRE(put.ok());
+      CHECK(*put);
+      CHECK(test::equal(*store.get(key), bytes));
+    }
+    const auto known = store.counters();
+    const auto again = store.put(key, bytes);
+    REQUIRE(again.ok());
+    CHECK_FALSE(*again);
+    CHECK(store.counters().dedup_hits == known.dedup_hits + 1);
+    CHECK(server.tell({"DEL", name}) == "1");
+    CHECK(server.tell({"RPUSH", name, "a"}) == "1");
+    CHECK(store.put(key, bytes).error().code() == ErrorCode::corrupt);
+    CHECK(store.contains(key).error().code() == ErrorCode::corrupt);
+    CHECK(store.get(key).error().code() == ErrorCode::corrupt);
+    CHECK(server.tell({"LLEN", name}) == "1");
+  }
 }

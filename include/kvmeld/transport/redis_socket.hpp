@@ -53,6 +53,51 @@ namespace detail {
   }
 }
 
+/// Reads the lengths that a server announces, before hiredis does, which allocates an array by its announced length and then walks
+/// it. O(headers): what a string holds is passed over.
+class RedisBounds {
+ public:
+  static constexpr std::uint64_t most_elements = std::uint64_t{1} << 16U;  // what is asked for here has 256 at most
+  static constexpr std::uint64_t most_bytes = std::uint64_t{512} << 20U;   // the protocol's own limit
+
+  /// Takes the next bytes of the stream; false where they announce too much, or no number.
+  [[nodiscard]] bool take(std::string_view bytes) {
+    while (!bytes.empty()) {
+      if (passing_ > 0) {
+        const std::size_t step = (std::min)(bytes.size(), static_cast<std::size_t>(passing_));
+        bytes.remove_prefix(step);
+        passing_ -= step;
+        continue;
+      }
+      const std::size_t end = (std::min)(bytes.find('\n'), bytes.size());
+      line_ += bytes.substr(0, (std::min)(end, longest_header - (std::min)(line_.size(), longest_header)));
+      if (end == bytes.size()) return true;
+      bytes.remove_prefix(end + 1);
+      if (!header()) return false;
+      line_.clear();
+    }
+    return true;
+  }
+  /// The header that `take` did not like.
+  [[nodiscard]] const std::string& refused() const noexcept { return line_; }
+
+ private:
+  static constexpr std::size_t longest_header = 24;  // of what follows in an error's or a status's line, nothing is looked at
+
+  [[nodiscard]] bool header() {
+    if (!line_.empty() && line_.back() == '\r') line_.pop_back();
+    const char type = line_.empty() ? ' ' : line_.front();
+    if ((type != '*' && type != '$') || line_ == "*-1" || line_ == "$-1") return true;  // others are hiredis' to judge
+    const auto length = redis_digits(std::string_view(line_).substr(1));
+    if (!length || *length > (type == '*' ? most_elements : most_bytes)) return false;
+    if (type == '$') passing_ = *length + 2;
+    return true;
+  }
+
+  std::string line_;
+  std::uint64_t passing_ = 0;
+};
+
 /// The bytes' way to a server and back, which never blocks but in `open`. hiredis finds the server and parses its answers; the
 /// bytes do not pass through its buffer, so that large values are copied once less and a lost peer raises no SIGPIPE.
 ///
@@ -84,7 +129,7 @@ class RedisSocket {
     const int on = 1;
     (void)setsockopt(context_->fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
     context_->reader->maxbuf = std::size_t{4} << 20U;  // what stays allocated between answers
-    context_->reader->maxelements = max_elements;      // hiredis allocates an array by what is announced
+    bounds_ = RedisBounds();
     return {};
   }
 
@@ -129,6 +174,10 @@ class RedisSocket {
       return {};
     }
     if (begin_large(size)) return {};
+    if (!bounds_.take({buffer_.get(), size})) {
+      return lose(ErrorCode::unavailable, "an answer announces ", bounds_.refused(), "; arrays have at most ", RedisBounds::most_elements,
+                  " elements here, strings ", RedisBounds::most_bytes, " bytes");
+    }
     return redisReaderFeed(context_->reader, buffer_.get(), size) == REDIS_OK ? Status() : unreadable();
   }
 
@@ -153,7 +202,6 @@ class RedisSocket {
 
  private:
   static constexpr std::size_t receive_bytes = std::size_t{256} << 10U;
-  static constexpr long long max_elements = 1LL << 16U;  // of one array; what is read here has 256 at most
 
   /// Space for what comes next of a long string: by what has come, not by what was announced. Doubled, by moving pages.
   [[nodiscard]] bool make_room() {
@@ -178,8 +226,7 @@ class RedisSocket {
     for (; at < size && at < 11 && buffer_[at] >= '0' && buffer_[at] <= '9'; ++at) length = length * 10 + static_cast<std::size_t>(buffer_[at] - '0');
     if (at + 1 >= size || buffer_[at] != '\r' || buffer_[at + 1] != '\n') return false;
     at += 2;
-    constexpr std::size_t most = std::size_t{512} << 20U;  // the protocol's own limit
-    if (length > most || length < receive_bytes) return false;  // shorter ones come several at a time
+    if (length > RedisBounds::most_bytes || length < receive_bytes) return false;  // shorter ones come several at a time
     large_room_ = (std::min)(length + 2, receive_bytes * 4);
     large_.reset(static_cast<char*>(std::malloc(large_room_)));
     if (large_ == nullptr) return false;
@@ -202,6 +249,7 @@ class RedisSocket {
 
   std::string address_;
   std::unique_ptr<redisContext, Free> context_;
+  RedisBounds bounds_;
   std::unique_ptr<char[]> buffer_;
   RedisReply::OwnedBytes large_;  // a string on its way, and its \r\n
   std::size_t large_size_ = 0;
