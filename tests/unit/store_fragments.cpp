@@ -1,7 +1,10 @@
 // Fragments that cross between processes through files and shared memory, alone and as the state of replicas.
 #include <kvmeld/cache/verify_fragment.hpp>
+#include <kvmeld/metrics/collect_session.hpp>
+#include <kvmeld/metrics/prometheus_text.hpp>
 #include <kvmeld/session/replica.hpp>
 #include <kvmeld/transport/file_store.hpp>
+#include <kvmeld/transport/memory_store.hpp>
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -173,4 +176,156 @@ TEST_CASE("replicas in processes of their own meet in a folder, and one that is 
     // At most one more, which was written down and not yet acknowledged.
     CHECK(replica.set().size() <= acknowledged.size() + 1);
   }
+}
+
+TEST_CASE("damage to the records is counted by the store that is opened, by the replica and on the metrics page") {
+  const test::TempFolder folder;
+  {
+    auto store = open_store(folder);
+    REQUIRE(store.ok());
+    auto compacting = options(1);
+    compacting.max_records = 4;
+    Replica replica(*store, compacting);
+    REQUIRE(replica.open().ok());
+    for (std::uint64_t seed = 0; seed < 6; ++seed) REQUIRE(replica.insert(fragment(seed)).ok());
+    REQUIRE(replica.tick(1000).ok());
+    REQUIRE(store->records(0)->records.size() == 1);  // all of it in one record
+    CHECK(replica.counters().store_damage.places == 0);
+  }
+  const std::string log = folder / "store/records";
+  std::fstream(log, std::ios::in | std::ios::out | std::ios::binary).seekp(200).put('\x55');
+  auto store = open_store(folder);
+  REQUIRE(store.ok());
+  CHECK(store->damage().places == 1);
+  CHECK(store->damage().bytes == std::filesystem::file_size(log) - 64);
+  Replica replica(*store, options(1, 2));
+  REQUIRE(replica.open().ok());
+  CHECK(replica.set().size() == 0);
+  CHECK(replica.counters().store_damage.places == 1);
+  CHECK(replica.counters().store_damage.bytes == store->damage().bytes);
+  kvmeld::Accounting accounting;
+  accounting.store_damage = replica.counters().store_damage;
+  kvmeld::MetricsPage page;
+  REQUIRE(kvmeld::collect(page, accounting).ok());
+  CHECK(kvmeld::prometheus_text(page).find("kvmeld_store_damaged_places 1\n") != std::string::npos);
+  REQUIRE(replica.insert(fragment(9)).ok());
+  CHECK(open_store(folder)->damage().bytes == store->damage().bytes);  // nobody forgets it
+}
+
+TEST_CASE("a replica that runs writes into the folder that took the place of its store's what it holds") {
+  const test::TempFolder folder;
+  auto store = open_store(folder);
+  REQUIRE(store.ok());
+  Replica replica(*store, options(1));
+  REQUIRE(replica.open().ok());
+  REQUIRE(replica.insert(fragment(1)).ok());
+  REQUIRE(replica.tick(1000).ok());
+  std::filesystem::copy(folder / "store", folder / "old", std::filesystem::copy_options::recursive);
+  REQUIRE(replica.insert(fragment(2)).ok());
+  REQUIRE(replica.tick(2000).ok());
+  std::filesystem::rename(folder / "store", folder / "lost");
+  std::filesystem::rename(folder / "old", folder / "store");
+  REQUIRE(replica.tick(3000).ok());
+  REQUIRE(replica.insert(fragment(3)).ok());
+  auto restored = open_store(folder);
+  REQUIRE(restored.ok());
+  Replica newcomer(*restored, options(2));
+  REQUIRE(newcomer.open().ok());
+  for (int tick = 1; tick < 20 && newcomer.wanted() > 0; ++tick) REQUIRE(newcomer.tick(tick * 1000).ok());
+  for (const std::uint64_t seed : {1U, 2U, 3U}) {
+    const auto* const entry = newcomer.set().find(fragment(seed).id());
+    REQUIRE(entry != nullptr);
+    CHECK(entry->complete());
+  }
+}
+
+TEST_CASE("what is there already is taken for stored only as it should be, and private copies do not change under their holder") {
+  const test::TempFolder folder;
+  const Fragment sent = fragment(4);
+  auto store = open_store(folder);
+  REQUIRE(store.ok());
+  REQUIRE(kvmeld::store_fragment(*store, sent, format).ok());
+  std::filesystem::path file;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder / "store/payloads")) {
+    if (entry.is_regular_file()) file = entry.path();
+  }
+  const auto flip = [&] {
+    std::filesystem::permissions(file, std::filesystem::perms::owner_all);
+    std::fstream(file, std::ios::in | std::ios::out | std::ios::binary).seekp(5000).put('\x55');
+  };
+  flip();
+  const auto again = kvmeld::store_fragment(*store, sent, format);
+  REQUIRE(again.ok());
+  CHECK(again->bytes == sent.payloads()[0].byte_count);  // put anew
+  REQUIRE(kvmeld::load_fragment(*store, sent.id(), format).ok());
+  // Chunks behind a store that keeps no payloads in one piece.
+  kvmeld::MemoryStore memory;
+  REQUIRE(kvmeld::store_fragment(memory, sent, format).ok());
+  const auto manifest = kvmeld::make_manifest(sent, format.chunk_bytes);
+  REQUIRE(manifest.ok());
+  REQUIRE(memory.put(manifest->chunks[0][0], std::vector<std::byte>(10)).ok());
+  REQUIRE(kvmeld::store_fragment(memory, sent, format).ok());
+  CHECK(kvmeld::load_fragment(memory, sent.id(), format).ok());
+
+  auto copying = FileStore::open(folder / "store", {.durability = kvmeld::Durability::none, .private_copies = true});
+  REQUIRE(copying.ok());
+  const auto shared = kvmeld::load_fragment(*store, sent.id(), format);
+  const auto copied = kvmeld::load_fragment(*copying, sent.id(), format);
+  REQUIRE((shared.ok() && copied.ok()));
+  flip();
+  CHECK(kvmeld::verify_fragment(*copied).ok());
+  CHECK_FALSE(kvmeld::verify_fragment(*shared).ok());  // as the header says
+}
+
+TEST_CASE("a folder without write permission is read, one with a link inside is refused") {
+  const test::TempFolder folder;
+  const Fragment sent = fragment(5);
+  {
+    auto store = open_store(folder);
+    REQUIRE((store.ok() && kvmeld::store_fragment(*store, sent, format).ok()));
+    REQUIRE(store->add_record({}).ok());
+  }
+  const std::string root = folder / "store";
+  const auto read = [&] {
+    auto store = FileStore::open(root, {.read_only = true});
+    if (!store || !store->read_only() || !kvmeld::load_fragment(*store, sent.id(), format).ok()) return false;
+    const kvmeld::BlobKey key{};
+    return store->records(0)->records.size() == 1 && store->put(key, {}).error().code() == ErrorCode::unsupported &&
+           store->add_record({}).code() == ErrorCode::unsupported && store->erase(key).code() == ErrorCode::unsupported &&
+           store->replace_records(0, {}).code() == ErrorCode::unsupported && store->put_payload(key, {}).error().code() == ErrorCode::unsupported;
+  };
+  CHECK(read());
+  if (::geteuid() == 0) {  // who root is may write anywhere
+    std::filesystem::permissions(folder.path(), std::filesystem::perms::all);
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(root)) {
+      std::filesystem::permissions(entry.path(), entry.is_directory() ? std::filesystem::perms(0555) : std::filesystem::perms(0444));
+    }
+    std::filesystem::permissions(root, std::filesystem::perms(0555));
+    CHECK(went_well(child([&] {
+      if (::setgid(65534) != 0 || ::setuid(65534) != 0) return false;
+      const auto writing = FileStore::open(root, {.durability = kvmeld::Durability::none});
+      return !writing && writing.error().code() == ErrorCode::unavailable && read();
+    })));
+    std::filesystem::permissions(root, std::filesystem::perms::all);
+  }
+  CHECK(FileStore::open(folder / "none", {.read_only = true}).error().code() == ErrorCode::invalid_argument);
+  CHECK_FALSE(std::filesystem::exists(folder / "none"));
+  for (const std::string name : {"blobs", "payloads", "temp"}) {
+    const std::string linked = folder / ("linked_" + name);
+    std::filesystem::create_directories(linked);
+    std::filesystem::create_directory(folder / ("elsewhere_" + name));
+    std::filesystem::create_directory_symlink(folder / ("elsewhere_" + name), linked + "/" + name);
+    const auto refused = FileStore::open(linked, {.durability = kvmeld::Durability::none});
+    REQUIRE_FALSE(refused.ok());
+    CHECK(refused.error().code() == ErrorCode::invalid_argument);
+    CHECK(refused.error().message().find(name) != std::string::npos);
+  }
+  // One of the inner 256, too.
+  const std::string inner = folder / "inner";
+  auto store = FileStore::open(inner, {.durability = kvmeld::Durability::none});
+  REQUIRE(store.ok());
+  kvmeld::BlobKey key{};
+  std::filesystem::create_directory_symlink(folder / "elsewhere_blobs", inner + "/blobs/00");
+  CHECK_FALSE(store->put(key, std::vector<std::byte>(3)).ok());
+  CHECK(std::filesystem::is_empty(folder / "elsewhere_blobs"));
 }

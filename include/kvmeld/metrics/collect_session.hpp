@@ -50,6 +50,9 @@ KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const Accounting& fr
       {"kvmeld_carried_tokens_total", "Tokens said since a snapshot and turned to their new places", number(from.carried_tokens)},
   };
   for (const Row& row : rows) KVMELD_TRY(out.counter(row.name, row.help, row.value, labels));
+  KVMELD_TRY(out.gauge("kvmeld_store_damaged_bytes", "Bytes of the store's records that were acknowledged and are spoilt",
+                       number(from.store_damage.bytes), labels));
+  KVMELD_TRY(out.gauge("kvmeld_store_damaged_places", "Stretches of such bytes", number(from.store_damage.places), labels));
   constexpr const char* rounds = "kvmeld_rounds_total";
   constexpr const char* rounds_help = "Synchronous rounds, by whether a new cache was taken over";
   KVMELD_TRY(out.counter(rounds, rounds_help, number(from.rounds_swapped), detail::with_label(labels, "result", "swapped")));

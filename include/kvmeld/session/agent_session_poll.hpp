@@ -48,6 +48,7 @@ KVMELD_SESSION_MEMBER(Status)::poll(std::int64_t now_ms, std::int64_t wait_ms) {
   counted_.stored = replica_.counters().stored;
   counted_.fragments_fetched = replica_.counters().fragments_fetched;
   counted_.fragments_loaded = replica_.counters().fragments_loaded;
+  counted_.store_damage = replica_.counters().store_damage;
   return first;
 }
 

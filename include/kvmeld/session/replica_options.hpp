@@ -57,6 +57,7 @@ struct ReplicaCounters {
   std::uint64_t fragments_fetched = 0; ///< from peers
   std::uint64_t fragments_loaded = 0;  ///< from the store
   StoredBytes stored;
+  StoreDamage store_damage;            ///< what the store found spoilt of its records, when they were last read
 };
 
 KVMELD_NAMESPACE_END

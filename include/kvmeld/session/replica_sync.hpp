@@ -122,6 +122,9 @@ template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::read_records() {
   auto batch = store_->records(cursor_);
   if (!batch) return batch.error();
+  if constexpr (requires { { store_->damage() } -> std::same_as<StoreDamage>; }) {
+    counters_.store_damage = store_->damage();
+  }
   if constexpr (requires { { store_->generation() } -> std::convertible_to<std::uint64_t>; }) {
     // A server that came back may have come back with less: what this replica holds is written there again.
     const std::uint64_t generation = store_->generation();
