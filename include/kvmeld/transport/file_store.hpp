@@ -227,14 +227,14 @@ class FileStore {
       return detail::error(ErrorCode::invalid_argument, folder, "/", inner,
                            " is a link or a file; a store's own folders are none");
     }
-    if (options.read_only) return opened;
+    if (options.read_only) return Result(std::move(opened));
     clean_up(at);
-    if (options.durability != Durability::file_and_folder) return opened;
+    if (options.durability != Durability::file_and_folder) return Result(std::move(opened));
     int number = detail::sync_folder(at, ".");
     // The parent, too, has a new name in it; one that may not be read was not written by this user either.
     if (number == 0) number = detail::sync_folder(at, "..");
     if (number != 0 && number != EACCES) return detail::file_error(number, "sync the folder", folder);
-    return opened;
+    return Result(std::move(opened));
   }
   [[nodiscard]] static Status without_permission(int number, const char* inner) {
     const Status status = detail::file_error(number, "create", inner);
