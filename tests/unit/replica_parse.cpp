@@ -732,7 +732,8 @@ TEST_CASE("a store gives no epoch twice") {
     const auto epoch = kvmeld::claim_epoch(store, 3);
     REQUIRE(epoch.ok());
     given.push_back(*epoch);
-    CHECK_FALSE(*store.put(kvmeld::detail::epoch_key(3, *epoch), {}));  // taken
+    const std::uint64_t number = *epoch;
+    CHECK_FALSE(*store.put(kvmeld::detail::epoch_key(3, number), std::as_bytes(std::span(&number, 1))));  // taken
   }
   std::sort(given.begin(), given.end());
   CHECK(std::adjacent_find(given.begin(), given.end()) == given.end());
