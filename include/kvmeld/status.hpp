@@ -220,15 +220,25 @@ namespace detail {
 inline void append(std::string& out, std::string_view text) { out += text; }
 template <class Number>
   requires std::is_arithmetic_v<Number>
-  void append(std::string& out, Number number) { append_decimal(out, number); }
+void append(std::string& out, Number number) {
+  append_decimal(out, number);
+}
+/// An enumerator by its name, and by its number too where this build has no name for it.
+template <class Enum>
+  requires std::is_enum_v<Enum>
+void append(std::string& out, Enum value) {
+  const std::string_view name = to_string(value);
+  out += name;
+  if (name == "unknown") append_decimal(out += ' ', static_cast<int>(value));
+}
 
-  /// Builds an error whose message is the concatenation of texts and numbers.
-  template <class... Parts>
-  [[nodiscard]] Status error(ErrorCode code, const Parts&... parts) {
-    std::string message;
-    (append(message, parts), ...);
-    return Status(code, std::move(message));
-  }
+/// Builds an error whose message is the concatenation of texts, numbers and enumerators.
+template <class... Parts>
+[[nodiscard]] Status error(ErrorCode code, const Parts&... parts) {
+  std::string message;
+  (append(message, parts), ...);
+  return Status(code, std::move(message));
+}
 
 }  // namespace detail
 

@@ -1,6 +1,7 @@
 // Error codes have names of their own, results carry a value or a reason.
 #include <set>
 
+#include <kvmeld/kvmeld.hpp>
 #include <kvmeld/status.hpp>
 
 #include "support/catch.hpp"
@@ -43,4 +44,21 @@ TEST_CASE("a result holds a value or an error, and gives a movable value away") 
   };
   CHECK(*twice(4) == 8);
   CHECK(twice(none).error().message() == "bytes contradict themselves");
+}
+
+TEST_CASE("messages name enumerators, and say the number of one that this build has no name for") {
+  using namespace kvmeld;
+  const auto text = [](const auto& value) {
+    return detail::error(ErrorCode::unknown_field, "<", value, ">").message();
+  };
+  CHECK(text(Plane::rope_part) == "<rope_part>");
+  CHECK(text(KeyForm::pre_rope) == "<pre_rope>");
+  CHECK(text(ScaleScheme::per_channel_group) == "<per_channel_group>");
+  CHECK(text(RopeKind::undeclared) == "<undeclared>");
+  CHECK(text(RopePairing::interleaved) == "<interleaved>");
+  CHECK(text(RopeScaling::explicit_factors) == "<explicit_factors>");
+  CHECK(text(MatchMode::neighbours) == "<neighbours>");
+  CHECK(text(ElementType::bf16) == "<bf16>");
+  CHECK(text(StreamWay::four_pages) == "<four_pages>");
+  CHECK(text(static_cast<Plane>(77)) == "<unknown 77>");
 }

@@ -103,7 +103,7 @@ KVMELD_LAZY Status check_attended_layer(const LayerShape& layer, std::size_t l) 
                    " channels for all heads; queries meet it only through the model's up-projection: expand keys and values first");
     }
     if (shape.hadamard != 0 || shape.scales != ScaleScheme::none) {
-      return error(ErrorCode::unsupported, "attention: layer ", l, " keeps plane ", static_cast<int>(shape.plane), " in a Hadamard basis of ",
+      return error(ErrorCode::unsupported, "attention: layer ", l, " keeps plane ", shape.plane, " in a Hadamard basis of ",
                    shape.hadamard, " or with scales apart; seal it as f16 or q8_0 in the model's own basis");
     }
   }

@@ -131,7 +131,7 @@ KVMELD_LAZY [[nodiscard]] Status check_planes(const Geometry& geometry, const ch
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     for (const PlaneShape& shape : geometry.layers[l].planes) {
       if (shape.plane != Plane::key && shape.plane != Plane::value) {
-        return error(ErrorCode::unsupported, side, " layer ", l, " has a plane of kind ", static_cast<int>(shape.plane), "; maps know keys and values");
+        return error(ErrorCode::unsupported, side, " layer ", l, " has a plane of kind ", shape.plane, "; maps know keys and values");
       }
       if (shape.plane == Plane::value && shape.rotary) return error(ErrorCode::unsupported, side, " layer ", l, " rotates its values");
     }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <span>
 #include <utility>
+#include <string_view>
 #include <vector>
 
 #include <kvmeld/align/aligner.hpp>
@@ -23,6 +24,17 @@ enum class MatchMode : std::uint8_t {
   edit_distance,  ///< equal tokens that a shortest edit script keeps
   neighbours,     ///< each other's nearest by cosine of keys, or of the caller's embeddings; ids are not compared
 };
+
+/// The name of an enumerator as it is written in this header.
+[[nodiscard]] constexpr std::string_view to_string(MatchMode value) noexcept {
+  switch (value) {
+    case MatchMode::index: return "index";
+    case MatchMode::common_prefix: return "common_prefix";
+    case MatchMode::edit_distance: return "edit_distance";
+    case MatchMode::neighbours: return "neighbours";
+  }
+  return "unknown";
+}
 
 /// Lets matched tokens share an output token; unmatched tokens keep their own.
 ///

@@ -49,7 +49,7 @@ KVMELD_LAZY [[nodiscard]] Result<PositionMap> map_positions(std::span<const Toke
     return out;
   }
   if (policy.mode != MatchMode::index && policy.mode != MatchMode::common_prefix) {
-    return detail::error(ErrorCode::unsupported, "position map: match mode ", static_cast<int>(policy.mode), " needs K/V; match by edit_distance or by index");
+    return detail::error(ErrorCode::unsupported, "position map: match mode ", policy.mode, " needs K/V; match by edit_distance or by index");
   }
   std::size_t shared = (std::min)(segment.size(), anchor.size());
   if (policy.mode == MatchMode::common_prefix) {

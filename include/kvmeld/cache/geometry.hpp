@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <string_view>
 #include <vector>
 
 #include <kvmeld/cache/rope.hpp>
@@ -19,11 +20,44 @@ using TokenId = std::int32_t;
 /// What one plane of a layer holds.
 enum class Plane : std::uint8_t { key, value, latent, rope_part, index_key, scale };
 
+/// The name of an enumerator as it is written in this header.
+[[nodiscard]] constexpr std::string_view to_string(Plane value) noexcept {
+  switch (value) {
+    case Plane::key: return "key";
+    case Plane::value: return "value";
+    case Plane::latent: return "latent";
+    case Plane::rope_part: return "rope_part";
+    case Plane::index_key: return "index_key";
+    case Plane::scale: return "scale";
+  }
+  return "unknown";
+}
+
 /// Whether stored keys carry their position (`post_rope`) or not.
 enum class KeyForm : std::uint8_t { post_rope, pre_rope };
 
+/// The name of an enumerator as it is written in this header.
+[[nodiscard]] constexpr std::string_view to_string(KeyForm value) noexcept {
+  switch (value) {
+    case KeyForm::post_rope: return "post_rope";
+    case KeyForm::pre_rope: return "pre_rope";
+  }
+  return "unknown";
+}
+
 /// How integer elements get their magnitude. Block types such as q8_0 hold their scales inside and use `none`.
 enum class ScaleScheme : std::uint8_t { none, per_tensor, per_token_head, per_channel_group };
+
+/// The name of an enumerator as it is written in this header.
+[[nodiscard]] constexpr std::string_view to_string(ScaleScheme value) noexcept {
+  switch (value) {
+    case ScaleScheme::none: return "none";
+    case ScaleScheme::per_tensor: return "per_tensor";
+    case ScaleScheme::per_token_head: return "per_token_head";
+    case ScaleScheme::per_channel_group: return "per_channel_group";
+  }
+  return "unknown";
+}
 
 /// One plane's declared shape: (token, head, channel).
 struct PlaneShape {
@@ -177,12 +211,12 @@ KVMELD_LAZY [[nodiscard]] Status differ(const char* field, std::size_t layer, co
 
 KVMELD_LAZY [[nodiscard]] Status check_same(const RopeSpec& a, const RopeSpec& b, std::size_t layer) {
   if (a == b) return {};
-  if (a.kind != b.kind) return differ("rope kind", layer, static_cast<int>(a.kind), static_cast<int>(b.kind));
-  if (a.pairing != b.pairing) return differ("rope pairing", layer, static_cast<int>(a.pairing), static_cast<int>(b.pairing));
+  if (a.kind != b.kind) return differ("rope kind", layer, a.kind, b.kind);
+  if (a.pairing != b.pairing) return differ("rope pairing", layer, a.pairing, b.pairing);
   if (a.first_channel != b.first_channel) return differ("rope first channel", layer, a.first_channel, b.first_channel);
   if (a.rotary_channels != b.rotary_channels) return differ("rope rotary channels", layer, a.rotary_channels, b.rotary_channels);
   if (a.base != b.base) return differ("rope base", layer, a.base, b.base);
-  if (a.scaling != b.scaling) return differ("rope scaling", layer, static_cast<int>(a.scaling), static_cast<int>(b.scaling));
+  if (a.scaling != b.scaling) return differ("rope scaling", layer, a.scaling, b.scaling);
   if (a.factor != b.factor) return differ("rope factor", layer, a.factor, b.factor);
   if (a.original_context != b.original_context) return differ("rope original context", layer, a.original_context, b.original_context);
   if (a.low_freq_factor != b.low_freq_factor) return differ("rope low_freq_factor", layer, a.low_freq_factor, b.low_freq_factor);
@@ -252,17 +286,17 @@ KVMELD_LAZY [[nodiscard]] Status check_same(const Geometry& a, const Geometry& b
     const LayerShape& y = b.layers[l];
     if (x.planes.size() != y.planes.size()) return differ("plane count", l, x.planes.size(), y.planes.size());
     if (x.window != y.window) return differ("window", l, x.window, y.window);
-    if (x.key_form != y.key_form) return differ("key form", l, static_cast<int>(x.key_form), static_cast<int>(y.key_form));
+    if (x.key_form != y.key_form) return differ("key form", l, x.key_form, y.key_form);
     KVMELD_TRY(detail::check_same(x.rope, y.rope, l));
     for (std::size_t p = 0; p < x.planes.size(); ++p) {
       const PlaneShape& s = x.planes[p];
       const PlaneShape& t = y.planes[p];
-      if (s.plane != t.plane) return differ("plane kind", l, static_cast<int>(s.plane), static_cast<int>(t.plane));
-      if (s.type != t.type) return differ("element type", l, static_cast<int>(s.type), static_cast<int>(t.type));
+      if (s.plane != t.plane) return differ("plane kind", l, s.plane, t.plane);
+      if (s.type != t.type) return differ("element type", l, s.type, t.type);
       if (s.heads != t.heads) return differ("head count", l, s.heads, t.heads);
       if (s.channels != t.channels) return differ("head size", l, s.channels, t.channels);
       if (s.rotary != t.rotary) return differ("rotary flag", l, int{s.rotary}, int{t.rotary});
-      if (s.scales != t.scales) return differ("scale scheme", l, static_cast<int>(s.scales), static_cast<int>(t.scales));
+      if (s.scales != t.scales) return differ("scale scheme", l, s.scales, t.scales);
       if (s.scale_group != t.scale_group) return differ("scale group", l, s.scale_group, t.scale_group);
       if (s.hadamard != t.hadamard) return differ("Hadamard basis", l, s.hadamard, t.hadamard);
     }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <utility>
+#include <string_view>
 #include <vector>
 
 #include <kvmeld/config.hpp>
@@ -21,6 +22,15 @@ enum class RopePairing : std::uint8_t {
   half_split,   ///< channels i and i + rotary / 2 of the rotary part
 };
 
+/// The name of an enumerator as it is written in this header.
+[[nodiscard]] constexpr std::string_view to_string(RopePairing value) noexcept {
+  switch (value) {
+    case RopePairing::interleaved: return "interleaved";
+    case RopePairing::half_split: return "half_split";
+  }
+  return "unknown";
+}
+
 /// Whether, and by how many position axes, keys are rotated.
 enum class RopeKind : std::uint8_t {
   none,              ///< keys carry no position (NoPE layer); a shift copies bytes
@@ -29,6 +39,17 @@ enum class RopeKind : std::uint8_t {
                      ///< `rope_unsupported`
   undeclared = 255,  ///< nobody said: a `RopeSpec{}`; refused everywhere, never written to a wire
 };
+
+/// The name of an enumerator as it is written in this header.
+[[nodiscard]] constexpr std::string_view to_string(RopeKind value) noexcept {
+  switch (value) {
+    case RopeKind::none: return "none";
+    case RopeKind::rotary: return "rotary";
+    case RopeKind::multi_axis: return "multi_axis";
+    case RopeKind::undeclared: return "undeclared";
+  }
+  return "unknown";
+}
 
 /// How frequencies depart from `base^(-2i / rotary)`.
 enum class RopeScaling : std::uint8_t {
@@ -40,6 +61,20 @@ enum class RopeScaling : std::uint8_t {
   dynamic_ntk,  ///< the base grows with the length beyond `original_context` (dynamic NTK, arXiv:2309.00071)
   explicit_factors,  ///< a divisor for each pair, whatever the length, as llama.cpp's `rope_freqs` tensor
 };
+
+/// The name of an enumerator as it is written in this header.
+[[nodiscard]] constexpr std::string_view to_string(RopeScaling value) noexcept {
+  switch (value) {
+    case RopeScaling::none: return "none";
+    case RopeScaling::linear: return "linear";
+    case RopeScaling::llama3: return "llama3";
+    case RopeScaling::yarn: return "yarn";
+    case RopeScaling::longrope: return "longrope";
+    case RopeScaling::dynamic_ntk: return "dynamic_ntk";
+    case RopeScaling::explicit_factors: return "explicit_factors";
+  }
+  return "unknown";
+}
 
 /// Rotary position embedding of one layer's keys (Su et al. 2021, RoFormer, arXiv:2104.09864).
 ///
