@@ -10,6 +10,7 @@
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
+#include "support/unserved.hpp"
 
 namespace {
 
@@ -227,6 +228,119 @@ TEST_CASE("liars and floods cost themselves") {
   net.lose = nullptr;
   net.run(60);
   CHECK(victim.set().find(bad.id())->complete());
+}
+
+TEST_CASE("payloads that nobody serves keep no other waiting, of one author or of many") {
+  for (const bool named : {true, false}) {
+    Net net(2);
+    if (!named) {
+      for (Replica& replica : net.replicas) replica.set_members({});
+    }
+    net.run(2);
+    const auto flood = named ? test::unserved(4000, 99) : test::unserved(4000, 1000, 0, 80);
+    REQUIRE(net.replicas[0].receive(99, message(kvmeld::ReplicaMessage::delta, encode_set(flood))).ok());
+    CHECK(net.replicas[0].wanted() == 4000);
+    net.run(3);
+    const Fragment honest = fragment(5);
+    REQUIRE(net.replicas[1].insert(honest).ok());
+    net.run(3);
+    CHECK(net.replicas[0].set().find(honest.id())->complete());
+    CHECK(net.replicas[0].wants_of(named ? 99 : 1000));
+    CHECK_FALSE(net.replicas[0].wants_of(1));
+  }
+}
+
+TEST_CASE("what is on its way has room by what came, for all and for each peer") {
+  const std::size_t memory = kvmeld::detail::manifest_memory(
+      encode_manifest(*kvmeld::make_manifest(fragment(1, 12), 100)).size());
+  MemoryStore store;
+  Replica::Options options{.epoch = 1, .merger = merger_digest};
+  options.format.chunk_bytes = 100;
+  options.max_peer_fetch_bytes = memory + 14'000;
+  options.max_fetch_bytes = 2 * memory + 20'000;
+  Replica victim(store, options);
+  REQUIRE(victim.open().ok());
+  const auto say = [&](MemberId from, kvmeld::ReplicaMessage type, std::span<const std::byte> body) {
+    return victim.receive(from, message(type, body)).status();
+  };
+  // Everything of a fragment but its last chunk, or all of it.
+  const auto send = [&](MemberId from, std::uint64_t seed, std::size_t short_of) {
+    const Fragment f = fragment(seed, 12);  // 12 KiB
+    kvmeld::FragmentSet claim;
+    REQUIRE(claim.insert(f, {from, seed, 1}).ok());
+    REQUIRE(say(from, kvmeld::ReplicaMessage::delta, encode_set(claim)).ok());
+    const auto manifest = kvmeld::make_manifest(f, 100);
+    const auto piece = [&](const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+      return kvmeld::detail::encode(kvmeld::detail::Piece{f.id(), key, bytes});
+    };
+    const auto& keys = manifest->chunks[0];
+    kvmeld::Status status = say(from, kvmeld::ReplicaMessage::manifest,
+                                piece(manifest_key(f.id()), encode_manifest(*manifest)));
+    for (std::size_t c = 0; c + short_of < keys.size() && status.ok(); ++c) {
+      const auto chunk = kvmeld::encode_chunk(kvmeld::raw_chunk(f.payloads()[0], c, 100));
+      status = say(from, kvmeld::ReplicaMessage::chunk, piece(keys[c], chunk));
+    }
+    return status;
+  };
+  CHECK(send(8, 1, 1).ok());
+  CHECK(victim.fetch_bytes() == memory + (kvmeld::chunk_count(12 * 1024, 100) - 1) * 100);
+  const std::uint64_t held = victim.fetch_bytes();
+  CHECK(send(8, 2, 1).code() == ErrorCode::quota_exceeded);  // what the peer may have is used up
+  CHECK(victim.fetch_bytes() == held);                       // and what came of the second is given back
+  CHECK(send(7, 3, 0).code() == ErrorCode::quota_exceeded);  // there is none for all either
+  CHECK(victim.counters().refused_pieces == 2);
+  CHECK(victim.counters().strikes == 0);
+  CHECK(victim.fetch_bytes() == held);
+}
+
+TEST_CASE("gaps, lives, authors and fragments have bounds, and who floods is left out first") {
+  using kvmeld::CausalContext;
+  MemoryStore store;
+  Replica::Options options{.epoch = 1, .merger = merger_digest};
+  options.max_ranges = 160;
+  options.max_authors = 4;
+  options.max_entries = 60;
+  Replica replica(store, options);
+  REQUIRE(replica.open().ok());
+  const auto tell = [&](MemberId from, const kvmeld::FragmentSet& set) {
+    return replica.receive(from, message(kvmeld::ReplicaMessage::delta, encode_set(set))).status();
+  };
+  const auto gaps = [](std::uint64_t agent, std::uint64_t count) {
+    CausalContext out;
+    for (std::uint64_t i = 0; i < count; ++i) out.append({agent, 1, 2 * i, 2 * i});
+    return out;
+  };
+  const auto gone = [](const CausalContext& context) {
+    return *kvmeld::FragmentSet::from_parts({}, {}, {}, context);
+  };
+  // A context that fits into a message would not fit into this replica's news behind it.
+  CHECK(tell(5, gone(gaps(5, 161))).code() != ErrorCode::ok);
+  CHECK(replica.set().context().empty());
+  CHECK(tell(5, gone(gaps(5, 100))).ok());
+  CHECK(tell(6, gone(gaps(6, 50))).ok());
+  CHECK(tell(5, gone(gaps(5, 140))).code() != ErrorCode::ok);
+  CHECK(replica.set().context().ranges().size() == 150);
+  CHECK(tell(7, test::unserved(10, 7)).ok());
+  CHECK(replica.set().size() == 10);
+
+  // More fragments than there is room for come with another's few: those are taken.
+  kvmeld::FragmentSet mixed = test::unserved(100, 7, 10);
+  REQUIRE(mixed.join(test::unserved(5, 8)).ok());
+  CHECK(tell(9, mixed).code() == ErrorCode::quota_exceeded);
+  CHECK(replica.set().size() == 15);
+  CHECK(replica.counters().refused_operations >= 100);
+  CHECK(tell(9, test::unserved(1, 1000)).code() == ErrorCode::quota_exceeded);  // a fifth author
+  CHECK(replica.set().size() == 15);
+
+  // News of more ranges than a context may have are not read, and who is not named keeps a part of the room at most.
+  const auto news = [&](MemberId from, const CausalContext& context) {
+    return replica.receive(from, message(kvmeld::ReplicaMessage::news, kvmeld::detail::encode(kvmeld::detail::News{context, {}}))).status();
+  };
+  CHECK(news(20, gaps(20, 161)).code() == ErrorCode::oversized);
+  CHECK(news(20, gaps(20, 11)).code() == ErrorCode::quota_exceeded);
+  std::size_t heard = 0;
+  for (MemberId member = 20; member < 60; ++member) heard += news(member, gaps(member, 10)).ok() ? 1U : 0U;
+  CHECK(heard == 16);
 }
 
 TEST_CASE("a bit that rots in a record costs that record, and never makes another set of it") {

@@ -92,6 +92,9 @@ template <BlobStore S, ContentHash Hash, Compressor C>
   return stored.error();
 }
 
+/// What a manifest takes in memory at most: a position of one byte takes 8, and its chunks some 64 each.
+[[nodiscard]] constexpr std::uint64_t manifest_memory(std::uint64_t bytes) noexcept { return 8 * bytes; }
+
 inline void count(StoredBytes& counted, bool fresh, std::size_t bytes) {
   (fresh ? counted.bytes : counted.dedup_bytes) += bytes;
   counted.dedup_hits += fresh ? 0U : 1U;
@@ -194,10 +197,15 @@ template <BlobStore S, ContentHash Hash, Compressor C>
 
 /// Adds the chunks that a store has to an assembler; a chunk that is wrong is erased and stays wanted.
 ///
+/// @param room  bytes that the assembler may hold in the end: a list that names what lies in a store
+///              anyway costs who sent it little. Beyond, chunks stay wanted.
 /// Errors: the store's, but for `not_found`.
 template <BlobStore S, ContentHash Hash, Compressor C>
-Status load_chunks(S& store, Assembler<Hash>& assembler, const FragmentFormat<Hash, C>& format) {
+Status load_chunks(S& store, Assembler<Hash>& assembler, const FragmentFormat<Hash, C>& format,
+                   std::uint64_t room = ~std::uint64_t{0}) {
   for (const BlobKey& key : assembler.missing()) {
+    const std::uint64_t held = assembler.held_bytes();
+    if (held > room || assembler.bytes_of(key) > room - held) return {};
     const auto stored = store.get(key);
     if (!stored) {
       if (stored.error().code() == ErrorCode::not_found) continue;

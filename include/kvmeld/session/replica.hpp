@@ -4,12 +4,14 @@
 #include <concepts>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <random>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include <kvmeld/session/due_queue.hpp>
 #include <kvmeld/session/elapsed.hpp>
 #include <kvmeld/session/replica_messages.hpp>
 #include <kvmeld/session/replica_options.hpp>
@@ -140,6 +142,11 @@ class Replica {
       if (std::find(members.begin(), members.end(), before) == members.end()) peers_.erase(before);
     }
     options_.members = std::move(members);
+    unnamed_ranges_ = 0;
+    for (const auto& [member, peer] : peers_) {
+      if (!options_.members.empty() && is_member(member)) continue;
+      unnamed_ranges_ += peer.context.ranges().size();
+    }
   }
 
   /// Writes everything to the store anew: for one that was emptied behind this replica's back. O(bytes).
@@ -154,8 +161,24 @@ class Replica {
   [[nodiscard]] const FragmentSet& set() const noexcept { return set_; }
   [[nodiscard]] const Options& options() const noexcept { return options_; }
   [[nodiscard]] const ReplicaCounters& counters() const noexcept { return counters_; }
+  /// Gives the bytes of a fragment that came by another way. They must be verified, and are not stored
+  /// here. Errors: `not_found` for an id that is not in the set.
+  Status restore(const Fragment& fragment) {
+    KVMELD_TRY(set_.restore(fragment));
+    end_want(fragment.id());
+    return {};
+  }
+
   /// Fragments whose bytes are on their way.
   [[nodiscard]] std::size_t wanted() const noexcept { return wants_.size(); }
+  /// Whether bytes are on their way of fragments that an agent made. O(log n).
+  [[nodiscard]] bool wants_of(std::uint64_t agent) const {
+    return due_members_.has(agent) || due_others_.has(agent);
+  }
+  /// Memory of chunks and manifests whose fragments are not whole yet.
+  [[nodiscard]] std::uint64_t fetch_bytes() const noexcept { return fetch_bytes_; }
+  /// Fragments that one `tick` looks for in the store and asks peers for, at most.
+  static constexpr std::size_t pursued_at_once = 64;
   /// Members heard of so far that render with another merger than this replica: they hold the same set and make other caches of it.
   /// Known from the first message of any type on.
   [[nodiscard]] std::vector<MemberId> other_mergers() const {
@@ -197,16 +220,20 @@ class Replica {
     std::int64_t next_want = 0;     // no request for a delta before
     std::int64_t next_news = 0;     // no answer by news before
     std::int64_t next_delta = 0;    // no answer by a delta before
+    std::uint64_t fetch_bytes = 0;  // of fragments on their way by its manifests
   };
   /// A fragment whose bytes are on their way.
   struct Want {
-    std::optional<Assembler<Hash>> assembler;
+    std::unique_ptr<Assembler<Hash>> assembler;
+    std::uint64_t author = 0;           // in whose turn it is looked for
+    bool member = false;                // whether that is a named member
+    std::uint64_t charged = 0;          // bytes of memory, to the peer of its manifest
     MemberId holder = everyone;         // asked now
     MemberId manifest_from = everyone;
     std::size_t in_flight = 0;          // chunks asked for and not here
     bool answered = false;              // the holder sent something since it was asked
     std::size_t barren = 0;             // requests for chunks since one came
-    std::int64_t next = 0;              // ask again then
+    std::int64_t next = 0;              // ask again then; changed by `look_at` alone
     std::int64_t patience = 0;
     std::size_t rotation = 0;
   };
@@ -278,6 +305,8 @@ class Replica {
   [[nodiscard]] CausalContext tellable(MemberId from, const CausalContext& all) const;
   [[nodiscard]] CausalContext admitted_gone(const CausalContext& gone, MemberId from);
   [[nodiscard]] Result<FragmentSet> admitted(const FragmentSet& delta, MemberId from);
+  [[nodiscard]] std::size_t range_limit() const;
+  [[nodiscard]] std::vector<std::uint64_t> overdrawn(const FragmentSet& delta) const;
   void note_word(MemberId from, const CausalContext& context);
   Status check_own(MemberId from, const CausalContext& context);
   Status compare(MemberId from, Peer& peer, const Digest256& theirs);
@@ -290,6 +319,12 @@ class Replica {
   Status on_piece(MemberId from, ReplicaMessage type, std::span<const std::byte> body);
   Status on_lacking(MemberId from, std::span<const std::byte> body);
   void want(const FragmentSet::Entry& entry, MemberId holder = everyone);
+  void look_at(const FragmentId& id, Want& want, std::int64_t when);
+  void end_want(const FragmentId& id);
+  Status charge(Want& want, std::uint64_t bytes);
+  void discharge(Want& want, std::uint64_t bytes);
+  void drop_assembler(Want& want);
+  Status pursue_some();
   Status pursue(const FragmentId& id, Want& want);
   Status ask(const FragmentId& id, Want& want);
   Status finish(const FragmentId& id, Want& want);
@@ -306,7 +341,10 @@ class Replica {
   std::map<FragmentId, Want> wants_;
   std::vector<Outgoing> outbox_;
   std::size_t outbox_bytes_ = 0;
-  FragmentId last_pursued_;
+  detail::DueQueue due_members_;
+  detail::DueQueue due_others_;
+  std::uint64_t fetch_bytes_ = 0;  // of fragments on their way
+  std::size_t unnamed_ranges_ = 0; // of what peers have seen that are no named members
   ReplicaCounters counters_;
   std::vector<AgentLife> reused_;  // ascending
   Elapsed clock_;
@@ -325,3 +363,4 @@ KVMELD_NAMESPACE_END
 #include <kvmeld/session/replica_fetch.hpp>
 #include <kvmeld/session/replica_sync.hpp>
 #include <kvmeld/session/replica_word.hpp>
+#include <kvmeld/session/replica_bounds.hpp>

@@ -10,10 +10,88 @@ template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 void Replica<Store, Auth, Hash, C>::want(const FragmentSet::Entry& entry, MemberId holder) {
   if (entry.complete()) return;
   const auto [at, fresh] = wants_.try_emplace(entry.id);
-  if (fresh) at->second.patience = options_.retry_ms;
-  if (!fresh && at->second.holder != everyone) return;
-  at->second.holder = holder;
-  at->second.answered = holder != everyone;  // is asked first
+  Want& want = at->second;
+  if (fresh) {
+    want.patience = options_.retry_ms;
+    const auto& marks = entry.metadata.marks;
+    if (!marks.empty()) want.author = marks.front().dot.agent;
+    want.member = !options_.members.empty() && is_member(want.author);
+    look_at(entry.id, want, elapsed_);
+  }
+  if (!fresh && want.holder != everyone) return;
+  want.holder = holder;
+  want.answered = holder != everyone;  // is asked first
+}
+
+/// Sets when a fragment is looked for again.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+void Replica<Store, Auth, Hash, C>::look_at(const FragmentId& id, Want& want, std::int64_t when) {
+  detail::DueQueue& due = want.member ? due_members_ : due_others_;
+  due.drop(want.author, want.next, id);
+  want.next = when;
+  due.put(want.author, want.next, id);
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+void Replica<Store, Auth, Hash, C>::end_want(const FragmentId& id) {
+  const auto at = wants_.find(id);
+  if (at == wants_.end()) return;
+  Want& want = at->second;
+  drop_assembler(want);
+  (want.member ? due_members_ : due_others_).drop(want.author, want.next, id);
+  wants_.erase(at);
+}
+
+/// Takes memory for what arrived of a fragment; where there is none, what it had is given back.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+Status Replica<Store, Auth, Hash, C>::charge(Want& want, std::uint64_t bytes) {
+  const auto peer = peers_.find(want.manifest_from);
+  const std::uint64_t of_peer = peer == peers_.end() ? 0 : peer->second.fetch_bytes;
+  const auto fits = [bytes](std::uint64_t used, std::uint64_t most) {
+    return used <= most && bytes <= most - used;
+  };
+  if (fits(fetch_bytes_, options_.max_fetch_bytes) && fits(of_peer, options_.max_peer_fetch_bytes)) {
+    fetch_bytes_ += bytes;
+    want.charged += bytes;
+    if (peer != peers_.end()) peer->second.fetch_bytes += bytes;
+    return {};
+  }
+  ++counters_.refused_pieces;
+  Status full = detail::error(ErrorCode::quota_exceeded, bytes, " bytes of a fragment by member ",
+                              want.manifest_from, ", which has ", of_peer, " of ",
+                              options_.max_peer_fetch_bytes, " on their way, all have ",
+                              fetch_bytes_, " of ", options_.max_fetch_bytes);
+  drop_assembler(want);
+  return full;
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+void Replica<Store, Auth, Hash, C>::drop_assembler(Want& want) {
+  want.assembler.reset();
+  want.in_flight = 0;
+  discharge(want, want.charged);
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+void Replica<Store, Auth, Hash, C>::discharge(Want& want, std::uint64_t bytes) {
+  fetch_bytes_ -= bytes;
+  want.charged -= bytes;
+  if (const auto peer = peers_.find(want.manifest_from); peer != peers_.end()) {
+    peer->second.fetch_bytes -= (std::min)(peer->second.fetch_bytes, bytes);
+  }
+}
+
+/// Looks for some of what is due: named members' first, and each author's in turn.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+Status Replica<Store, Auth, Hash, C>::pursue_some() {
+  std::vector<FragmentId> due = due_members_.due(elapsed_, pursued_at_once * 3 / 4);
+  const std::vector<FragmentId> others = due_others_.due(elapsed_, pursued_at_once - due.size());
+  due.insert(due.end(), others.begin(), others.end());
+  Status status;
+  for (const FragmentId& id : due) {
+    if (Status pursued = pursue(id, wants_.at(id)); !pursued && status) status = pursued;
+  }
+  return status;
 }
 
 /// The peer to ask next: all that are trusted take their turn.
@@ -37,10 +115,10 @@ void Replica<Store, Auth, Hash, C>::turn(Want& want) {
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 void Replica<Store, Auth, Hash, C>::strike(MemberId member) {
   ++counters_.strikes;
-  Peer& peer = peers_[member];
-  if (++peer.strikes < options_.max_strikes) return;
-  peer.strikes = 0;
-  peer.trusted_from = elapsed_ + options_.max_retry_ms;
+  Peer* const peer = peer_of(member);
+  if (peer == nullptr || ++peer->strikes < options_.max_strikes) return;
+  peer->strikes = 0;
+  peer->trusted_from = elapsed_ + options_.max_retry_ms;
 }
 
 /// One attempt: what the store has, then a request to a peer.
@@ -48,15 +126,15 @@ template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::pursue(const FragmentId& id, Want& want) {
   const FragmentSet::Entry* const entry = set_.find(id);
   if (entry == nullptr || entry->complete()) {  // removed, or here by another way
-    wants_.erase(id);
+    end_want(id);
     return {};
   }
-  want.next = elapsed_ + jitter(want.patience);
+  look_at(id, want, elapsed_ + jitter(want.patience));
   want.patience = (std::min)(want.patience * 2, options_.max_retry_ms);
   if (want.assembler && ++want.barren > peers_.size() + 1) {
     // Everybody was asked and nobody sent these chunks: the manifest's list of them, which the id does not cover, may be a lie, or all are
     // slow. So nobody is blamed, and another is asked for a manifest.
-    want.assembler.reset();
+    drop_assembler(want);
     want.barren = 0;
     want.patience = options_.retry_ms;
   }
@@ -64,8 +142,7 @@ Status Replica<Store, Auth, Hash, C>::pursue(const FragmentId& id, Want& want) {
     auto loaded = load_fragment(*store_, id, options_.format);
     if (loaded) {
       ++counters_.fragments_loaded;
-      wants_.erase(id);
-      return set_.restore(*loaded);
+      return restore(*loaded);
     }
     if (loaded.error().code() == ErrorCode::unavailable) return loaded.error();
   }
@@ -148,34 +225,45 @@ Status Replica<Store, Auth, Hash, C>::on_piece(MemberId from, ReplicaMessage typ
   const auto piece = detail::decode_piece(body);
   if (!piece) return piece.error();
   const auto at = wants_.find(piece->id);
-  if (at == wants_.end() || (peers_.count(from) != 0 && peers_[from].trusted_from > elapsed_)) return {};
+  const auto peer = peers_.find(from);
+  if (at == wants_.end() || peer == peers_.end() || peer->second.trusted_from > elapsed_) return {};
   Want& want = at->second;
   if (type == ReplicaMessage::manifest) {
     if (want.assembler) return {};
+    want.manifest_from = from;
+    KVMELD_TRY(charge(want, detail::manifest_memory(piece->bytes.size())));
     auto manifest = decode_manifest<Hash>(piece->bytes, options_.format.limits());
     if (!manifest || manifest->fragment.id() != piece->id) {
+      drop_assembler(want);
       strike(from);
       turn(want);
       return !manifest ? manifest.error() : detail::error(ErrorCode::id_mismatch, "member ", from, " sent another fragment's manifest for ", piece->id.hex());
     }
-    want.assembler.emplace(*std::move(manifest));
-    want.manifest_from = from;
-    KVMELD_TRY(load_chunks(*store_, *want.assembler, options_.format));
+    want.assembler = std::make_unique<Assembler<Hash>>(*std::move(manifest));
+    const std::uint64_t room = options_.max_fetch_bytes - fetch_bytes_;
+    const std::uint64_t of_peer = options_.max_peer_fetch_bytes - peer->second.fetch_bytes;
+    const Status loaded = load_chunks(*store_, *want.assembler, options_.format,
+                                      (std::min)(room, of_peer));
+    KVMELD_TRY(charge(want, want.assembler->held_bytes()));
+    KVMELD_TRY(loaded);
   } else {
     if (!want.assembler) return {};
+    const std::size_t bytes = want.assembler->bytes_of(piece->key);
+    if (bytes == 0) return {};
+    KVMELD_TRY(charge(want, bytes));
     const auto added = want.assembler->add(piece->key, piece->bytes, options_.format.compressor);
     if (!added) {
+      discharge(want, bytes);
       strike(from);
       turn(want);
       return added.error();
     }
-    if (!*added) return {};
     want.in_flight -= want.in_flight > 0 ? 1U : 0U;
   }
   want.answered = true;
   want.barren = 0;
   want.patience = options_.retry_ms;
-  want.next = elapsed_ + jitter(want.patience);
+  look_at(piece->id, want, elapsed_ + jitter(want.patience));
   if (type == ReplicaMessage::chunk && want.in_flight > 0 && !want.assembler->complete()) return {};
   if (want.assembler->complete()) return finish(piece->id, want);
   want.holder = from;
@@ -187,15 +275,14 @@ Status Replica<Store, Auth, Hash, C>::finish(const FragmentId& id, Want& want) {
   const auto fragment = want.assembler->finish();
   if (!fragment) {
     strike(want.manifest_from);
-    want.assembler.reset();
-    want.in_flight = 0;
+    drop_assembler(want);
     turn(want);
-    want.next = elapsed_;
+    look_at(id, want, elapsed_);
     return fragment.error();
   }
   const Status stored = store_fragment(*store_, *fragment, options_.format).status();
   ++counters_.fragments_fetched;
-  wants_.erase(FragmentId(id));
+  end_want(FragmentId(id));
   if (set_.find(fragment->id()) != nullptr) KVMELD_TRY(set_.restore(*fragment));
   return stored;  // the set has the bytes in any case
 }
@@ -208,7 +295,8 @@ Status Replica<Store, Auth, Hash, C>::on_lacking(MemberId from, std::span<const 
   if (at == wants_.end() || at->second.holder != from) return {};
   turn(at->second);
   at->second.in_flight = 0;
-  at->second.next = (std::min)(at->second.next, elapsed_ + options_.retry_ms);
+  const std::int64_t soon = elapsed_ + options_.retry_ms;
+  look_at(piece->id, at->second, (std::min)(at->second.next, soon));
   return {};
 }
 

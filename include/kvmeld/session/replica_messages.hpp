@@ -75,12 +75,13 @@ struct News {
   write_context(w, news.context);
   return w.take();
 }
-[[nodiscard]] inline Result<News> decode_news(std::span<const std::byte> body) {
+[[nodiscard]] inline Result<News> decode_news(std::span<const std::byte> body,
+                                               std::size_t max_ranges = default_max_ranges) {
   ByteReader r(body);
   News news;
   news.epoch = r.value<std::uint64_t>();
   for (std::uint64_t& word : news.digest.words) word = r.value<std::uint64_t>();
-  news.context = read_context(r);
+  news.context = read_context(r, max_ranges);
   KVMELD_TRY(r.finish("news"));
   return news;
 }

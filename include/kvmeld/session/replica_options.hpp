@@ -32,6 +32,15 @@ struct ReplicaOptions {
   std::int64_t retry_ms = 100;               ///< of an unanswered request, doubled each time
   std::int64_t max_retry_ms = 10'000;
   std::uint32_t max_strikes = 3;             ///< wrong pieces after which a peer is not asked for `max_retry_ms`
+  /// Memory of manifests and chunks that came of fragments that are not whole yet. One that finds no room gives its own back
+  /// and is asked for again later; a larger one never comes: raise this.
+  std::uint64_t max_fetch_bytes = std::uint64_t{1} << 33;
+  std::uint64_t max_peer_fetch_bytes = std::uint64_t{1} << 32;  ///< of those, by one peer's manifests
+  /// What peers may fill of this replica. Where room is short, those go first that took most of it, so that one who floods is left
+  /// out and others are not; what is left out is counted (`refused_operations`) and comes when there is room.
+  std::size_t max_entries = std::size_t{1} << 20;  ///< fragments in the set
+  std::size_t max_ranges = std::size_t{1} << 18;   ///< gaps and lives in a context; the set's must also fit into a message
+  std::size_t max_authors = 1024;                  ///< agents whose operations are taken, beside the members that are named
   std::size_t max_records = 4096;            ///< in the store before they are replaced by one
   std::uint64_t seed = 1;                    ///< of jitter
 };
@@ -52,6 +61,7 @@ struct ReplicaCounters {
   std::uint64_t refused_operations = 0;///< above an author's quota, with dots that are this replica's, or other than what is known of their dot
   std::uint64_t unvouched_operations = 0;  ///< left out until their author, or enough members, say the same
   std::uint64_t reused_dots = 0;       ///< times that a dot was seen on two operations, or before this replica gave it out
+  std::uint64_t refused_pieces = 0;    ///< manifests and chunks for which there was no room
   std::uint64_t strikes = 0;           ///< wrong manifests and chunks
   std::uint64_t corrupt_records = 0;   ///< in the store
   std::uint64_t fragments_fetched = 0; ///< from peers

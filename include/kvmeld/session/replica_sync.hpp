@@ -55,17 +55,7 @@ Status Replica<Store, Auth, Hash, C>::tick(std::int64_t now_ms) {
     next_news_ = elapsed_ + jitter(options_.news_interval_ms);
     if (Status posted = post_news(everyone); !posted && status) status = posted;
   }
-  // Some a tick, in turn: ids that nobody serves do not keep others waiting.
-  std::vector<FragmentId> due;
-  auto at = wants_.upper_bound(last_pursued_);
-  for (std::size_t seen = 0; seen < wants_.size() && due.size() < 64; ++seen, ++at) {
-    if (at == wants_.end()) at = wants_.begin();
-    if (at->second.next <= elapsed_) due.push_back(at->first);
-  }
-  if (!due.empty()) last_pursued_ = due.back();
-  for (const FragmentId& id : due) {
-    if (Status pursued = pursue(id, wants_.at(id)); !pursued && status) status = pursued;
-  }
+  if (Status pursued = pursue_some(); !pursued && status) status = pursued;
   if (!options_.members.empty() && (!set_.removals().empty() || set_.keeps_removed())) {
     CausalContext stable = set_.context();
     for (const MemberId member : options_.members) {
@@ -156,7 +146,7 @@ Status Replica<Store, Auth, Hash, C>::read_records() {
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::on_news(MemberId from, std::span<const std::byte> body) {
-  auto news = detail::decode_news(body);
+  auto news = detail::decode_news(body, range_limit());
   if (!news) return news.error();
   const Status own = heard(from, news->context);
   const auto at = peers_.find(from);
@@ -184,6 +174,17 @@ template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::heard(MemberId member, const CausalContext& seen) {
   Peer* const peer = peer_of(member);
   if (peer == nullptr) return detail::error(ErrorCode::quota_exceeded, "news of member ", member, ", one more than ", max_peers);
+  if (options_.members.empty() || !is_member(member)) {
+    // Who is not named shares room with all others that are not, and has a part of it at most.
+    const std::size_t others = unnamed_ranges_ - peer->context.ranges().size();
+    const std::size_t ranges = seen.ranges().size();
+    if (ranges > range_limit() / 16 || others + ranges > range_limit()) {
+      return detail::error(ErrorCode::quota_exceeded, "news of ", ranges, " ranges by member ", member,
+                           ", which nobody named; all such have ", others, " and may have ",
+                           range_limit(), ", each a sixteenth");
+    }
+    unnamed_ranges_ = others + ranges;
+  }
   peer->context = seen;
   note_word(member, seen);
   return check_own(member, seen);
@@ -192,7 +193,7 @@ Status Replica<Store, Auth, Hash, C>::heard(MemberId member, const CausalContext
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::on_want(MemberId from, std::span<const std::byte> body) {
   ByteReader r(body);
-  const CausalContext seen = read_context(r);
+  const CausalContext seen = read_context(r, range_limit());
   KVMELD_TRY(r.finish("want"));
   if (const auto peer = peers_.find(from); peer != peers_.end()) {  // a whole set for three bytes is not given at any rate
     if (elapsed_ < peer->second.next_delta) return {};

@@ -186,10 +186,20 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& d
     if (fresh) at->second = {tellable(from, life), removable(from, life)};
     return at->second;
   };
-  const CausalContext gone = admitted_gone(delta.compacted(), from);
+  const std::vector<std::uint64_t> barred = from == everyone ? std::vector<std::uint64_t>() : overdrawn(delta);
+  const auto is_barred = [&](std::uint64_t agent) { return std::binary_search(barred.begin(), barred.end(), agent); };
+  CausalContext gone;
+  const CausalContext vouched_gone = admitted_gone(delta.compacted(), from);
+  for (const DotRange& range : vouched_gone.ranges()) {
+    if (is_barred(range.agent)) ++counters_.refused_operations; else gone.append(range);
+  }
   const auto is_own = [&](const Provenance& dot) { return dot.agent == options_.self && dot.epoch == options_.epoch; };
   /// True: the operation stays out.
   const auto left_out = [&](const Provenance& dot) {
+    if (is_barred(dot.agent)) {
+      ++counters_.refused_operations;
+      return true;
+    }
     if (dot.sequence < (std::min)(bounds(dot).told, options_.max_operations)) return false;
     const bool refused = dot.sequence >= options_.max_operations || is_own(dot);
     if (refused) {
@@ -211,6 +221,7 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& d
     return true;
   };
   const auto ends = [&](const Provenance& dot) {
+    if (is_barred(dot.agent) && !set_.context().contains(dot)) return false;
     return set_.context().contains(dot) || dot.sequence < (std::min)(bounds(dot).removed, options_.max_operations);
   };
   const auto counted = counters_;

@@ -84,10 +84,14 @@ inline void write_ranges(ByteWriter& w, const Lines& lines, const CausalContext&
     w.varint(range.last - range.first);
   }
 }
-KVMELD_LAZY [[nodiscard]] CausalContext read_ranges(ByteReader& r, const Lines& lines) {
+/// In memory they take eleven times their bytes, so that there are `max_ranges` at most, or none.
+KVMELD_LAZY [[nodiscard]] CausalContext read_ranges(ByteReader& r, const Lines& lines,
+                                                    std::size_t max_ranges) {
   CausalContext out;
   DotRange before;
-  for (std::size_t n = r.count(3), i = 0; i < n && r.ok(); ++i) {
+  const std::size_t n = r.count(3);
+  if (n > max_ranges) r.fail(ErrorCode::oversized);
+  for (std::size_t i = 0; i < n && r.ok(); ++i) {
     const auto [agent, epoch] = lines.read_line(r);
     const std::uint64_t first = r.varint();
     const std::uint64_t more = r.varint();
@@ -104,6 +108,9 @@ enum MarkFlags : std::uint8_t { mark_confidence = 1, mark_superseded = 2, mark_t
 
 }  // namespace detail
 
+/// Ranges of a context that a reader takes where nobody says otherwise: 32 MiB of memory.
+inline constexpr std::size_t default_max_ranges = std::size_t{1} << 20;
+
 /// Writes what has been seen: 16 bytes for each life of an agent, and some 3 for each range.
 inline void write_context(ByteWriter& w, const CausalContext& context) {
   detail::Lines lines;
@@ -112,10 +119,12 @@ inline void write_context(ByteWriter& w, const CausalContext& context) {
   lines.write(w);
   detail::write_ranges(w, lines, context);
 }
-[[nodiscard]] inline CausalContext read_context(ByteReader& r) {
+/// Fails with `oversized` for more than `max_ranges`.
+[[nodiscard]] inline CausalContext read_context(ByteReader& r,
+                                                std::size_t max_ranges = default_max_ranges) {
   detail::Lines lines;
   lines.read(r);
-  return detail::read_ranges(r, lines);
+  return detail::read_ranges(r, lines, max_ranges);
 }
 
 /// The bytes of a set without its payloads: ids, marks, removals, and what was compacted away. About 20 bytes an entry for XXH3 ids,
@@ -198,7 +207,7 @@ KVMELD_LAZY [[nodiscard]] Result<FragmentSet> decode_set(std::span<const std::by
     for (std::size_t d = r.count(2); d > 0 && r.ok(); --d) removal.removed.push_back(lines.read_dot(r));
     removals.push_back(std::move(removal));
   }
-  const CausalContext compacted = detail::read_ranges(r, lines);
+  const CausalContext compacted = detail::read_ranges(r, lines, default_max_ranges);
   KVMELD_TRY(r.finish("set"));
   return FragmentSet::from_parts(hash, std::move(entries), std::move(removals), compacted);
 }

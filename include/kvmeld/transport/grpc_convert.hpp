@@ -41,16 +41,11 @@ template <class Value>
   std::memcpy(static_cast<void*>(&out), field.data(), sizeof(Value));
   return out;
 }
-/// A context of at most so many ranges: in memory they take eleven times their bytes. Errors: `oversized`, those of `read_context`.
-[[nodiscard]] inline Result<CausalContext> context_field(std::string_view field, std::size_t max_ranges = std::size_t{1} << 20U) {
+/// A context of at most so many ranges. Errors: `oversized`, those of `read_context`.
+[[nodiscard]] inline Result<CausalContext> context_field(
+    std::string_view field, std::size_t max_ranges = default_max_ranges) {
   ByteReader r(as_bytes(field));
-  Lines lines;
-  lines.read(r);
-  ByteReader ahead = r;
-  if (const std::uint64_t ranges = ahead.varint(); ranges > max_ranges) {
-    return error(ErrorCode::oversized, "a context of ", ranges, " ranges; at most ", max_ranges, " are read");
-  }
-  CausalContext out = read_ranges(r, lines);
+  CausalContext out = read_context(r, max_ranges);
   KVMELD_TRY(r.finish("context"));
   return out;
 }
