@@ -94,8 +94,9 @@ TEST_CASE("what one member publishes another one gets, byte for byte, and each p
 }
 
 TEST_CASE("two coordinators that were given the same updates in different orders are in the same state") {
-  test::Server first(server_options());
   auto options = server_options();
+  options.relays = {1, 2};  // each brings what all did
+  test::Server first(options);
   options.replica.self = 2000;
   test::Server second(options);
   std::vector<FragmentSet> updates{set_of(1, {1}), set_of(2, {2, 3}), set_of(3, {1, 4})};

@@ -7,6 +7,7 @@
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
+#include "support/unserved.hpp"
 
 namespace {
 
@@ -14,7 +15,30 @@ using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::FragmentSet;
 using kvmeld::Provenance;
+using kvmeld::Status;
 using Core = kvmeld::Coordinator<kvmeld::MemoryStore>;
+
+/// A store that counts how often a blob is looked for.
+class CountingStore {
+ public:
+  std::size_t looks = 0;
+
+  auto put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) { return store_.put(key, bytes); }
+  auto get(const kvmeld::BlobKey& key) {
+    ++looks;
+    return store_.get(key);
+  }
+  auto contains(const kvmeld::BlobKey& key) { return store_.contains(key); }
+  auto erase(const kvmeld::BlobKey& key) { return store_.erase(key); }
+  auto add_record(std::span<const std::byte> bytes) { return store_.add_record(bytes); }
+  auto records(std::uint64_t cursor) { return store_.records(cursor); }
+  auto replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
+    return store_.replace_records(cursor, bytes);
+  }
+
+ private:
+  kvmeld::MemoryStore store_;
+};
 
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
   return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed, {.tokens = test::token_ids(tokens)}).fragment;
@@ -76,25 +100,146 @@ TEST_CASE("an entry or a context that would fit into no message is refused, and 
   CHECK(small.deltas({}).ok());
 }
 
-TEST_CASE("updates on their way in have one budget together, and give back what they took") {
+TEST_CASE("updates on their way in have one budget together and one each, by what came of them") {
   kvmeld::MemoryStore store;
   auto options = core_options();
-  options.max_updates_bytes = 50'000;
+  options.replica.format.chunk_bytes = 10'000;
+  options.max_updates_bytes = 100'000;
+  options.max_member_bytes = 60'000;
   Core core(store, options);
   REQUIRE(core.open().ok());
   const Fragment f = fragment(1, 30);  // 30 KiB
-  const auto manifest = kvmeld::encode_manifest(f);
+  const auto manifest = kvmeld::make_manifest(f, 10'000);
   REQUIRE(manifest.ok());
+  const auto bytes = encode_manifest(*manifest);
+  const auto begin = [&](Core::Update& update) { return update.add_manifest(f.id(), bytes); };
+  const auto chunk = [&](Core::Update& update, std::size_t c) {
+    return update.add_chunk(manifest->chunks[0][c],
+                            kvmeld::encode_chunk(kvmeld::raw_chunk(f.payloads()[0], c, 10'000)));
+  };
   {
-    auto stalled = core.begin_update();
-    REQUIRE(stalled.add_manifest(f.id(), *manifest).ok());
-    auto second = core.begin_update();
-    const auto refused = second.add_manifest(f.id(), *manifest);
-    CHECK(refused.code() == ErrorCode::quota_exceeded);
-    CHECK(refused.message().find("all updates together") != std::string::npos);
+    auto first = core.begin_update(1);
+    auto second = core.begin_update(1);
+    auto other = core.begin_update(2);
+    for (Core::Update* const update : {&first, &second, &other}) REQUIRE(begin(*update).ok());  // nothing of it came
+    for (std::size_t c = 0; c < 4; ++c) REQUIRE(chunk(first, c).ok());
+    Status last;
+    for (std::size_t c = 0; c < 4 && last.ok(); ++c) last = chunk(second, c);
+    CHECK(last.code() == ErrorCode::quota_exceeded);
+    CHECK(last.message().find("all updates of member 1") != std::string::npos);
+    for (std::size_t c = 0; c < 4; ++c) CHECK(chunk(other, c).ok());  // another member's is not touched
+    auto third = core.begin_update(3);
+    REQUIRE(begin(third).ok());
+    last = {};
+    for (std::size_t c = 0; c < 4 && last.ok(); ++c) last = chunk(third, c);
+    CHECK(last.message().find("all updates together") != std::string::npos);
   }
-  auto third = core.begin_update();
-  CHECK(third.add_manifest(f.id(), *manifest).ok());
+  auto again = core.begin_update(1);
+  REQUIRE(begin(again).ok());
+  for (std::size_t c = 0; c < 4; ++c) CHECK(chunk(again, c).ok());
+}
+
+TEST_CASE("however many ids nobody serves, an update is looked for alone, and no round waits for them") {
+  CountingStore store;
+  auto options = core_options();
+  options.replica.members = {2, 3};
+  options.members = {2};
+  options.soft_ms = 1'000'000;
+  kvmeld::Coordinator<CountingStore> core(store, options);
+  REQUIRE(core.open().ok());
+  const auto send = [&](const FragmentSet& set) {
+    auto update = core.begin_update();
+    KVMELD_TRY(update.add_set(encode_set(set)));
+    KVMELD_TRY(update.end(update.items()));
+    return core.apply(update).status();
+  };
+  constexpr std::size_t bogus = 20'000;
+  REQUIRE(send(test::unserved(bogus, 50)).ok());
+  CHECK(store.looks <= bogus + 1000);  // once each
+  const auto looks = [&](const auto& call) {
+    const std::size_t before = store.looks;
+    call();
+    return store.looks - before;
+  };
+  const Fragment honest = fragment(1);
+  REQUIRE(kvmeld::store_fragment(store, honest, options.replica.format).ok());
+  FragmentSet one;
+  REQUIRE(one.insert(honest, Provenance{2, 1, 1}).ok());
+  CHECK(looks([&] { REQUIRE(send(one).ok()); }) < 100);
+  CHECK(core.fragment(honest.id()).ok());
+  CHECK(looks([&] { core.saw(3, core.version().context); }) < 100);
+  CHECK(looks([&] { core.saw(2, core.version().context); }) < 100);
+
+  kvmeld::MergeAsk ask;
+  ask.session = ask.round = 1;
+  ask.member = 2;
+  ask.context = one.context();
+  ask.timeout_ms = 10;
+  REQUIRE(core.arrive(ask, 0).ok());
+  const auto cut = core.poll(ask, 1);
+  REQUIRE(cut.has_value());
+  REQUIRE(cut->ok());
+  CHECK((*cut)->cut.set.size() == 1);
+  core.leave(ask);
+}
+
+TEST_CASE("an author has so many fragments in the state, an update so many, and what is over is counted") {
+  kvmeld::MemoryStore store;
+  auto options = core_options();
+  options.max_author_entries = 100;
+  options.max_update_entries = 80;
+  options.replica.max_entries = 150;
+  Core core(store, options);
+  REQUIRE(core.open().ok());
+  CHECK(apply(core, test::unserved(81, 5)).code() == ErrorCode::quota_exceeded);
+  CHECK(apply(core, test::unserved(80, 5)).ok());
+  CHECK(apply(core, test::unserved(21, 5, 1000)).code() == ErrorCode::quota_exceeded);
+  CHECK(apply(core, test::unserved(20, 5, 1000)).ok());
+  CHECK(apply(core, test::unserved(50, 6)).ok());  // another's room
+  CHECK(apply(core, test::unserved(1, 7)).code() == ErrorCode::quota_exceeded);  // the state's
+  CHECK(core.refusals().over_quota == 3);
+}
+
+TEST_CASE("a member brings its own operations, and others' only as they are known") {
+  kvmeld::MemoryStore store;
+  auto options = core_options();
+  options.relays = {9};
+  Core core(store, options);
+  REQUIRE(core.open().ok());
+  const auto send = [&](kvmeld::MemberId member, const FragmentSet& set) {
+    auto update = core.begin_update(member);
+    KVMELD_TRY(update.add_set(encode_set(set)));
+    KVMELD_TRY(update.end(update.items()));
+    return core.apply(update).status();
+  };
+  FragmentSet first;
+  REQUIRE(first.insert(fragment(1), Provenance{1, 0, 1}).ok());
+  REQUIRE(send(1, first).ok());
+  // In another's name: an insertion, a life that is over before it began, a removal of what is not there yet, and what is in force.
+  FragmentSet forged;
+  REQUIRE(forged.insert(fragment(2), Provenance{1, 1, 1}).ok());
+  CHECK(send(2, forged).code() == ErrorCode::unauthenticated);
+  kvmeld::CausalContext all, known;
+  all.append({1, 1, 0, 1000});
+  known.append({1, 1, 0, 0});
+  CHECK(send(2, *FragmentSet::from_parts({}, {}, {}, all)).code() == ErrorCode::unauthenticated);
+  CHECK(send(2, *FragmentSet::from_parts({}, {}, {}, known)).code() == ErrorCode::unauthenticated);
+  const kvmeld::Removal ahead{{2, 0, 1}, fragment(1).id(), {{1, 0, 1}, {1, 1, 1}}};
+  CHECK(send(2, *FragmentSet::from_parts({}, {}, {ahead}, {})).code() == ErrorCode::unauthenticated);
+  FragmentSet other;  // a known dot, with another mark
+  REQUIRE(other.insert(fragment(1), Provenance{1, 0, 1}, 0.5F).ok());
+  CHECK(send(2, other).code() == ErrorCode::unauthenticated);
+  CHECK(core.refusals().unauthenticated == 5);
+  CHECK(core.set().digest() == first.digest());
+  // What is known may come with it, and be removed: a member renders what others did.
+  FragmentSet mine = first;
+  REQUIRE(mine.insert(fragment(3), Provenance{2, 0, 1}).ok());
+  CHECK(send(2, mine).ok());
+  REQUIRE(mine.remove(fragment(1).id(), Provenance{2, 1, 1}).ok());
+  CHECK(send(2, mine).ok());
+  CHECK(core.set().size() == 1);
+  CHECK(send(9, forged).ok());  // a gateway
+  CHECK(core.set().find(fragment(2).id()) != nullptr);
 }
 
 TEST_CASE("a round that is over and forgotten gets no second cut, from this coordinator, a later one, or another on its store") {

@@ -166,6 +166,16 @@ TEST_CASE("another namespace, another key, no token, an old token: unauthenticat
   CHECK(server.server.core().set().empty());
   CHECK(publish(test::test_namespace(), "a secret of the session").ok());
   CHECK(server.server.core().set().size() == 1);
+  // A token is one member's: it brings no operation of another.
+  kvmeld::CoordinatorClientOptions<Auth> mine;
+  mine.self = 1;
+  mine.frame = options.replica.frame;
+  CoordinatorClient<Auth> client(server.address(), mine);
+  CHECK(client.publish(set_of(2, fragment(2))).status().code() == ErrorCode::unauthenticated);
+  CHECK(server.server.core().refusals().unauthenticated == 1);
+  CHECK(server.server.core().set().size() == 1);
+  mine.self = 2;
+  CHECK(CoordinatorClient<Auth>(server.address(), mine).publish(set_of(2, fragment(2))).ok());
 }
 
 TEST_CASE("damaged, cut, incomplete and misplaced data is refused with a reason, and the state stays as it was") {
@@ -193,7 +203,8 @@ TEST_CASE("damaged, cut, incomplete and misplaced data is refused with a reason,
         continue;
       }
       CHECK((status.error_code() == grpc::StatusCode::INVALID_ARGUMENT || status.error_code() == grpc::StatusCode::DATA_LOSS || status.error_code() == grpc::StatusCode::NOT_FOUND ||
-             status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED));
+             status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED ||
+             status.error_code() == grpc::StatusCode::UNAUTHENTICATED));  // another agent's dot
       CHECK_FALSE(status.error_message().empty());
     }
     if (accepted == 0) CHECK(server.server.core().set().empty());
@@ -218,7 +229,7 @@ TEST_CASE("damaged, cut, incomplete and misplaced data is refused with a reason,
   items = good;
   items.pop_back();  // one chunk lacks: the operation is taken, the answer says what it lacks
   {
-    CoordinatorClient<> client(fresh.address(), client_options(2));
+    CoordinatorClient<> client(fresh.address(), client_options(1));
     FragmentSet bare = set_of(1, f);
     REQUIRE(bare.evict(f.id()).ok());
     CHECK(client.publish(bare).status().code() == ErrorCode::payload_missing);
@@ -263,7 +274,8 @@ TEST_CASE("too much: one message, one update, one author's operations and bytes,
   REQUIRE(client.publish(set_of(1, fragment(1, 40))).ok());
   CHECK(client.publish(set_of(1, fragment(2, 40), 1)).status().code() == ErrorCode::quota_exceeded);
   CHECK(server.server.core().set().size() == 1);
-  REQUIRE(client.publish(set_of(2, fragment(2, 40))).ok());  // another author
+  CoordinatorClient<> second(server.address(), client_options(2));
+  REQUIRE(second.publish(set_of(2, fragment(2, 40))).ok());  // another author
   {
     // More than one update may carry goes in several.
     FragmentSet many;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -24,6 +25,12 @@ struct StateVersion {
   Digest128 merger;
 
   bool operator==(const StateVersion&) const = default;
+};
+
+/// Updates that a coordinator refused.
+struct CoordinatorCounters {
+  std::uint64_t over_quota = 0;       ///< more than a bound or quota allows
+  std::uint64_t unauthenticated = 0;  ///< with operations of another agent than who sent them
 };
 
 /// A replica that many clients share: takes updates, gives out state and payloads, and publishes the cuts of rounds.
@@ -56,38 +63,52 @@ class Coordinator {
       return detail::error(ErrorCode::invalid_argument, "a quorum of ", options_.quorum, " of ", options_.members.size(), " members");
     }
     KVMELD_TRY(replica_.open());
+    clock_ms_ += options_.replica.max_retry_ms;
+    for (std::size_t n = replica_.wanted() / replica_.pursued_at_once + 1; n > 0; --n) {
+      KVMELD_TRY(replica_.tick(clock_ms_));  // each once
+    }
+    for (const FragmentSet::Entry& entry : replica_.set().entries()) add_to(accounts_, entry);
     return settle();
   }
 
   [[nodiscard]] const Options& options() const noexcept { return options_; }
-  [[nodiscard]] Update begin_update() const { return Update(options_.replica.set_hash, options_.replica.format, options_.max_update_bytes, &updates_); }
+  /// @param member  whose update it is, as it was authenticated: it may hold that agent's operations, and others' only where the
+  ///                state has seen them; `everyone`: the caller vouches for all of them.
+  [[nodiscard]] Update begin_update(MemberId member = everyone) const {
+    return Update(options_.replica.set_hash, options_.replica.format, options_.max_update_bytes,
+                  member, {updates_, budget_of(member)});
+  }
 
   /// Takes an update over: payloads first, then the operations. Durable, as far as the store is, when it returns without error.
   ///
   /// Errors: `truncated` for an update that did not end, `quota_exceeded` (also for an entry of more than `max_marks` marks, and a context
-  /// of more than `max_ranges` ranges, which would fit into no message), `invalid_argument` for a payload that no operation names, those
-  /// of `Assembler::finish` and of the store. The state is unchanged then.
+  /// of more than `max_ranges` ranges, which would fit into no message), `invalid_argument` for a payload that no operation names,
+  /// `unauthenticated` for operations of another agent than the update's member, those of `Assembler::finish` and of the store. The state is unchanged then.
   [[nodiscard]] Result<Applied> apply(Update& update) {
     if (!update.ended()) return detail::error(ErrorCode::truncated, "an update broke off after ", update.items(), " items");
-    std::vector<Fragment> whole;
-    for (auto& [id, part] : update.parts()) {
-      if (!part.complete()) KVMELD_TRY(load_chunks(*store_, part, options_.replica.format));
-      if (!part.complete()) continue;
-      auto fragment = part.finish();
-      if (!fragment) return fragment.error();
-      whole.push_back(*std::move(fragment));
-    }
+    auto whole = update.finish(*store_);
+    if (!whole) return whole.error();
     {
       const std::lock_guard lock(mutex_);
       KVMELD_TRY(admit(update));
     }
-    // Without the lock: stores are thread-safe, and a payload that nothing names yet harms nobody.
-    for (const Fragment& fragment : whole) {
+    // Without the lock: stores are thread-safe, and a payload that nothing names yet harms nobody. What the state lacks is looked for
+    // once, now that it was named; nothing else is.
+    for (const Fragment& fragment : *whole) {
       if (const auto stored = store_fragment(*store_, fragment, options_.replica.format); !stored) return stored.error();
     }
+    whole->clear();
+    const auto found = stored_of(update.set());
+    if (!found) return found.error();
     const std::lock_guard lock(mutex_);
     KVMELD_TRY(admit(update));
+    const Accounts fresh = fresh_of(update);
     KVMELD_TRY(replica_.join(update.set(), everyone));
+    for (const auto& [agent, more] : fresh) {
+      accounts_[agent].entries += more.entries;
+      accounts_[agent].bytes += more.bytes;
+    }
+    for (const Fragment& fragment : *found) (void)replica_.restore(fragment);  // one may be removed meanwhile
     KVMELD_TRY(settle());
     Applied out{version_now(), {}};
     for (const FragmentSet::Entry& entry : update.set().entries()) {
@@ -153,6 +174,11 @@ class Coordinator {
     const std::lock_guard lock(mutex_);
     return replica_.counters();
   }
+  /// What was refused so far.
+  [[nodiscard]] CoordinatorCounters refusals() const {
+    const std::lock_guard lock(mutex_);
+    return counts_;
+  }
   [[nodiscard]] Store& store() const noexcept { return *store_; }
 
   static constexpr std::size_t message_overhead = 1024;  ///< that an envelope may add to what it carries
@@ -163,20 +189,66 @@ class Coordinator {
     if (options_.quorum > 0) return options_.quorum;
     return options_.members.size() / 2 + 1;
   }
-  Status admit(Update& update) const;
   /// What has passed by now, whatever the caller's clock was set to meanwhile; notes when somebody who asks has waited long enough.
   std::int64_t waited(const MergeAsk& ask, std::int64_t now_ms) {
     const std::int64_t now = clock_.advance(now_ms);
     if (!ask.until_ms) ask.until_ms = now + (std::clamp)(ask.timeout_ms, std::int64_t{0}, options_.max_wait_ms);
     return now;
   }
-  /// Lets the replica find in the store what it wants. Its clock is the coordinator's to wind: nothing is waited for.
+  Status admit(const Update& update);
+  Status admit_speaker(const Update& update);
+  Status admit_quotas(const Update& update);
+  /// What one agent is an author of: fragments of the state, and their raw bytes.
+  struct Account {
+    std::uint64_t entries = 0;
+    std::uint64_t bytes = 0;
+  };
+  using Accounts = std::map<std::uint64_t, Account>;
+  [[nodiscard]] Accounts fresh_of(const Update& update) const;
+  static void add_to(Accounts& accounts, const FragmentSet::Entry& entry) {
+    std::uint64_t bytes = 0;
+    if (entry.fragment.valid()) {
+      for (const Payload& payload : entry.fragment.payloads()) bytes += payload.byte_count;
+    }
+    std::uint64_t before = 0;
+    bool first = true;
+    for (const Mark& mark : entry.metadata.marks) {  // ascending by agent
+      if (!first && mark.dot.agent == before) continue;
+      first = false;
+      before = mark.dot.agent;
+      Account& account = accounts[before];
+      ++account.entries;
+      account.bytes += bytes;
+    }
+  }
+  [[nodiscard]] Account count_account(std::uint64_t agent) const;
+  [[nodiscard]] std::shared_ptr<detail::UpdateBudget> budget_of(MemberId member) const;
+  /// What the store has of a set's fragments whose payload the state lacks. O(entries) look-ups.
+  [[nodiscard]] Result<std::vector<Fragment>> stored_of(const FragmentSet& set) const {
+    const FragmentSet state = this->set();
+    std::vector<Fragment> out;
+    for (const FragmentSet::Entry& entry : set.entries()) {
+      const FragmentSet::Entry* const here = state.find(entry.id);
+      if (here != nullptr && here->complete()) continue;
+      auto loaded = load_fragment(*store_, entry.id, options_.replica.format);
+      if (loaded) {
+        out.push_back(*std::move(loaded));
+      } else if (loaded.error().code() == ErrorCode::unavailable) {
+        return loaded.error();
+      }
+    }
+    return out;
+  }
+  /// Lets the replica look for some of what it wants, a bounded number however much that is. Its clock is the coordinator's to wind:
+  /// nothing is waited for. On a shared store it goes on while that brings something: others put it there.
   Status settle() {
     ++states_;
-    for (int times = 0; times < (replica_.wanted() > 0 ? 2 : 1); ++times) {
-      clock_ms_ += options_.replica.max_retry_ms;
-      for (std::size_t left = replica_.wanted() / 64 + 1; left > 0; --left) KVMELD_TRY(replica_.tick(clock_ms_));
-    }
+    clock_ms_ += options_.replica.max_retry_ms;
+    std::size_t before = 0;
+    do {
+      before = replica_.wanted();
+      KVMELD_TRY(replica_.tick(clock_ms_));
+    } while (options_.replica.shared_store && replica_.wanted() < before);
     (void)replica_.take_outbox();
     return {};
   }
@@ -195,7 +267,12 @@ class Coordinator {
   std::int64_t clock_ms_ = 0;  // the replica's
   std::uint64_t uses_ = 0;
   std::uint64_t states_ = 1;  // changes with the state
-  mutable detail::UpdateBudget updates_{options_.max_updates_bytes};
+  Accounts accounts_;  // by agent; may count what was removed since
+  CoordinatorCounters counts_;
+  std::shared_ptr<detail::UpdateBudget> updates_ =
+      std::make_shared<detail::UpdateBudget>(options_.max_updates_bytes);
+  mutable std::mutex budgets_mutex_;
+  mutable std::map<MemberId, std::shared_ptr<detail::UpdateBudget>> budgets_;
 };
 
 KVMELD_NAMESPACE_END

@@ -20,9 +20,16 @@ struct CoordinatorOptions {
   std::int64_t max_wait_ms = 600'000;           ///< no member waits longer, whatever it asks for
   std::int64_t max_call_ms = 900'000;           ///< a call that takes longer is cancelled: a client may be slow or gone
   std::size_t max_calls = 1024;                 ///< at once; one more is `quota_exceeded`
+  std::size_t max_member_calls = 64;            ///< of those, of one member
+  /// Members that may bring what others did: gateways. Everybody else's updates hold operations of that member alone, beside such as
+  /// the state has seen; others are `unauthenticated`.
+  std::vector<MemberId> relays{};
   std::uint64_t max_update_bytes = 1U << 30U;   ///< of one update, raw payloads included
   std::uint64_t max_author_bytes = ~std::uint64_t{0};  ///< raw payloads in the state that one agent is an author of
   std::uint64_t max_updates_bytes = std::uint64_t{1} << 32U;  ///< memory of all updates on their way in; one that needs more is `quota_exceeded`
+  std::uint64_t max_member_bytes = std::uint64_t{1} << 31U;   ///< of those, of all updates of one member
+  std::size_t max_update_entries = 1U << 16U;   ///< fragments of one update
+  std::size_t max_author_entries = 1U << 17U;   ///< fragments in the state that one agent is an author of
   std::size_t max_marks = 1U << 16U;            ///< operations on one fragment: an entry must fit into a message, which bounds it too
   std::size_t max_ranges = 1U << 16U;           ///< gaps and lives of agents in a context, that of the state included
   std::size_t max_rounds = 64;                  ///< up to the newest that are remembered; a straggler below gets `not_found`

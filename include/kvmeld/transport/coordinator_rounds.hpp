@@ -8,9 +8,17 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Refuses a whole update where a replica would leave out a part of it, so that what is answered is what happened.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Coordinator<Store, Auth, Hash, C>::admit(Update& update) const {
+Status Coordinator<Store, Auth, Hash, C>::admit_quotas(const Update& update) {
   const FragmentSet& set = update.set();
   const FragmentSet& state = replica_.set();
+  if (set.size() > options_.max_update_entries) {
+    return detail::error(ErrorCode::quota_exceeded, "an update of ", set.size(), " fragments; at most ",
+                         options_.max_update_entries, " are taken at once");
+  }
+  if (set.size() > options_.replica.max_entries || state.size() > options_.replica.max_entries - set.size()) {
+    return detail::error(ErrorCode::quota_exceeded, "an update of ", set.size(), " fragments to a state of ",
+                         state.size(), ", which may have ", options_.replica.max_entries);
+  }
   for (const DotRange& range : set.context().ranges()) {
     if (range.last >= options_.replica.max_operations) {
       return detail::error(ErrorCode::quota_exceeded, "operation ", range.last, " of agent ", range.agent, " in epoch ", range.epoch, "; an author may do ",
@@ -42,26 +50,119 @@ Status Coordinator<Store, Auth, Hash, C>::admit(Update& update) const {
       return detail::error(ErrorCode::quota_exceeded, "the state's context would have ", ranges, " ranges; at most ", (std::min)(options_.max_ranges, most), " are taken");
     }
   }
-  std::map<std::uint64_t, std::uint64_t> added;
-  for (auto& [id, part] : update.parts()) {
-    const FragmentSet::Entry* const fresh = set.find(id);
-    if (fresh == nullptr && state.find(id) == nullptr) return detail::error(ErrorCode::invalid_argument, "payload of fragment ", id.hex(), ", which no operation inserts");
-    if (options_.max_author_bytes == ~std::uint64_t{0} || fresh == nullptr || state.find(id) != nullptr) continue;
-    std::uint64_t bytes = 0;
-    for (const Payload& payload : part.manifest().fragment.payloads()) bytes += payload.byte_count;
-    for (const Mark& mark : fresh->metadata.marks) added[mark.dot.agent] += bytes;
+  for (const auto& [id, part] : update.parts()) {
+    if (set.find(id) != nullptr || state.find(id) != nullptr) continue;
+    return detail::error(ErrorCode::invalid_argument, "payload of fragment ", id.hex(),
+                         ", which no operation inserts");
   }
-  for (auto& [agent, bytes] : added) {
-    for (const FragmentSet::Entry& entry : state.entries()) {
-      const auto& marks = entry.metadata.marks;
-      if (!entry.fragment.valid() || std::none_of(marks.begin(), marks.end(), [a = agent](const Mark& mark) { return mark.dot.agent == a; })) continue;
-      for (const Payload& payload : entry.fragment.payloads()) bytes += payload.byte_count;
+  for (const auto& [agent, fresh] : fresh_of(update)) {
+    Account& account = accounts_[agent];
+    const auto over = [&, f = fresh] {
+      return account.entries + f.entries > options_.max_author_entries ||
+             f.bytes > options_.max_author_bytes ||
+             account.bytes > options_.max_author_bytes - f.bytes;
+    };
+    if (over()) account = count_account(agent);  // some may be gone since
+    if (!over()) continue;
+    return detail::error(ErrorCode::quota_exceeded, "agent ", agent, " would have ",
+                         account.entries + fresh.entries, " fragments of ",
+                         account.bytes + fresh.bytes, " bytes in the state; an author may have ",
+                         options_.max_author_entries, " of ", options_.max_author_bytes);
+  }
+  return {};
+}
+
+/// Refuses what is not the member's to say: operations of other agents that the state has not seen, and others than it has seen.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+Status Coordinator<Store, Auth, Hash, C>::admit_speaker(const Update& update) {
+  const MemberId member = update.member();
+  const auto& relays = options_.relays;
+  if (member == everyone || std::find(relays.begin(), relays.end(), member) != relays.end()) return {};
+  const FragmentSet& state = replica_.set();
+  const auto refused = [member](const Provenance& dot, const char* why) {
+    return detail::error(ErrorCode::unauthenticated, "member ", member, " says of operation ",
+                         dot.sequence, " of agent ", dot.agent, " in epoch ", dot.epoch, why,
+                         "; only that agent may (or one of CoordinatorOptions::relays)");
+  };
+  for (const DotRange& range : update.set().context().ranges()) {
+    CausalContext one;
+    one.append(range);
+    if (range.agent == member || leq(one, state.context())) continue;
+    return refused({range.agent, range.last, range.epoch}, ", which is not known here, what it was");
+  }
+  for (const FragmentSet::Entry& entry : update.set().entries()) {
+    const FragmentSet::Entry* const here = state.find(entry.id);
+    if (here == nullptr) continue;  // what was seen and is gone stays so
+    const auto& marks = here->metadata.marks;
+    for (const Mark& mark : entry.metadata.marks) {
+      if (mark.dot.agent == member) continue;
+      const auto at = std::lower_bound(marks.begin(), marks.end(), mark.dot,
+                                       [](const Mark& m, const Provenance& d) { return m.dot < d; });
+      if (at == marks.end() || at->dot != mark.dot || *at == mark) continue;
+      return refused(mark.dot, " another thing than it did itself");
     }
-    if (bytes > options_.max_author_bytes) {
-      return detail::error(ErrorCode::quota_exceeded, "agent ", agent, " would have ", bytes, " bytes in the state; an author may have ", options_.max_author_bytes);
+  }
+  CausalContext gone;
+  for (const DotRange& range : update.set().compacted().ranges()) {
+    if (range.agent != member) gone.append(range);
+  }
+  if (gone.empty()) return {};
+  for (const FragmentSet::Entry& entry : state.entries()) {
+    for (const Mark& mark : entry.metadata.marks) {
+      if (gone.contains(mark.dot)) return refused(mark.dot, ", which is in force, that it is gone");
     }
   }
   return {};
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+Status Coordinator<Store, Auth, Hash, C>::admit(const Update& update) {
+  Status status = admit_speaker(update);
+  counts_.unauthenticated += status ? 0U : 1U;
+  if (!status) return status;
+  status = admit_quotas(update);
+  counts_.over_quota += status.code() == ErrorCode::quota_exceeded ? 1U : 0U;
+  return status;
+}
+
+/// What an update's authors gain by it.
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+auto Coordinator<Store, Auth, Hash, C>::fresh_of(const Update& update) const -> Accounts {
+  Accounts out;
+  for (const FragmentSet::Entry& entry : update.set().entries()) {
+    if (replica_.set().find(entry.id) != nullptr) continue;
+    const auto part = update.parts().find(entry.id);
+    if (part == update.parts().end()) {
+      add_to(out, entry);
+    } else {
+      add_to(out, {entry.id, part->second.manifest().fragment, entry.metadata});
+    }
+  }
+  return out;
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+auto Coordinator<Store, Auth, Hash, C>::count_account(std::uint64_t agent) const -> Account {
+  Accounts out;
+  for (const FragmentSet::Entry& entry : replica_.set().entries()) {
+    const auto& marks = entry.metadata.marks;
+    if (std::any_of(marks.begin(), marks.end(), [&](const Mark& m) { return m.dot.agent == agent; })) {
+      add_to(out, entry);
+    }
+  }
+  return out[agent];
+}
+
+template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
+std::shared_ptr<detail::UpdateBudget> Coordinator<Store, Auth, Hash, C>::budget_of(MemberId member) const {
+  constexpr std::size_t most = 1024;  // that have nothing on its way are forgotten beyond
+  const std::lock_guard lock(budgets_mutex_);
+  if (budgets_.size() >= most) {
+    std::erase_if(budgets_, [](const auto& one) { return one.second.use_count() == 1; });
+  }
+  auto& budget = budgets_[member];
+  if (budget == nullptr) budget = std::make_shared<detail::UpdateBudget>(options_.max_member_bytes);
+  return budget;
 }
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
@@ -219,7 +320,11 @@ std::optional<Result<MergeAnswer>> Coordinator<Store, Auth, Hash, C>::poll(const
   if (at == here.barriers.end()) return Answer(detail::error(ErrorCode::invalid_argument, "member ", ask.member, " asks for round ", ask.round, " and never arrived"));
   detail::Barrier& barrier = at->second;
   const bool all = options_.members.empty() ? barrier.ready.size() >= quorum() : absent(barrier).empty();
-  const bool seen = replica_.wanted() == 0 && std::all_of(barrier.ready.begin(), barrier.ready.end(), [&](auto& ready) { return ready.second.seen.look(ready.second.context, set.context(), states_); });
+  // Who waits here shall have brought what it made. What others have not brought, nobody waits for.
+  const bool seen = std::all_of(barrier.ready.begin(), barrier.ready.end(), [&](auto& ready) {
+    return !replica_.wants_of(ready.first) &&
+           ready.second.seen.look(ready.second.context, set.context(), states_);
+  });
   if ((all && seen) || (now - barrier.first_ms >= options_.soft_ms && barrier.ready.size() >= quorum())) {
     if (const Status may = may_begin(here, ask); !may) return Answer(may);
     auto made = publish(ask.session, ask.round, barrier.merger);

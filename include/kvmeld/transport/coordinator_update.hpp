@@ -1,8 +1,10 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <utility>
@@ -10,6 +12,7 @@
 
 #include <kvmeld/codec/assembler.hpp>
 #include <kvmeld/session/fragment_io.hpp>
+#include <kvmeld/session/transport.hpp>
 #include <kvmeld/session/set_codec.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -40,13 +43,24 @@ class UpdateBudget {
 template <ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 class CoordinatorUpdate {
  public:
-  /// @param shared what all updates may take together; outlives this one, which gives back what it took.
-  CoordinatorUpdate(const SetHash& hash, const FragmentFormat<Hash, C>& format, std::uint64_t max_bytes, detail::UpdateBudget* shared = nullptr)
-      : format_(format), sets_(hash), left_bytes_(max_bytes), shared_(shared) {}
+  /// What updates may take together; this one gives back what it took.
+  struct Budgets {
+    std::shared_ptr<detail::UpdateBudget> all;     ///< of all members
+    std::shared_ptr<detail::UpdateBudget> member;  ///< of this one
+  };
+
+  /// @param member  whose update it is; `everyone`: the caller's, who vouches for what others did.
+  CoordinatorUpdate(const SetHash& hash, const FragmentFormat<Hash, C>& format,
+                    std::uint64_t max_bytes, MemberId member = everyone, Budgets budgets = {})
+      : format_(format),
+        sets_(hash),
+        left_bytes_(max_bytes),
+        member_(member),
+        budgets_(std::move(budgets)) {}
   CoordinatorUpdate(const CoordinatorUpdate&) = delete;
   CoordinatorUpdate& operator=(const CoordinatorUpdate&) = delete;
   ~CoordinatorUpdate() {
-    if (shared_ != nullptr) shared_->give(taken_);
+    give(taken_);
   }
 
   /// Errors: those of `decode_set` and `FragmentSet::join`, `quota_exceeded`.
@@ -58,7 +72,7 @@ class CoordinatorUpdate {
     ++items_;
     return {};
   }
-  /// Errors: those of `decode_manifest`, `id_mismatch` for another fragment's, `quota_exceeded` where its payloads are too large.
+  /// Errors: those of `decode_manifest`, `id_mismatch` for another fragment's, `quota_exceeded`.
   Status add_manifest(const FragmentId& id, std::span<const std::byte> bytes) {
     KVMELD_TRY(spend(bytes.size(), manifest_expansion, "a manifest"));
     auto manifest = decode_manifest<Hash>(bytes, format_.limits());
@@ -66,19 +80,23 @@ class CoordinatorUpdate {
     if (manifest->fragment.id() != id) {
       return detail::error(ErrorCode::id_mismatch, "manifest of fragment ", manifest->fragment.id().hex(), " sent as that of ", id.hex());
     }
-    for (const Payload& payload : manifest->fragment.payloads()) KVMELD_TRY(spend(payload.byte_count, 1, "a payload"));
     for (const auto& keys : manifest->chunks) {
-      for (const BlobKey& key : keys) owners_[key].push_back(id);
+      for (const BlobKey& key : keys) {
+        auto& owners = owners_[key];
+        if (owners.empty() || owners.back() != id) owners.push_back(id);
+      }
     }
     parts_.insert_or_assign(id, Assembler<Hash>(*std::move(manifest)));
     ++items_;
     return {};
   }
-  /// Errors: those of `decode_chunk`; `not_found` for a chunk that no manifest of this update names.
+  /// Errors: those of `decode_chunk`; `not_found` for a chunk that no manifest of this update names, `quota_exceeded` where what came
+  /// takes too much: raw bytes, before they are unpacked.
   Status add_chunk(const BlobKey& key, std::span<const std::byte> stored) {
     const auto at = owners_.find(key);
     if (at == owners_.end()) return detail::error(ErrorCode::not_found, "chunk ", key.hex(), " of no manifest that came before it");
     for (const FragmentId& id : at->second) {
+      KVMELD_TRY(spend(parts_.at(id).bytes_of(key), 1, "a chunk"));
       if (const auto added = parts_.at(id).add(key, stored, format_.compressor); !added) return added.error();
     }
     ++items_;
@@ -91,10 +109,35 @@ class CoordinatorUpdate {
     return {};
   }
 
+  /// The fragments that are whole, by what came and what a store has.
+  ///
+  /// Errors: those of `Assembler::finish`, `quota_exceeded`, the store's.
+  template <BlobStore S>
+  [[nodiscard]] Result<std::vector<Fragment>> finish(S& store) {
+    std::vector<Fragment> out;
+    for (auto& [id, part] : parts_) {
+      const std::uint64_t came = part.held_bytes();
+      if (!part.complete()) {
+        KVMELD_TRY(load_chunks(store, part, format_, came + left_bytes_));
+        KVMELD_TRY(spend(part.held_bytes() - came, 1, "what the store has of a payload"));
+      }
+      if (!part.complete()) continue;
+      std::uint64_t bytes = 0;
+      for (const Payload& payload : part.manifest().fragment.payloads()) bytes += payload.byte_count;
+      const std::uint64_t held = part.held_bytes();
+      KVMELD_TRY(spend(bytes - (std::min)(bytes, held), 1, "a payload of repeated chunks"));
+      auto fragment = part.finish();
+      if (!fragment) return fragment.error();
+      out.push_back(*std::move(fragment));
+    }
+    return out;
+  }
+
+  [[nodiscard]] MemberId member() const noexcept { return member_; }
   [[nodiscard]] bool ended() const noexcept { return ended_; }
   [[nodiscard]] std::uint64_t items() const noexcept { return items_; }
   [[nodiscard]] const FragmentSet& set() const noexcept { return sets_; }
-  [[nodiscard]] std::map<FragmentId, Assembler<Hash>>& parts() noexcept { return parts_; }
+  [[nodiscard]] const std::map<FragmentId, Assembler<Hash>>& parts() const noexcept { return parts_; }
 
  private:
   // What decoded bytes take in memory at most: a mark of 3 bytes takes some 72, a position of one 8.
@@ -103,13 +146,27 @@ class CoordinatorUpdate {
 
   Status spend(std::uint64_t bytes, std::uint64_t expansion, const char* what) {
     if (bytes > left_bytes_) return detail::error(ErrorCode::quota_exceeded, what, " of ", bytes, " bytes, where ", left_bytes_, " are left to this update");
-    const std::uint64_t memory = bytes > ~std::uint64_t{0} / expansion ? ~std::uint64_t{0} : bytes * expansion;
-    if (shared_ != nullptr && !shared_->take(memory)) {
-      return detail::error(ErrorCode::quota_exceeded, what, " of ", bytes, " bytes takes ", memory, ", where ", shared_->left(), " are left to all updates together; come back later");
+    const std::uint64_t memory =
+        bytes > ~std::uint64_t{0} / expansion ? ~std::uint64_t{0} : bytes * expansion;
+    if (budgets_.member != nullptr && !budgets_.member->take(memory)) {
+      return detail::error(ErrorCode::quota_exceeded, what, " of ", bytes, " bytes takes ", memory,
+                           ", where ", budgets_.member->left(), " are left to all updates of member ",
+                           member_, "; come back later");
+    }
+    if (budgets_.all != nullptr && !budgets_.all->take(memory)) {
+      if (budgets_.member != nullptr) budgets_.member->give(memory);
+      return detail::error(ErrorCode::quota_exceeded, what, " of ", bytes, " bytes takes ", memory,
+                           ", where ", budgets_.all->left(),
+                           " are left to all updates together; come back later");
     }
     taken_ += memory;
     left_bytes_ -= bytes;
     return {};
+  }
+
+  void give(std::uint64_t bytes) noexcept {
+    if (budgets_.member != nullptr) budgets_.member->give(bytes);
+    if (budgets_.all != nullptr) budgets_.all->give(bytes);
   }
 
   FragmentFormat<Hash, C> format_;
@@ -117,7 +174,8 @@ class CoordinatorUpdate {
   std::map<FragmentId, Assembler<Hash>> parts_;
   std::map<BlobKey, std::vector<FragmentId>> owners_;
   std::uint64_t left_bytes_;
-  detail::UpdateBudget* shared_;
+  MemberId member_;
+  Budgets budgets_;
   std::uint64_t taken_ = 0;
   std::uint64_t items_ = 0;
   bool ended_ = false;

@@ -56,7 +56,8 @@ inline constexpr std::string_view token_text = "kvmeld.rpc.v1";
 }
 [[nodiscard]] inline std::span<const std::byte> as_bytes(std::string_view text) noexcept { return std::as_bytes(std::span(text.data(), text.size())); }
 
-/// Says that a member knows the session's secret, until a time. It does not cover what is sent: TLS does.
+/// Says that a caller has a member's key, until a time: the session's secret, or the member's own where the authenticator knows
+/// each one's. It does not cover what is sent: TLS does.
 template <Authenticator Auth>
 [[nodiscard]] Result<std::string> make_token(const FrameOptions<Auth>& frame, MemberId member, std::int64_t expires_s) {
   std::string body(16, '\0');
@@ -85,6 +86,9 @@ template <Authenticator Auth>
   std::int64_t expires = 0;
   std::memcpy(&member, token.data(), 8);
   std::memcpy(&expires, token.data() + 8, 8);
+  if (member == everyone) {
+    return error(ErrorCode::unauthenticated, "a token of member ", member, ", which nobody is");
+  }
   if (expires < now_s - difference_s || expires > now_s + lifetime_s + difference_s) {
     return error(ErrorCode::unauthenticated, "a token that expires at second ", expires, "; it is ", now_s, " here");
   }

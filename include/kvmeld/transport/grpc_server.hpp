@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -79,39 +80,65 @@ class CoordinatorServer {
   using Clock = std::chrono::steady_clock;
   [[nodiscard]] static std::int64_t now_ms() { return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now().time_since_epoch()).count(); }
 
-  /// What the clock must know of a call that has not ended.
+  /// What the clock must know of a call that has not ended, and who makes it.
   class Call {
    public:
-    Call(CoordinatorServer& server, grpc::CallbackServerContext* context) : server_(server), context_(context) {
+    Call(CoordinatorServer& server, grpc::CallbackServerContext* context)
+        : server_(server), context_(context), member_(who()) {
       const std::lock_guard lock(server_.mutex_);
+      const auto& options = server_.core_.options();
       number_ = ++server_.calls_begun_;
-      full_ = server_.calls_.size() >= server_.core_.options().max_calls;
-      server_.calls_.emplace(number_, Limit{context, now_ms() + server_.core_.options().max_call_ms});
+      if (server_.calls_.size() >= options.max_calls) {
+        member_ = detail::error(ErrorCode::quota_exceeded, options.max_calls,
+                                " calls are open; come back later");
+      }
+      if (member_) {
+        const MemberId member = *member_;
+        if (std::size_t& open = server_.member_calls_[member]; ++open > options.max_member_calls) {
+          --open;
+          member_ = detail::error(ErrorCode::quota_exceeded, options.max_member_calls,
+                                  " calls of member ", member, " are open; come back later");
+        } else {
+          counted_ = member;
+        }
+      }
+      server_.calls_.emplace(number_, Limit{context, now_ms() + options.max_call_ms});
     }
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
     ~Call() {
       const std::lock_guard lock(server_.mutex_);
       server_.calls_.erase(number_);
+      if (!counted_) return;
+      const auto at = server_.member_calls_.find(*counted_);
+      if (--at->second == 0) server_.member_calls_.erase(at);
     }
     /// Who calls. Errors: `unauthenticated`, `quota_exceeded` where too many calls are open.
-    [[nodiscard]] Result<MemberId> member() const {
-      const auto& options = server_.core_.options();
-      if (full_) return detail::error(ErrorCode::quota_exceeded, options.max_calls, " calls are open; come back later");
-      const auto& entries = context_->client_metadata();
-      const auto entry = [&](const char* name) {
-        const auto at = entries.find(name);
-        return at == entries.end() ? std::string_view() : std::string_view(at->second.data(), at->second.size());
-      };
-      const auto now_s = std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
-      return detail::check_token(options.replica.frame, entry(detail::namespace_entry), entry(detail::token_entry), now_s, options.token_lifetime_s, options.clock_difference_s);
-    }
+    [[nodiscard]] const Result<MemberId>& member() const noexcept { return member_; }
 
    protected:
     CoordinatorServer& server_;
     grpc::CallbackServerContext* context_;
     std::uint64_t number_ = 0;
-    bool full_ = false;
+
+   private:
+    [[nodiscard]] Result<MemberId> who() const {
+      const auto& options = server_.core_.options();
+      const auto& entries = context_->client_metadata();
+      const auto entry = [&](const char* name) {
+        const auto at = entries.find(name);
+        return at == entries.end() ? std::string_view()
+                                   : std::string_view(at->second.data(), at->second.size());
+      };
+      const auto now = std::chrono::system_clock::now().time_since_epoch();
+      const auto now_s = std::chrono::duration_cast<std::chrono::seconds>(now).count();
+      return detail::check_token(options.replica.frame, entry(detail::namespace_entry),
+                                 entry(detail::token_entry), now_s, options.token_lifetime_s,
+                                 options.clock_difference_s);
+    }
+
+    Result<MemberId> member_;
+    std::optional<MemberId> counted_;
   };
   struct Limit {
     grpc::CallbackServerContext* context;
@@ -121,8 +148,10 @@ class CoordinatorServer {
   class UpdateCall final : public grpc::ServerReadReactor<detail::rpc::UpdateRequest>, Call {
    public:
     UpdateCall(CoordinatorServer& server, grpc::CallbackServerContext* context, detail::rpc::UpdateReply* reply)
-        : Call(server, context), update_(server.core_.begin_update()), reply_(reply) {
-      const auto member = this->member();
+        : Call(server, context),
+          update_(server.core_.begin_update(this->member() ? *this->member() : nobody)),
+          reply_(reply) {
+      const auto& member = this->member();
       if (member) {
         this->StartRead(&request_);
       } else {
@@ -137,6 +166,8 @@ class CoordinatorServer {
     void OnDone() override { delete this; }
 
    private:
+    static constexpr MemberId nobody = everyone - 1;  // whose call ends before it brings anything
+
     Status take() {
       using Item = detail::rpc::UpdateRequest;
       if (update_.ended()) return detail::error(ErrorCode::invalid_argument, "an item behind the end of an update");
@@ -202,6 +233,7 @@ class CoordinatorServer {
   std::condition_variable_any changed_;
   std::map<std::uint64_t, Limit> calls_;
   std::map<std::uint64_t, MergeCall*> waiting_;
+  std::map<MemberId, std::size_t> member_calls_;
   std::uint64_t calls_begun_ = 0;
   bool stopping_ = false;
   int port_ = 0;
