@@ -68,7 +68,7 @@ class FragmentSet {
   /// what others inserted, or replicas would not converge. Errors: `geometry_mismatch` with what differs.
   KVMELD_LAZY [[nodiscard]] Status check_geometry(const Fragment& fragment) const {
     int looked_at = 0;
-    for (const Entry& entry : entries()) {
+    for (const Entry& entry : entries_) {
       if (++looked_at > 64) break;
       if (!entry.fragment.valid()) continue;
       const Geometry& here = entry.fragment.geometry();
