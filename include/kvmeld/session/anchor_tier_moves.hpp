@@ -131,7 +131,7 @@ class TierMoves : public TierSpace<Store, typename Device::handle> {
     }
     if (cell.dead) return {};
     const bool read = move.kind == Kind::read || move.kind == Kind::download;
-    if (read && (is_damage(status.code()) || status.code() == ErrorCode::not_found)) {
+    if (read && (proves_damage(status.code()) || status.code() == ErrorCode::not_found)) {
       tally.damaged.fetch_add(1, std::memory_order_relaxed);
       if (move.kind == Kind::read) files_.erase_damaged(cell.key);
       drop(cell, move.kind == Kind::read ? Tier::file : Tier::device);
