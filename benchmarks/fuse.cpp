@@ -4,6 +4,7 @@
 
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "caches.hpp"
@@ -25,7 +26,26 @@ struct Triad {
   }
 };
 
-// Every input byte counts once and every output byte once, though a rule that copies one agent's values reads no other's.
+/// Contributions of which a run reads both planes for a row of its output.
+template <class F>
+int rows_read(const F& fuser, int agents) {
+  if constexpr (std::is_same_v<F, kvmeld::Krum> || std::is_same_v<F, kvmeld::Medoid>) {
+    return 1;
+  } else if constexpr (std::is_same_v<F, kvmeld::Bulyan>) {
+    return agents - 2 * fuser.f;
+  } else {
+    return agents;
+  }
+}
+
+/// Bytes that a plan and a run read and write: a rule that scores reads all keys when the plan is made,
+/// and the run reads what was chosen. Keys are as large as values here.
+template <class F>
+std::int64_t bytes_moved(const F& fuser, int agents, std::int64_t bytes) {
+  const std::int64_t keys = kvmeld::ScoreForm<F> ? agents * bytes / 2 : 0;
+  return keys + (rows_read(fuser, agents) + 1) * bytes;
+}
+
 template <class F>
 void fuse(benchmark::State& state, const F& fuser, ElementType type, int agents, std::int64_t mebibytes, bool rotary) {
   const auto geometry = rotary ? bench::small_model(type) : bench::plain_layer(type);
@@ -44,7 +64,8 @@ void fuse(benchmark::State& state, const F& fuser, ElementType type, int agents,
     }
     render.run(kvmeld::exec::seq);
   };
-  bench::paired(state, (agents + 1) * render.plan.bytes(), work, 3 * render.plan.bytes(), [&] { triad(); });
+  const std::int64_t bytes = render.plan.bytes();
+  bench::paired(state, bytes_moved(fuser, agents, bytes), work, 3 * bytes, [&] { triad(); });
 }
 
 // Two threads against one: the run, whose rows are apart; a plan is made in one thread.
