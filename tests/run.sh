@@ -4,7 +4,8 @@
 #
 #   bash tests/run.sh            all tests but the long ones
 #   bash tests/run.sh FILTER     the tests whose name matches the regular expression, for example unit/rope or laws/
-#   bash tests/run.sh --long     also long simulations, and the gates on the real model (fetches 500 MB)
+#   bash tests/run.sh --long     also long simulations, an hour of each fuzzer, and the gates on the
+#                                real models (fetches 1.6 GB)
 #   bash tests/run.sh --strict   fails where a test was skipped for want of anything but a GPU, CUDA, or a right that containers lack
 #
 # KVMELD_JOBS sets the number of jobs, KVMELD_CACHE where the engine and the models are kept.
@@ -45,9 +46,9 @@ if [ -n "$filter" ]; then
   [ ${#names[@]} -gt 0 ] || die "no test matches '$filter'"
   for name in "${names[@]}"; do
     case $name in
-      unit/* | laws/* | engine/* | sim/* | fuzz/* | redis/* | grpc/* | mpi/* | long/* | identity/* | cuda/*) targets+=("${name//\//_}") ;;
+      unit/* | laws/* | engine/* | sim/* | fuzz/* | redis/* | grpc/* | mpi/* | identity/* | cuda/*) targets+=("${name//\//_}") ;;
       compile/headers_*) targets+=("${name//\//_}") ;;
-      compile/* | consume/*) ;;
+      compile/* | consume/* | long/*) ;;
       *) targets=(all); break ;;
     esac
   done
