@@ -8,19 +8,52 @@
 #include <string>
 
 #include <kvmeld/align/projection_file.hpp>
+#include <kvmeld/anchor/gain_file.hpp>
+#include <kvmeld/fuse/gate_weights_file.hpp>
+#include <kvmeld/fuse/learned_weights_file.hpp>
 
-#include "support/random_cache.hpp"
+#include "support/fuzz.hpp"
 
 namespace {
 
 using namespace kvmeld;
-using Bytes = std::vector<std::byte>;
+using test::Bytes;
+using test::need;
 
-void need(bool holds) {
-  if (!holds) std::abort();
+const std::shared_ptr<const Geometry>& gain_geometry() {
+  static const std::shared_ptr<const Geometry> shape =
+      test::geometry({.layers = 2, .heads = 1, .channels = 4});
+  return shape;
+}
+/// As many numbers as a file of weights needs: 0.25, 0.5, …
+std::vector<float> numbers(std::size_t count) {
+  std::vector<float> out(count);
+  for (std::size_t i = 0; i < count; ++i) out[i] = 0.25F * static_cast<float>(i + 1);
+  return out;
+}
+void add_weights(std::vector<Bytes>& out) {
+  for (const GainKind kind : {GainKind::identity, GainKind::ridge, GainKind::lstm}) {
+    const std::int32_t hidden = kind == GainKind::lstm ? 2 : 0;
+    const std::vector<GainScore> scores(2, {2.0, 1.0});
+    const auto parameters = numbers(2 * GainPredictor::size(kind, hidden));
+    const auto gain = GainPredictor::make(kind, hidden, 2, parameters, scores, gain_geometry()->model);
+    out.push_back(*to_safetensors(**gain));
+  }
+  GateShape shapes[3];
+  shapes[1].planes_apart = true;
+  shapes[2].layers = 2;
+  shapes[2].kind = GateKind::channel;
+  for (GateShape& shape : shapes) {
+    shape.hidden = 2;
+    shape.key_channels = shape.value_channels = 3;
+    out.push_back(*to_safetensors(**GateWeights::make(shape, numbers(static_cast<std::size_t>(shape.size())))));
+  }
+  const auto weights = numbers(static_cast<std::size_t>(WeightPredictor::size(3, 2)));
+  out.push_back(*to_safetensors(**WeightPredictor::make(3, 2, weights)));
 }
 
-/// A file of one linear map of head size 2, one of a permutation, one of odd tensors.
+/// A file of one linear map of head size 2, one of a permutation, one of odd tensors; then of gains,
+/// gates and weights.
 const std::vector<Bytes>& corpus() {
   static const std::vector<Bytes> all = [] {
     std::vector<Bytes> out;
@@ -44,15 +77,33 @@ const std::vector<Bytes>& corpus() {
     odd.tensor("b", StoredType::boolean, {}, Bytes(1));
     odd.tensor("c", StoredType::bf16, {2, 1, 2}, Bytes(8));
     out.push_back(*odd.finish());
+    add_weights(out);
     return out;
   }();
   return all;
 }
 
+/// What was taken writes a file that gives the same weights, and that the same file.
+template <class Read>
+void try_weights_of(std::span<const std::byte> bytes, const Read& read) {
+  const auto got = test::within(bytes.size(), 64, 16384, [&] { return read(bytes); });
+  if (!got) return test::need_reason(got);
+  const auto file = to_safetensors(**got);
+  need(file.ok());
+  const auto again = read(*file);
+  need(again.ok() && *to_safetensors(**again) == *file);
+}
+void try_weights(std::span<const std::byte> bytes) {
+  try_weights_of(bytes, [](auto file) { return gain_from_safetensors(file, *gain_geometry()); });
+  try_weights_of(bytes, [](auto file) { return gate_from_safetensors(file); });
+  try_weights_of(bytes, [](auto file) { return predictor_from_safetensors(file); });
+}
+
 /// What is accepted is consistent: tensors lie in the file, and write the same file again.
 void try_file(std::span<const std::byte> bytes) {
-  const auto file = parse_safetensors(bytes);
-  if (!file) return need(!file.error().message().empty());
+  const auto file =
+      test::within(bytes.size(), 64, 16384, [&] { return parse_safetensors(bytes); });
+  if (!file) return test::need_reason(file);
   SafetensorsWriter again;
   std::size_t total = 0;
   for (const StoredTensor& tensor : file->tensors) {
@@ -68,8 +119,10 @@ void try_file(std::span<const std::byte> bytes) {
     const auto second = parse_safetensors(*made);
     need(second.ok() && second->metadata == file->metadata && second->tensors.size() == file->tensors.size());
   }
-  const auto map = projection_from_safetensors(bytes);
+  const auto map =
+      test::within(bytes.size(), 64, 16384, [&] { return projection_from_safetensors(bytes); });
   if (map) need((*projection_from_safetensors(*to_safetensors(**map)))->digest() == (*map)->digest());
+  try_weights(bytes);
 }
 
 }  // namespace
@@ -96,6 +149,20 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     }
   }
   return 0;
+}
+
+/// By a header that is behind its length, and by edits of each good file.
+const std::vector<Bytes>& test::fuzz_seeds() {
+  static const std::vector<Bytes> all = [] {
+    std::vector<Bytes> out;
+    for (std::size_t i = 0; i < corpus().size(); ++i) {
+      out.emplace_back(1, std::byte{0});
+      put_bytes(out.back(), corpus()[i]);
+      out.push_back({std::byte{2}, static_cast<std::byte>(i)});
+    }
+    return out;
+  }();
+  return all;
 }
 
 #ifndef KVMELD_LIBFUZZER
