@@ -14,9 +14,9 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-// Numbers as text, for identity, files, pages and messages. `printf`, `strtod`, streams and `std::to_string` write and
-// read what the process's locale says, and six digits of a double; no header calls them (tests/compile/locale_free.sh
-// looks).
+// Numbers as text, for identity, files, pages and messages. `printf`, `strtod`, streams and
+// `std::to_string` write and read what the process's locale says, and six digits of a double; no
+// header calls them (tests/unit/locale.cpp looks).
 
 /// Appends the shortest digits that read back as the same number, in every locale; `true` is 1. O(digits).
 template <class Number>

@@ -308,6 +308,24 @@ TEST_CASE("rows are read and written as numbers, whatever the layout") {
   }
 }
 
+TEST_CASE("scales that a plane declares and does not give are refused by all that read them") {
+  auto scaled = test::geometry(
+      {.type = ElementType::i8, .layers = 1, .heads = 2, .channels = 8, .rotary = 0});
+  scaled->layers[0].planes[1].scales = kvmeld::ScaleScheme::per_token_head;
+  TestCache integers(scaled, 3);  // its planes point to no scales
+  integers.fill(1);
+  const auto refused = [](const kvmeld::Status& status) {
+    INFO(status.message());
+    CHECK(status.code() == ErrorCode::invalid_argument);
+    CHECK(status.message().find("declares scales and gives none") != std::string::npos);
+  };
+  refused(kvmeld::seal(integers.ref()).status());
+  refused(kvmeld::content_digest(integers.ref()).status());
+  refused(kvmeld::read_row(integers.ref(), {.plane = 1}).status());
+  refused(kvmeld::SpanBuffer<>(scaled, {}).append(integers.ref()));
+  CHECK(kvmeld::read_row(integers.ref(), {.plane = 0}).ok());
+}
+
 TEST_CASE("a row's scales are applied; they are not written through a view") {
   auto scaled = test::geometry(
       {.type = ElementType::i8, .layers = 1, .heads = 2, .channels = 8, .rotary = 0});

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include <kvmeld/fuse/gated.hpp>
 #include <kvmeld/fuse/krum.hpp>
 #include <kvmeld/fuse/medoid.hpp>
 #include <kvmeld/fuse/norm_preserving_mean.hpp>
@@ -229,6 +230,63 @@ TEST_CASE(
               0x1p-8 * 2e38);  // half of them 3e38, half 1e38
       }
     }
+  }
+}
+
+namespace {
+
+// A user's fold whose weights need not add up to anything.
+struct Difference : kvmeld::Sum {
+  static constexpr bool normalises = false;
+  void digest(kvmeld::Hasher& hasher) const { hasher.text("test.Difference"); }
+};
+
+}  // namespace
+
+TEST_CASE("weights that a fuser divides by are checked by head too, and only its own") {
+  const auto g = test::geometry(
+      {.type = ElementType::f32, .layers = 1, .heads = 1, .channels = 32, .rotary = 0});
+  std::vector<kvmeld::Fragment> spans;
+  for (const std::uint64_t a : {1U, 2U}) {
+    spans.push_back(span_of(g, 1, a, [&](std::size_t, std::int64_t, std::int64_t) {
+      return static_cast<double>(a);
+    }));
+  }
+  const kvmeld::FragmentSet set = set_of(spans);
+  const auto weighted = [&](float second, bool by_head, const auto& fuser) {
+    kvmeld::Alignment alignment;
+    kvmeld::AlignmentGroup group;
+    alignment.positions = {0};
+    alignment.tokens = {-1};
+    group.contributions = {{0, 0, 1.0F}, {1, 0, by_head ? 1.0F : second}};
+    group.end_row();
+    if (by_head) group.head_weights = {1.0F, second};
+    alignment.groups.push_back(group);
+    return kvmeld::merger(
+        ById{}, Aligner{test::Given{std::make_shared<const kvmeld::Alignment>(alignment)}},
+        Fuser{fuser});
+  };
+  const kvmeld::GateShape shape{.key_channels = 32, .value_channels = 32, .hidden = 32};
+  const kvmeld::Gated gated{*kvmeld::GateWeights::make(
+      shape, std::vector<float>(static_cast<std::size_t>(shape.size()), 0.25F))};
+  // 1 and -1 add up to nothing; 1 and -0.5 do not, but bound no mean.
+  for (const float second : {-1.0F, -0.5F}) {
+    const auto told = [&](const auto& fuser) {
+      CHECK(names(refusal(set, weighted(second, true, fuser), at(g)), "head 0: a weight of -"));
+    };
+    told(kvmeld::NormPreservingMean{});
+    told(gated);
+    told(kvmeld::WeightedMean{});
+    for (const bool by_head : {true, false}) {
+      const auto merger = weighted(second, by_head, Difference{});
+      const auto cache = test::render_everywhere(set, merger, at(g));
+      const double got = cache->get(1, 0, 0, 3), minus = static_cast<double>(second);
+      CHECK((got == 1.0 + 2.0 * minus || got == 2.0 + minus));  // whichever comes first by its id
+    }
+  }
+  for (const float second : {0.0F, 0.5F}) {
+    (void)test::render_everywhere(set, weighted(second, true, kvmeld::NormPreservingMean{}), at(g));
+    (void)test::render_everywhere(set, weighted(second, true, gated), at(g));
   }
 }
 

@@ -318,6 +318,11 @@ TEST_CASE("what can never be rendered beside a set's fragments is refused when i
     CHECK(set.digest() == before);
   }
   CHECK(set.insert(wider, {1, 1}).message().find("layer count") != std::string::npos);
+  const Fragment other_house = changed([](kvmeld::Geometry& g) {
+    g.model = "larger";
+    g.tenant = "other";
+  });
+  CHECK(set.insert(other_house, {1, 1}).message().find("tenant differs") != std::string::npos);
   // Another model's may be mapped; and what others inserted is joined, or replicas would not converge.
   CHECK(set.insert(changed([](kvmeld::Geometry& g) { g.model = "larger"; g.layers.push_back(g.layers[0]); }), {1, 1}).ok());
   FragmentSet others;

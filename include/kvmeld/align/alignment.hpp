@@ -3,6 +3,7 @@
 #include <concepts>
 #include <cstdint>
 #include <span>
+#include <type_traits>
 #include <vector>
 
 #include <kvmeld/cache/fragment.hpp>
@@ -99,7 +100,8 @@ concept Policy = std::copyable<P> && requires(const P& policy, Hasher& hasher) {
 namespace detail {
 
 // Members that a policy may leave out are not missed by the compiler where they are misspelled, and
-// then do nothing. These are the spellings that were met or are likely.
+// then do nothing. These are the spellings that were met or are likely. Of words that may well
+// mean something else, `normalize` say, only a constant is one: not a function or a setting.
 template <class P>
 inline constexpr bool near_metadata = requires {
   P::meta_data;
@@ -135,16 +137,16 @@ inline constexpr bool near_equivariant = requires {
 }
 || requires { P::rotation_equivalent; }
 || requires { P::rotational_equivariant; }
-|| requires { P::equivariant; }
+|| requires { requires std::is_const_v<decltype(P::equivariant)>; }
 || requires { P::is_rotation_equivariant; };
 template <class P>
 inline constexpr bool near_normalises = requires {
   P::normalizes;
 }
-|| requires { P::normalise; }
-|| requires { P::normalize; }
-|| requires { P::normalised; }
-|| requires { P::normalized; };
+|| requires { requires std::is_const_v<decltype(P::normalise)>; }
+|| requires { requires std::is_const_v<decltype(P::normalize)>; }
+|| requires { requires std::is_const_v<decltype(P::normalised)>; }
+|| requires { requires std::is_const_v<decltype(P::normalized)>; };
 template <class P>
 inline constexpr bool near_weight = requires {
   &P::wieght;

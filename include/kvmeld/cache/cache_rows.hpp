@@ -61,15 +61,17 @@ template <class Byte>
 
 /// One row as f32, its scales applied. (channel)
 ///
-/// O(channels + layers). Errors: `invalid_argument` (an index that the cache does not have),
-/// `not_found` (a hole: the layer does not hold the token), `memory_space`, `geometry_mismatch` or
-/// `token_count_mismatch` (a view that its planes belie).
+/// O(channels + layers). Errors: `invalid_argument` (an index that the cache does not have, or
+/// scales that are declared and not given), `not_found` (a hole: the layer does not hold the
+/// token), `memory_space`, `geometry_mismatch` or `token_count_mismatch` (a view that its planes
+/// belie).
 KVMELD_LAZY [[nodiscard]] Result<std::vector<float>> read_row(const KvCacheRef& cache,
                                                               const CacheRow& row) {
   const auto slot = detail::slot_of_row(cache, row, "read_row");
   if (!slot) return slot.error();
   const PlaneRef& plane = cache.plane(row.layer, row.plane);
   const PlaneShape& shape = plane.shape;
+  KVMELD_TRY(detail::check_scales(plane, "read_row"));
   std::vector<std::byte> bytes(static_cast<std::size_t>(detail::row_bytes(shape)));
   detail::gather_row(plane, *slot, row.head, bytes.data());
   std::vector<float> values(static_cast<std::size_t>(shape.channels));

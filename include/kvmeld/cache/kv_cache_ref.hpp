@@ -137,6 +137,15 @@ KVMELD_LAZY [[nodiscard]] Status check_host_reaches(MemorySpace space, const cha
                "gpu::Stream");
 }
 
+/// Refuses a plane that declares scales apart and points to none: what every reader of scales asks.
+template <class Byte>
+[[nodiscard]] Status check_scales(const BasicPlaneRef<Byte>& plane, const char* who) {
+  if (plane.shape.scales == ScaleScheme::none || plane.scales.data != nullptr) return {};
+  return error(ErrorCode::invalid_argument, who, ": a plane of ", plane.shape.heads, " heads of ",
+               plane.shape.channels, " ", to_string(plane.shape.type),
+               " declares scales and gives none; set PlaneRef::scales");
+}
+
 /// What every entry that reads or writes a view's rows on the host asks before it touches one:
 /// `check_view_planes`, and that the elements lie where the host reaches them. Errors: those,
 /// `memory_space`.

@@ -53,11 +53,7 @@ KVMELD_LAZY [[nodiscard]] Status check_seal(const KvCacheRef& view, const SealOp
   if (options.role == Role::prefix && (options.drop_first != 0 || !options.context.prefix.empty())) {
     return error(ErrorCode::invalid_argument, "a prefix stands first: it drops nothing and names no prefix");
   }
-  for (const PlaneRef& plane : view.planes()) {
-    if (plane.shape.scales != ScaleScheme::none && plane.scales.data == nullptr) {
-      return error(ErrorCode::invalid_argument, "a plane declares scales and gives none");
-    }
-  }
+  for (const PlaneRef& plane : view.planes()) KVMELD_TRY(check_scales(plane, "seal"));
   return validate(view.geometry());
 }
 

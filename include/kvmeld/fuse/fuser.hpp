@@ -169,6 +169,15 @@ template <class F>
   }
 }
 
+template <class F>
+[[nodiscard]] constexpr bool normalises() noexcept {
+  if constexpr (requires { F::normalises; }) {
+    return F::normalises;
+  } else {
+    return false;
+  }
+}
+
 /// a * b, rounded: no compiler may contract it into a later addition.
 [[nodiscard]] KVMELD_HD inline float rounded_product(float a, float b) noexcept { return fma(a, b, 0.0F); }
 

@@ -108,9 +108,7 @@ class RowBuffer {
     for (std::size_t l = 0; l < geometry_->layers.size(); ++l) {
       for (std::size_t p = 0; p < geometry_->layers[l].planes.size(); ++p) {
         const PlaneRef& plane = rows.plane(l, p);
-        if (plane.shape.scales != ScaleScheme::none && plane.scales.data == nullptr) {
-          return error(ErrorCode::invalid_argument, "layer ", l, " plane ", p, " declares scales and gives none");
-        }
+        KVMELD_TRY(check_scales(plane, "append"));
         for (std::int64_t t = 0; p > 0 && t < rows.tokens(); ++t) {
           if ((plane.slots.slot(t) >= 0) != (rows.plane(l, 0).slots.slot(t) >= 0)) {
             return error(ErrorCode::token_count_mismatch, "layer ", l, ": plane ", p, " and plane 0 disagree about token ", t);

@@ -74,7 +74,12 @@ class FragmentSet {
       const Geometry& here = entry.fragment.geometry();
       const Geometry& other = fragment.geometry();
       if (&here == &other) return {};
-      Status same = here.tenant != other.tenant || here.model == other.model ? check_same(here, other) : Status();
+      Status same;
+      if (here.tenant != other.tenant) {
+        same = detail::differ("tenant", here.tenant, other.tenant);
+      } else if (here.model == other.model) {
+        same = check_same(here, other);
+      }
       if (same) continue;
       return detail::error(same.code(), "fragment ", fragment.id().hex(), " does not go with fragment ", entry.id.hex(),
                            " of this set: ", same.message());

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -32,15 +33,21 @@ Status check_row(const F& fuser, std::span<const PlaneShape> planes, const HeadI
     }
   }
   if constexpr (requires { fuser.check(std::int64_t{}); }) KVMELD_TRY(fuser.check(static_cast<std::int64_t>(count)));
-  if constexpr (requires { Rows::normalises; }) {
+  if constexpr (normalises<Rows>() || MixForm<Rows>) {
     double total = 0;
     for (int i = 0; i < row.count; ++i) {
       const float weight = row.weight(i);
-      if (!(weight >= 0)) return error(ErrorCode::non_finite, "a weight of ", weight, "; weights are finite and at least 0");
+      if (!(weight >= 0) || !std::isfinite(weight)) {
+        return error(ErrorCode::non_finite, "a weight of ", weight,
+                     "; weights are finite and at least 0");
+      }
       total += static_cast<double>(weight);
     }
-    if (total > 0x1p-100 && total < 0x1p100) return {};  // its reciprocal is a normal number
-    return error(ErrorCode::non_finite, "the ", row.count, " weights add up to ", total, "; a mean divides by their sum, which lies in (2^-100, 2^100)");
+    // A mean's sum has a reciprocal that is a normal number; what mixes divides in f64.
+    const bool divides = !normalises<Rows>() ? total > 0 : total > 0x1p-100 && total < 0x1p100;
+    if (divides) return {};
+    return error(ErrorCode::non_finite, "the ", row.count, " weights add up to ", total,
+                 "; a mean divides by their sum, which lies in (2^-100, 2^100)");
   }
   return count > 0 ? Status() : error(ErrorCode::non_finite, "the ", row.count, " weights are all 0");
 }

@@ -10,4 +10,11 @@ struct Mine : kvmeld::WeightedMean {
 #endif
 };
 
+// Words that mean something of its own: a setting, and a function.
+struct Own : kvmeld::WeightedMean {
+  bool normalize = true;
+  static float normalise(float x) { return x; }
+};
+
 const kvmeld::Fuser fuser{Mine{}};
+const kvmeld::Fuser own{Own{}};
