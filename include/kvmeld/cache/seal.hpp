@@ -224,8 +224,10 @@ template <ContentHash Hash = Xxh3_128>
 
 /// Adds a second encoding of the same tokens to a fragment: the one without lead-in, for whichever span renders first.
 ///
-/// Errors: those of `seal`; `geometry_mismatch`, `token_count_mismatch` or `invalid_argument` where the encodings are not
-/// of the same tokens behind the same prefix; `hash_mismatch` where `fragment` was named by another hash.
+/// Ids are compared; that placeholders of both stand for the same picture, and that latent tokens
+/// are the same, is the caller's word. Errors: those of `seal`; `geometry_mismatch`,
+/// `token_count_mismatch` or `invalid_argument` where the encodings are not of the same tokens
+/// behind the same prefix; `hash_mismatch` where `fragment` was named by another hash.
 template <ContentHash Hash = Xxh3_128>
 [[nodiscard]] Result<Fragment> with_variant(const Fragment& fragment, const KvCacheRef& view, const SealOptions& options) {
   if (options.context.lead_in != Digest128{}) {
