@@ -94,13 +94,21 @@ template <class M>
 
 }  // namespace detail
 
-/// Works out what a merger makes of a set: selects, orders, aligns, marks seams, weighs, and compiles rows. Reads no K/V except
-/// what the select and order policies read and, for a fuser with a `score`, the keys of every token that several fragments hold;
-/// copies the rows of layers that the target keeps from its local cache, and maps fragments of other models where the aligner does.
+/// Works out what a merger makes of a set: selects, orders, aligns, marks seams, weighs, compiles
+/// rows, and makes sure that the output's elements can hold them.
 ///
-/// O(tokens · fragments), and O(n² · channels) for each scored token of n contributions. Errors: `geometry_mismatch`,
-/// `prefix_conflict`, `prefix_missing`, `payload_missing` (with the ids), `duplicate_bos`, `rope_length_dependent`,
-/// `rope_unsupported`, `unsupported`, `non_finite` (weights), `oversized` (contributions), and those of the policies.
+/// Reads K/V where the policies do (for a fuser with a `score`, the keys of every token that several
+/// fragments hold); once for the largest magnitudes of a payload that was not sealed in this
+/// process; and the rows of planes whose results may be beyond their elements, which are computed
+/// (docs/numerics.md, "Range"). Copies the rows of layers that the target keeps from its local
+/// cache, and maps fragments of other models where the aligner does.
+///
+/// O(tokens · fragments), O(n² · channels) for each scored token of n contributions, and O(bytes) of
+/// what is read. Errors: `geometry_mismatch`, `prefix_conflict`, `prefix_missing`, `payload_missing`
+/// (with the ids), `duplicate_bos`, `rope_length_dependent`, `rope_unsupported`, `unsupported`,
+/// `non_finite` (weights; a result beyond the output's elements, by layer, plane and output),
+/// `oversized` (contributions), `invalid_argument` (a warning that `Target::refuse` names, among
+/// others), and those of the policies.
 template <class M>
 [[nodiscard]] Result<Plan<M>> plan(const FragmentSet& set, const M& merger, const Target& target) {
   const FloatEnvironmentGuard guard;  // orders and rope tables are computed here
