@@ -53,6 +53,25 @@ void rotate(benchmark::State& state, ElementType type, kvmeld::RopePairing pairi
   bench::paired(state, 2 * rows * row, work, 2 * rows * row, [&] { copy(); });
 }
 
+// The ways to write past the caches against memcpy, which decides by itself: what the choice for a processor stands on.
+void stream(benchmark::State& state, [[maybe_unused]] kvmeld::StreamWay way, std::int64_t mebibytes) {
+  bench::Copy copy(mebibytes * bench::mebibyte);
+  std::vector<std::byte> out(copy.to.size() + 64);
+  std::byte* const to = out.data() + (64 - reinterpret_cast<std::uintptr_t>(out.data()) % 64) % 64;
+  const auto work = [&] {
+#if KVMELD_X86_DISPATCH
+    using namespace kvmeld::detail;
+    way == kvmeld::StreamWay::one_page ? stream_one_page(to, copy.from.data(), copy.from.size())
+                                       : stream_four_pages(to, copy.from.data(), copy.from.size());
+    stream_fence();
+#else
+    std::memcpy(to, copy.from.data(), copy.from.size());
+#endif
+  };
+  const std::int64_t bytes = 2 * mebibytes * bench::mebibyte;
+  bench::paired(state, bytes, work, bytes, [&] { copy(); });
+}
+
 void threads(benchmark::State& state, std::size_t count) {
   const auto geometry = bench::small_model(ElementType::f16);
   auto render = bench::rendering(bench::agents(geometry, 4, 512), geometry, kvmeld::merger());
@@ -80,6 +99,10 @@ const bool registered = [] {
       add(name({"rotate/half_split/", dtype, mib(size)}), rotate, type, RopePairing::half_split, size);
       add(name({"rotate/interleaved/", dtype, mib(size)}), rotate, type, RopePairing::interleaved, size);
     }
+  }
+  for (const auto way : {kvmeld::StreamWay::one_page, kvmeld::StreamWay::four_pages}) {
+    if (way == kvmeld::StreamWay::one_page && kvmeld::best_isa() == kvmeld::Isa::baseline) continue;
+    for (const std::int64_t size : {6, 12, 48, 192}) add(name({"stream/", to_string(way), mib(size)}), stream, way, size);
   }
   const std::size_t cores = (std::max)(1U, std::thread::hardware_concurrency());
   for (std::size_t count = 1; count <= cores; count *= 2) {
