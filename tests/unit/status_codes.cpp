@@ -62,3 +62,24 @@ TEST_CASE("messages name enumerators, and say the number of one that this build 
   CHECK(text(StreamWay::four_pages) == "<four_pages>");
   CHECK(text(static_cast<Plane>(77)) == "<unknown 77>");
 }
+
+// Compiled with -Wextra -Werror: a member without a default would have every user write it.
+TEST_CASE("public aggregates are written by the members that matter, and the others have defaults") {
+  using namespace kvmeld;
+  CHECK(Target{.first_position = 3}.refuse == RenderWarnings::none);
+  CHECK(RenderReport{.tokens = 3}.render_id == Digest128{});
+  CHECK(RunOptions{.content_digest = true}.content_digest);
+  CHECK(Geometry{.model = "m"}.layers.empty());
+  CHECK(LayerShape{.window = 3}.planes.empty());
+  CHECK(PlaneShape{.plane = Plane::value}.heads == 0);
+  CHECK(RopeSpec{.base = 3.0}.kind == RopeKind::undeclared);
+  CHECK(SealOptions{.role = Role::prefix}.tokens.empty());
+  CHECK(Payload{.byte_count = 3}.bytes == nullptr);
+  CHECK(Alignment{.positions = {1}}.groups.empty());
+  CHECK(AlignmentGroup{.row_begin = {0}}.contributions.empty());
+  CHECK(Contribution{.token = 3}.source == 0);
+  CHECK(Mark{.time_ms = 3}.dot == Provenance{});
+  CHECK(Removal{.id = {}}.removed.empty());
+  CHECK(TokenSlots{.first = 3}.table == nullptr);
+  CHECK(Streaming{.threshold_bytes = 3}.way == StreamWay::off);
+}

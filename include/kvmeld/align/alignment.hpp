@@ -53,9 +53,9 @@ struct Contribution {
 
 /// The contributions of every output token in some layers, as compressed sparse rows.
 struct AlignmentGroup {
-  LayerMask layers;
+  LayerMask layers{};
   std::vector<std::uint32_t> row_begin{0};  ///< output o has contributions row_begin[o] … row_begin[o + 1] − 1
-  std::vector<Contribution> contributions;
+  std::vector<Contribution> contributions{};
   /// (layer of the group, ascending; head; contribution): multiplies the contributions' weights, head by head, and 0 leaves the
   /// contribution out of that head's row. Keys and values share it. Empty: all heads alike.
   std::vector<float> head_weights{};
@@ -72,9 +72,9 @@ struct AlignmentGroup {
 ///
 /// An output token without contribution is a hole for the engine to compute.
 struct Alignment {
-  std::vector<std::int64_t> positions;  ///< of each output token, ascending
-  std::vector<TokenId> tokens;          ///< of each output token; −1: not known, latent, or a placeholder
-  std::vector<AlignmentGroup> groups;   ///< disjoint layer masks that together cover the layers
+  std::vector<std::int64_t> positions{};  ///< of each output token, ascending
+  std::vector<TokenId> tokens{};        ///< of each output token; −1: not known, latent, or a placeholder
+  std::vector<AlignmentGroup> groups{}; ///< disjoint layer masks that together cover the layers
 };
 
 /// An output token that `render` leaves to the engine.

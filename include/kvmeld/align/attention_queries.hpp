@@ -33,7 +33,7 @@ struct AttentionQueries {
 
 /// One cache that queries attend over.
 struct AttendSource {
-  KvCacheRef cache;
+  KvCacheRef cache{};
   std::span<const std::int64_t> positions{};  ///< (token) of the cache's keys, in any order, each in [0, `max_position`]; used only where keys have to be turned
   TokenSet selected{};  ///< which of them take part; those that a layer does not hold do not, in
                         ///< that layer

@@ -26,7 +26,7 @@ struct EditOptions {
 /// What no run holds was inserted, deleted or substituted; a substituted token has no partner. Runs ascend in both sequences and
 /// no two touch on one diagonal.
 struct EditScript {
-  std::vector<MatchRun> runs;
+  std::vector<MatchRun> runs{};
   std::int64_t a_tokens = 0;
   std::int64_t b_tokens = 0;
   std::int64_t distance = 0;  ///< insertions, deletions and substitutions of this script

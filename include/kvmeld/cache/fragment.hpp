@@ -95,12 +95,12 @@ class PayloadPeaks {
 /// Immutable once sealed. Scales of a scaled plane follow its elements, f32, in the order (token, head, group).
 struct Payload {
   Digest128 lead_in{};                       ///< what this encoding's context dropped; zero: encoded right behind the prefix
-  std::vector<std::int64_t> positions;       ///< source position of every token, strictly ascending
-  std::vector<TokenSet> token_sets;          ///< distinct sets; `layer_set` points into it
-  std::vector<std::uint16_t> layer_set;      ///< one entry a layer
-  std::vector<std::size_t> plane_offsets;    ///< byte offset of each (layer, plane), layer-major
-  std::vector<std::size_t> scale_offsets;    ///< byte offset of each plane's scales
-  std::shared_ptr<const std::byte[]> bytes;  ///< null: evicted
+  std::vector<std::int64_t> positions{};     ///< source position of every token, strictly ascending
+  std::vector<TokenSet> token_sets{};        ///< distinct sets; `layer_set` points into it
+  std::vector<std::uint16_t> layer_set{};    ///< one entry a layer
+  std::vector<std::size_t> plane_offsets{};  ///< byte offset of each (layer, plane), layer-major
+  std::vector<std::size_t> scale_offsets{};  ///< byte offset of each plane's scales
+  std::shared_ptr<const std::byte[]> bytes{};  ///< null: evicted
   std::size_t byte_count = 0;
   std::array<std::uint8_t, 31> digest{};     ///< of positions, token sets and bytes
   detail::PayloadPeaks peaks{};              ///< of the bytes, for plans: neither hashed nor sent

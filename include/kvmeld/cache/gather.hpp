@@ -22,7 +22,7 @@ KVMELD_NAMESPACE_BEGIN
 /// What a gather left to the engine.
 struct GatherReport {
   std::int64_t tokens = 0;          ///< output tokens that the map names, holes included
-  std::vector<std::int64_t> holes;  ///< output tokens that are to be recomputed in at least one layer, ascending
+  std::vector<std::int64_t> holes{};  ///< output tokens that are to be recomputed in at least one layer, ascending
 };
 
 namespace detail {

@@ -34,7 +34,7 @@ struct Provenance {
 
 /// What one operation says of a fragment.
 struct Mark {
-  Provenance dot;
+  Provenance dot{};
   std::optional<float> confidence{};  ///< the agent's, finite
   FragmentId superseded_by{};         ///< empty: the operation supersedes nothing
   std::int64_t time_ms = 0;           ///< for display only: no digest covers it and no policy may read it

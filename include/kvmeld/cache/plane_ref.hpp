@@ -103,15 +103,15 @@ template <class Byte>
 struct BasicPlaneRef {
   Byte* data = nullptr;
   MemorySpace space = MemorySpace::host;  ///< of `data` and of the scales
-  PlaneShape shape;
+  PlaneShape shape{};
   std::int64_t tokens = 0;
   std::int64_t token_stride = 0;
   std::int64_t head_stride = 0;
   std::int64_t channel_stride = 1;
   std::int64_t channel_split = 0;  ///< x of a split-channel layout; 0: not split
   std::int64_t split_stride = 0;
-  TokenSlots slots;
-  ScaleRef scales;
+  TokenSlots slots{};
+  ScaleRef scales{};
 
   BasicPlaneRef() = default;
   /// A view that may be written is also a view that may be read.

@@ -28,7 +28,7 @@ struct BlobKey {
 
 /// Immutable bytes, owned or mapped: whoever holds a copy keeps them.
 struct Blob {
-  std::shared_ptr<const std::byte[]> data;
+  std::shared_ptr<const std::byte[]> data{};
   std::size_t size = 0;
 
   [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return {data.get(), size}; }

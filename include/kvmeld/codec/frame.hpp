@@ -72,7 +72,7 @@ struct FrameOptions {
 struct FrameView {
   std::uint8_t type = 0;   ///< meaning is the caller's
   std::uint8_t minor = 0;  ///< of the sender
-  std::span<const std::byte> body;
+  std::span<const std::byte> body{};
 };
 
 namespace detail {

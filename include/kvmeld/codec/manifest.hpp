@@ -18,8 +18,8 @@ KVMELD_NAMESPACE_BEGIN
 
 /// All of a fragment but its payload bytes, and the keys of the chunks that hold those.
 struct Manifest {
-  Fragment fragment;                         ///< payload bytes null, everything else as it was sealed
-  std::vector<std::vector<BlobKey>> chunks;  ///< (payloads) (chunks)
+  Fragment fragment{};                       ///< payload bytes null, everything else as it was sealed
+  std::vector<std::vector<BlobKey>> chunks{};  ///< (payloads) (chunks)
   std::size_t chunk_bytes = default_chunk_bytes;
 };
 

@@ -38,18 +38,18 @@ enum class StoredType : std::uint8_t { f64, f32, f16, bf16, f8_e4m3, f8_e5m2, i6
 
 /// One tensor of a file; its bytes are the file's.
 struct StoredTensor {
-  std::string name;
+  std::string name{};
   StoredType type = StoredType::f32;
-  std::vector<std::uint64_t> shape;   ///< row-major; empty: a scalar
-  std::span<const std::byte> bytes;
+  std::vector<std::uint64_t> shape{}; ///< row-major; empty: a scalar
+  std::span<const std::byte> bytes{};
 
   [[nodiscard]] std::size_t elements() const noexcept { return bytes.size() / element_bytes(type); }
 };
 
 /// What a safetensors file holds: a view of its bytes, which must outlive it.
 struct Safetensors {
-  std::vector<std::pair<std::string, std::string>> metadata;  ///< ascending by key
-  std::vector<StoredTensor> tensors;                          ///< ascending by name
+  std::vector<std::pair<std::string, std::string>> metadata{};  ///< ascending by key
+  std::vector<StoredTensor> tensors{};                        ///< ascending by name
 
   /// A tensor by name, or null. O(log tensors).
   [[nodiscard]] const StoredTensor* find(std::string_view name) const noexcept {

@@ -44,19 +44,19 @@ struct StateForm {
 
 /// One cache of the engine inside the bytes: all layers, or those with or without a sliding window.
 struct StateSection {
-  std::vector<std::int64_t> positions;    ///< one a cell, in the order of the bytes
-  std::vector<std::int32_t> by_position;  ///< cells in ascending order of position
-  std::vector<std::size_t> layers;        ///< the geometry's layers that this section holds, ascending
-  std::vector<std::size_t> keys;          ///< byte offset of each such layer's key rows
-  std::vector<std::size_t> values;        ///< byte offset of each such layer's values; unread where the layer has none
+  std::vector<std::int64_t> positions{};  ///< one a cell, in the order of the bytes
+  std::vector<std::int32_t> by_position{};  ///< cells in ascending order of position
+  std::vector<std::size_t> layers{};      ///< the geometry's layers that this section holds, ascending
+  std::vector<std::size_t> keys{};        ///< byte offset of each such layer's key rows
+  std::vector<std::size_t> values{};      ///< byte offset of each such layer's values; unread where the layer has none
 
   [[nodiscard]] std::size_t cells() const noexcept { return positions.size(); }
 };
 
 /// Where everything lies in the bytes of one sequence.
 struct StateLayout {
-  StateForm form;
-  std::vector<StateSection> sections;  ///< one or two
+  StateForm form{};
+  std::vector<StateSection> sections{};  ///< one or two
   std::size_t size_bytes = 0;
 };
 

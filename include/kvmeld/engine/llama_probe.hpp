@@ -21,7 +21,7 @@ KVMELD_NAMESPACE_BEGIN
 namespace llama {
 
 struct ProbeOptions {
-  std::span<const TokenId> tokens;  ///< what to encode; empty: 48 tokens spread over the vocabulary
+  std::span<const TokenId> tokens{};  ///< what to encode; empty: 48 tokens spread over the vocabulary
   std::int64_t shift = 96;          ///< positions by which keys are moved; at least 64
   double tolerance = 0.0;  ///< relative L2 error of turned keys; 0: by storage, .001 f32, .002 f16, .01 bf16, .02 q8_0
   /// The same for layers above the first, whose inputs carry the engine's own noise; decides only where the engine
@@ -31,7 +31,7 @@ struct ProbeOptions {
 
 /// What a probe saw. Errors are L2 norms relative to the engine's keys.
 struct ProbeReport {
-  StateForm form;  ///< how this engine lays out a sequence: what `make_state` needs
+  StateForm form{};  ///< how this engine lays out a sequence: what `make_state` needs
   std::int64_t tokens = 0;
   std::int64_t shift = 0;
   double first_layer_error =

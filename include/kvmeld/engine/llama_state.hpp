@@ -24,10 +24,10 @@ namespace llama {
 /// outlive it. Move-only: the cache view points into the slot lists.
 template <class Byte>
 struct StateView {
-  StateLayout layout;
-  std::vector<std::int64_t> positions;           ///< one a token of the view, ascending
-  std::vector<std::vector<std::int32_t>> slots;  ///< for each section: the cell of every token, or -1
-  BasicKvCacheRef<Byte> cache;
+  StateLayout layout{};
+  std::vector<std::int64_t> positions{};         ///< one a token of the view, ascending
+  std::vector<std::vector<std::int32_t>> slots{};  ///< for each section: the cell of every token, or -1
+  BasicKvCacheRef<Byte> cache{};
 
   StateView() = default;
   StateView(StateView&&) = default;

@@ -39,8 +39,8 @@ enum class MetricType : std::uint8_t { counter, gauge, histogram, summary };
 
 /// What tells the series of one family apart.
 struct MetricLabel {
-  std::string name;
-  std::string value;  ///< any UTF-8
+  std::string name{};
+  std::string value{};  ///< any UTF-8
 
   bool operator==(const MetricLabel&) const = default;
 };
@@ -64,8 +64,8 @@ struct MetricSample {
 
 /// All series of one name.
 struct MetricFamily {
-  std::string name;
-  std::string help;
+  std::string name{};
+  std::string help{};
   MetricType type = MetricType::gauge;
   std::vector<MetricSample> samples{};
 };

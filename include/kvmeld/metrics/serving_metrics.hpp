@@ -17,14 +17,14 @@ KVMELD_NAMESPACE_BEGIN
 ///
 /// Some 130 KB; one for a process, or one for each agent with its own labels.
 struct ServingMetrics {
-  Histogram prefill_seconds;           ///< of a segment that was computed
-  Histogram reuse_seconds;             ///< of a segment that was blended instead: look-up, plan, run, import
-  Histogram sync_seconds;              ///< from a word said to its arrival in another agent's set, or of a round
-  Histogram load_bytes_per_second;     ///< of payloads from a store, a file or a peer
-  Histogram similarity;                ///< of the signatures of anchors that were chosen, 0 to 1
-  Histogram alignment_error;           ///< relative error of aligned K/V against full prefill, where it was measured
-  Histogram quality;                   ///< the host's own score of an answer, 0 and up
-  ErrorCounters alignments;            ///< of `plan`, `plan_reuse`, fits: by cause
+  Histogram prefill_seconds{};         ///< of a segment that was computed
+  Histogram reuse_seconds{};           ///< of a segment that was blended instead: look-up, plan, run, import
+  Histogram sync_seconds{};            ///< from a word said to its arrival in another agent's set, or of a round
+  Histogram load_bytes_per_second{};   ///< of payloads from a store, a file or a peer
+  Histogram similarity{};              ///< of the signatures of anchors that were chosen, 0 to 1
+  Histogram alignment_error{};         ///< relative error of aligned K/V against full prefill, where it was measured
+  Histogram quality{};                 ///< the host's own score of an answer, 0 and up
+  ErrorCounters alignments{};          ///< of `plan`, `plan_reuse`, fits: by cause
   Counter renders, render_failures, rendered_tokens, rendered_holes, rendered_bytes;
 
   /// Counts what a `run` or `render` came to.

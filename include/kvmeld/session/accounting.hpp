@@ -49,13 +49,13 @@ struct Accounting {
   std::array<Traffic, 256> sent{};          ///< by frame type; what the transport refused is not in it
   std::array<Traffic, 256> received{};      ///< by frame type; frames that were refused count under type 0
   std::uint64_t send_failures = 0;          ///< messages that the transport did not take; they are repeated by protocol
-  StoredBytes stored;                       ///< what sealing wrote to the store, and what was there already
+  StoredBytes stored{};                     ///< what sealing wrote to the store, and what was there already
   std::uint64_t fragments_sealed = 0;
   std::uint64_t fragments_refused = 0;      ///< sealed, and in this agent's view only, since nobody takes them
   std::uint64_t application_dropped = 0;    ///< frames of the host's own that were not taken in time
   std::uint64_t fragments_fetched = 0;      ///< from peers
   std::uint64_t fragments_loaded = 0;       ///< from the store
-  StoreDamage store_damage;                 ///< what the store found spoilt of its records
+  StoreDamage store_damage{};               ///< what the store found spoilt of its records
   std::vector<std::uint64_t> sealed_bytes{};///< raw K/V of sealed fragments, by layer of the model
   std::uint64_t rounds_swapped = 0;
   std::uint64_t rounds_kept = 0;            ///< rounds that ended with the old cache

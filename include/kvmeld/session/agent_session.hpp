@@ -25,7 +25,7 @@ enum class SessionMessage : std::uint8_t { round_ready = 32, round_cut = 33, app
 /// Who an agent is in a session, how it cuts its words into fragments, and when it takes over what the others said.
 template <Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 struct AgentSessionOptions {
-  ReplicaOptions<Auth, Hash, C> replica;    ///< the session's own merger takes the place of `merger`
+  ReplicaOptions<Auth, Hash, C> replica;  ///< the session's own merger takes the place of `merger`
   SpanOptions spans{};
   SpanStart start{};                        ///< of the first span: prefix, lead-in, position
   RoundOptions rounds{};                    ///< without members: no synchronous rounds
@@ -39,8 +39,8 @@ struct AgentSessionOptions {
 
 /// A swap at a safe point.
 struct SwapReport {
-  RenderReport render;
-  InstallReport install;
+  RenderReport render{};
+  InstallReport install{};
   double render_ms = 0;          ///< on the worker, some time ago
   double swap_ms = 0;            ///< what the generating thread spent
   std::uint64_t round = 0;       ///< the synchronous round whose cut this is; 0: asynchronous

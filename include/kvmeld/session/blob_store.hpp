@@ -13,7 +13,7 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Records that a store holds beyond a cursor, and the cursor behind them.
 struct RecordBatch {
-  std::vector<std::vector<std::byte>> records;
+  std::vector<std::vector<std::byte>> records{};
   std::uint64_t cursor = 0;  ///< for the next call; 0 starts from the beginning
 };
 

@@ -16,8 +16,8 @@ KVMELD_NAMESPACE_BEGIN
 
 /// One entry of a validation set: what agents hold, and where a merge of it goes. The engine knows the questions by its index.
 struct ValidationCase {
-  FragmentSet set;
-  Target target;
+  FragmentSet set{};
+  Target target{};
 };
 
 /// What an engine found out with one merged cache.
@@ -40,8 +40,8 @@ struct CalibrationRow {
 
 /// The table of a calibration, a row for each candidate in their order, and the row of the best one.
 struct Calibration {
-  std::vector<CalibrationRow> rows;
-  std::optional<std::size_t> best;  ///< none: every candidate was refused
+  std::vector<CalibrationRow> rows{};
+  std::optional<std::size_t> best{};  ///< none: every candidate was refused
 };
 
 struct CalibrateOptions {

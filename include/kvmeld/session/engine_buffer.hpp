@@ -88,14 +88,14 @@ class BufferPool {
 /// Gives its buffer back to the pool when the last holder lets go.
 template <class Buffer>
 struct Rendered {
-  std::unique_ptr<Buffer> buffer;
-  std::vector<std::int64_t> positions;       ///< of each row, ascending
-  std::vector<TokenId> tokens;               ///< of each row; −1: not known
-  std::vector<Hole> holes;                   ///< rows that the engine computes before it goes on
-  RenderReport report;
+  std::unique_ptr<Buffer> buffer{};
+  std::vector<std::int64_t> positions{};     ///< of each row, ascending
+  std::vector<TokenId> tokens{};             ///< of each row; −1: not known
+  std::vector<Hole> holes{};                 ///< rows that the engine computes before it goes on
+  RenderReport report{};
   double render_ms = 0;                      ///< plan, memory and run, on the worker
   std::uint64_t request = 0;                 ///< number that `RenderWorker::request` returned
-  std::shared_ptr<BufferPool<Buffer>> home;
+  std::shared_ptr<BufferPool<Buffer>> home{};
 
   Rendered() = default;
   Rendered(const Rendered&) = delete;

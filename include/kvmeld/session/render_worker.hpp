@@ -26,7 +26,7 @@ KVMELD_NAMESPACE_BEGIN
 template <class Buffer>
 struct RenderOutcome {
   std::uint64_t request = 0;
-  std::shared_ptr<Rendered<Buffer>> rendered;  ///< null where `status` is an error
+  std::shared_ptr<Rendered<Buffer>> rendered{};  ///< null where `status` is an error
   Status status{};
 };
 

@@ -32,7 +32,7 @@ enum class ReplicaMessage : std::uint8_t {
 struct Outgoing {
   MemberId to = everyone;
   std::uint8_t type = 0;
-  std::vector<std::byte> bytes;
+  std::vector<std::byte> bytes{};
 };
 
 namespace detail {

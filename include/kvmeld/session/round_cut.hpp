@@ -20,8 +20,8 @@ struct RoundCut {
   std::uint64_t session = 0;   ///< which members, in which run
   std::uint64_t round = 0;
   MemberId publisher = 0;
-  Digest128 merger;
-  FragmentSet set;             ///< without payloads, removals and superseded fragments
+  Digest128 merger{};
+  FragmentSet set{};           ///< without payloads, removals and superseded fragments
 
   bool operator==(const RoundCut&) const = default;
 };
@@ -30,8 +30,8 @@ struct RoundCut {
 struct RoundReady {
   std::uint64_t session = 0;
   std::uint64_t round = 0;
-  Digest128 merger;
-  CausalContext context;       ///< what the member has seen: the publisher waits until it has seen that too
+  Digest128 merger{};
+  CausalContext context{};     ///< what the member has seen: the publisher waits until it has seen that too
 
   bool operator==(const RoundReady&) const = default;
 };

@@ -48,7 +48,7 @@ template <class Byte>
 /// A cache as a reader holds it: it stays as it is, whatever is swapped or appended meanwhile.
 template <class Buffer>
 struct CacheSnapshot {
-  std::shared_ptr<const Rendered<Buffer>> owner;  ///< null: nothing was swapped in yet
+  std::shared_ptr<const Rendered<Buffer>> owner{};  ///< null: nothing was swapped in yet
   std::int64_t tokens = 0;
   std::span<const std::int64_t> positions{};
   std::span<const TokenId> token_ids{};

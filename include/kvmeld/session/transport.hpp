@@ -15,7 +15,7 @@ KVMELD_NAMESPACE_BEGIN
 /// A message that has arrived, and who says it sent it.
 struct Envelope {
   MemberId from = 0;
-  std::vector<std::byte> bytes;
+  std::vector<std::byte> bytes{};
 };
 
 /// Carries messages between members, and may lose, repeat, reorder and delay them: what is above converges regardless.

@@ -16,9 +16,9 @@ KVMELD_NAMESPACE_BEGIN
 
 /// What a set knows of one id.
 struct SetEntry {
-  FragmentId id;
-  Fragment fragment;  ///< not valid() where nothing but the id has arrived; its payloads' bytes may be evicted
-  Metadata metadata;
+  FragmentId id{};
+  Fragment fragment{};  ///< not valid() where nothing but the id has arrived; its payloads' bytes may be evicted
+  Metadata metadata{};
 
   /// Whether every payload's bytes are here.
   KVMELD_LAZY [[nodiscard]] bool complete() const noexcept {

@@ -18,8 +18,8 @@ KVMELD_NAMESPACE_BEGIN
 
 /// One removal: its own dot, and the operations that it takes out of force.
 struct Removal {
-  Provenance dot;
-  FragmentId id;
+  Provenance dot{};
+  FragmentId id{};
   std::vector<Provenance> removed{};  ///< ascending
 
   bool operator==(const Removal&) const = default;

@@ -31,11 +31,11 @@ struct Merger {
 
   static_assert(detail::NearMisses<Select>::none && detail::NearMisses<Order>::none && detail::NearMisses<Seam>::none);
 
-  Select select;
-  Order order;
-  Aligner<Align> align;
-  Fuser<Fuse> fuse;
-  Seam seam;
+  Select select{};
+  Order order{};
+  Aligner<Align> align{};
+  Fuser<Fuse> fuse{};
+  Seam seam{};
 
   /// True where equal sets render to equal bytes on every machine; false as soon as one policy does not promise it.
   static constexpr bool reproducible =

@@ -12,7 +12,7 @@ KVMELD_NAMESPACE_BEGIN
 
 /// One entry of a replicated set, as far as finding differences needs it.
 struct ReconcileItem {
-  FragmentId id;
+  FragmentId id{};
   std::uint64_t tag = 0;  ///< 64 bits of a digest of all that replicas must agree on; equal ids with other tags differ
 };
 
@@ -24,14 +24,14 @@ struct ReconcileLimits {
 
 /// Ids whose entries differ between two replicas, each list ascending.
 struct ReconcileDifference {
-  std::vector<FragmentId> mine_only;
-  std::vector<FragmentId> theirs_only;
-  std::vector<FragmentId> different;  ///< on both sides, with different tags
+  std::vector<FragmentId> mine_only{};
+  std::vector<FragmentId> theirs_only{};
+  std::vector<FragmentId> different{};  ///< on both sides, with different tags
 };
 
 /// What follows from one received message.
 struct ReconcileReply {
-  std::optional<std::vector<std::byte>> message;  ///< to be sent to the peer
+  std::optional<std::vector<std::byte>> message{};  ///< to be sent to the peer
   bool done = false;                              ///< `Reconciliation::result` is complete; the message, if any, is the last
 };
 

@@ -54,8 +54,8 @@ struct RenderReport {
   std::int64_t tokens = 0;                   ///< output tokens, holes included
   std::int64_t holes = 0;                    ///< output tokens left to the engine
   std::int64_t bytes = 0;                    ///< of K/V written
-  Digest128 render_id;                       ///< what was asked
-  std::optional<Digest128> content_digest;   ///< what came out, where it was asked for
+  Digest128 render_id{};                     ///< what was asked
+  std::optional<Digest128> content_digest{}; ///< what came out, where it was asked for
   std::int64_t fused = 0;  ///< output tokens, holes left out, that had two contributions or more
   RenderWarnings warnings = RenderWarnings::none;
   std::int64_t next_position = 0;  ///< of what the engine computes next: one behind the last output

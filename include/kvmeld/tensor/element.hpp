@@ -79,7 +79,7 @@ enum class ElementType : std::uint8_t {
 
 /// One q8_0 block in memory: element i is `scale * values[i]`, a product that is exact in f32.
 struct q8_0_block {
-  f16 scale;
+  f16 scale{};
   std::int8_t values[32] = {};
 };
 static_assert(sizeof(q8_0_block) == 34);

@@ -11,10 +11,10 @@ namespace testing {
 
 /// What a simulation did and found, of one seed or of many.
 struct Report {
-  std::string failure;             ///< the first thing that went wrong, in one sentence; empty: nothing did
+  std::string failure{};           ///< the first thing that went wrong, in one sentence; empty: nothing did
   std::uint64_t seed = 0;          ///< of the failure; of the only run where there was none
   std::uint64_t runs = 0;
-  FaultCounts faults;
+  FaultCounts faults{};
   std::uint64_t events = 0;        ///< messages delivered, ticks and operations
   std::uint64_t messages = 0;      ///< sent
   std::uint64_t cut_off = 0;       ///< messages that a partition stopped

@@ -20,7 +20,7 @@ namespace testing {
 struct Delivery {
   MemberId from = 0;
   MemberId to = 0;
-  std::vector<std::byte> bytes;
+  std::vector<std::byte> bytes{};
 };
 
 /// Carries messages in simulated time, and loses, repeats, reorders, delays, cuts and damages them as it is told.

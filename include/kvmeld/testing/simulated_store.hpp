@@ -20,16 +20,16 @@ namespace testing {
 /// Bytes at rest, and what they were before they rotted.
 struct Stored {
   using Bytes = std::shared_ptr<const std::vector<std::byte>>;
-  Bytes now;
-  Bytes written;
+  Bytes now{};
+  Bytes written{};
 
   [[nodiscard]] bool rotten() const noexcept { return now != written; }
 };
 
 /// What a disk or server holds. A copy is a snapshot of it; bytes are shared.
 struct SimulatedDisk {
-  std::map<BlobKey, Stored> blobs;
-  std::map<std::uint64_t, Stored> records;  ///< by number; a cursor is the generation and the number that comes next
+  std::map<BlobKey, Stored> blobs{};
+  std::map<std::uint64_t, Stored> records{};  ///< by number; a cursor is the generation and the number that comes next
   std::uint64_t next_record = 1;
   std::uint64_t generation = 1;             ///< changes where the content is not what it was: a restored server answers as a new one
 

@@ -125,7 +125,7 @@ struct AnchorList {
   Anchor anchor{};                           ///< payload bytes null
   Digest128 context{};                       ///< of the one Δ; zero: none
   std::size_t chunk_bytes = default_chunk_bytes;
-  std::vector<std::vector<BlobKey>> chunks;  ///< (base, Δ of the segment, Δ of what follows) (chunks)
+  std::vector<std::vector<BlobKey>> chunks{};  ///< (base, Δ of the segment, Δ of what follows) (chunks)
 
   /// Fragments that the anchor has, in the order of `chunks`.
   [[nodiscard]] std::vector<Fragment> parts() const {

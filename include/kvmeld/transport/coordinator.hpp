@@ -20,9 +20,9 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Names a state: equal versions are equal sets, rendered by equal mergers.
 struct StateVersion {
-  CausalContext context;
-  Digest256 set;
-  Digest128 merger;
+  CausalContext context{};
+  Digest256 set{};
+  Digest128 merger{};
 
   bool operator==(const StateVersion&) const = default;
 };

@@ -35,9 +35,9 @@ struct MergeAsk {
   std::uint64_t session = 0;
   std::uint64_t round = 0;
   MemberId member = 0;
-  Digest128 merger;
-  CausalContext context;          ///< what it has seen
-  Digest256 known;                ///< round 0 only: the state's digest, not that of a cut
+  Digest128 merger{};
+  CausalContext context{};        ///< what it has seen
+  Digest256 known{};              ///< round 0 only: the state's digest, not that of a cut
   std::int64_t timeout_ms = 0;    ///< from the first call that the coordinator sees of it
   mutable detail::SeenCheck seen{};
   mutable std::optional<std::int64_t> until_ms{};  ///< the coordinator's: when it times out, by a clock that only goes forward
@@ -45,7 +45,7 @@ struct MergeAsk {
 
 /// What all members of a round render.
 struct MergeAnswer {
-  RoundCut cut;
+  RoundCut cut{};
   std::vector<MemberId> ready{};  ///< who was at the barrier; empty where the cut was made before a restart
   Digest256 state{};              ///< round 0 only: of the whole state, superseded and incomplete fragments included
 };

@@ -55,8 +55,8 @@ struct CoordinatorTraffic {
 /// A round's cut as a member gets it: what to render, ids and metadata. `sync` brings the payloads.
 struct MergedCut {
   std::uint64_t round = 0;
-  StateVersion version;
-  FragmentSet set;
+  StateVersion version{};
+  FragmentSet set{};
   std::vector<MemberId> ready{};
   Digest256 state{};  ///< of the coordinator's whole state when it answered, which `wait_for_change` compares with what is known
 };

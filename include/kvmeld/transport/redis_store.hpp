@@ -38,8 +38,8 @@ struct RedisStoreCounters {
 
 /// A blob to put among others.
 struct RedisBlob {
-  BlobKey key;
-  std::span<const std::byte> bytes;
+  BlobKey key{};
+  std::span<const std::byte> bytes{};
 };
 
 /// Keeps blobs and records in a Redis or Valkey server, where the replicas of a namespace meet.
