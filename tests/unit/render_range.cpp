@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -42,11 +43,11 @@ double largest(ElementType type) {
 const ElementType unbounded_types[] = {ElementType::f16, ElementType::bf16, ElementType::f8_e5m2,
                                        ElementType::f32};
 
-// A span of `tokens` tokens whose elements `value(plane, token, channel)` says; agents tell equal
-// content apart.
+// A span of `tokens` tokens whose elements `value(plane, token, channel)` says, made at positions
+// from `first` on; agents tell equal content apart.
 template <class Value>
 kvmeld::Fragment span_of(const std::shared_ptr<const kvmeld::Geometry>& g, std::int64_t tokens,
-                         std::uint64_t agent, const Value& value) {
+                         std::uint64_t agent, const Value& value, std::int64_t first = 0) {
   test::TestCache cache(g, tokens);
   for (std::size_t p = 0; p < cache.planes(); ++p) {
     for (std::int64_t t = 0; t < tokens; ++t) {
@@ -57,8 +58,11 @@ kvmeld::Fragment span_of(const std::shared_ptr<const kvmeld::Geometry>& g, std::
     }
   }
   const auto ids = test::token_ids(tokens);
+  std::vector<std::int64_t> positions(static_cast<std::size_t>(tokens));
+  std::iota(positions.begin(), positions.end(), first);
+  const kvmeld::Context context{.prefix = {}, .lead_in = {agent + 1, 0}};
   const auto made =
-      kvmeld::seal(cache.ref(), {.tokens = ids, .context = {.lead_in = {agent + 1, 0}}});
+      kvmeld::seal(cache.ref(), {.tokens = ids, .positions = positions, .context = context});
   INFO(made.status().message());
   REQUIRE(made.ok());
   return *made;
@@ -127,6 +131,26 @@ TEST_CASE(
     CHECK(names(message, "layer 1 plane 0, output 3 at position 10"));
     CHECK(names(message, span.id().hex()));
   }
+}
+
+TEST_CASE("a mean of keys is refused where a rotation before or behind it leaves the elements") {
+  const auto keys = [](ElementType type, double size, std::int64_t second_at) {
+    const auto g = test::geometry({.type = type, .layers = 1, .heads = 1, .channels = 64});
+    const auto same = [&](std::size_t p, std::int64_t, std::int64_t) {
+      return p == 0 ? size : 1.0;
+    };
+    return std::pair(g, set_of({span_of(g, 1, 1, same), span_of(g, 1, 2, same, second_at)}));
+  };
+  const auto mean = matched(kvmeld::WeightedMean{});
+  for (const ElementType type : unbounded_types) {
+    INFO(kvmeld::to_string(type));
+    const auto [g, set] = keys(type, 0.9 * largest(type), 0);
+    (void)test::render_everywhere(set, mean, at(g));  // fused as they lie, and not turned
+    CHECK(names(refusal(set, mean, at(g, 7)), "layer 0 plane 0, output 0 at position 7"));
+  }
+  // Of two positions they are turned back first; at position 0 what comes out is not turned.
+  const auto [g, set] = keys(ElementType::f32, 0.9 * largest_float, 5);
+  CHECK(names(refusal(set, mean, at(g)), "layer 0 plane 0, output 0 at position 0"));
 }
 
 TEST_CASE("what only looks too large is computed and comes out") {

@@ -87,7 +87,8 @@ KVMELD_LAZY Status check_output(const PlanCore& core, const MutableKvCacheRef& o
 ///
 /// Bytes are the same for every executor. Output is untouched or completely written. O(bytes), no allocation but
 /// for the content digest, which covers the rows that were rendered and not what lies in holes.
-/// Errors: `geometry_mismatch`, `output_too_small`, `workspace_too_small`, `aliasing`, `float_environment`.
+/// Errors: `geometry_mismatch`, `output_too_small`, `workspace_too_small`, `aliasing`,
+/// `memory_space`, `token_count_mismatch` (a view that its planes belie), `float_environment`.
 template <ExecutionPolicy E, class M>
   requires(!E::on_device)
 [[nodiscard]] Result<RenderReport> run(const E& exec, const Plan<M>& plan, std::span<std::byte> workspace, const MutableKvCacheRef& out,
