@@ -348,6 +348,25 @@ TEST_CASE("order statistics of numbers that add up beyond f32 are exact where th
   }
 }
 
+TEST_CASE("order statistics of turned keys that add up beyond f32 are the key") {
+  const auto g =
+      test::geometry({.type = ElementType::f32, .layers = 1, .heads = 2, .channels = 64});
+  // Its partner is 0, so that no angle makes a channel larger; two of them are beyond f32.
+  const auto key = [](std::size_t, std::int64_t, std::int64_t c) { return c < 32 ? 2.2e38 : 0.0; };
+  std::vector<kvmeld::Fragment> spans;
+  for (std::uint64_t a = 0; a < 4; ++a) spans.push_back(span_of(g, 2, a, key, 3));
+  const kvmeld::FragmentSet set = set_of(spans);
+  const auto check = [&](const auto& fuser) {
+    const auto cache = test::render_everywhere(set, matched(fuser), at(g, 3));
+    for (std::int64_t t = 0; t < 2; ++t) {
+      for (std::int64_t c = 0; c < 64; ++c)
+        CHECK(std::abs(cache->get(0, t, 1, c) - key(0, t, c)) <= 1e-6 * 2.2e38);
+    }
+  };
+  check(kvmeld::Median{});
+  check(kvmeld::TrimmedMean{.f = 1});
+}
+
 TEST_CASE("Bulyan takes the nearest values where distances and sums are beyond f32") {
   const float values[5] = {-3.3e38F, -3e38F, 3e38F, 3.1e38F, 3.2e38F};
   const kvmeld::Bulyan rule{.f = 1};
