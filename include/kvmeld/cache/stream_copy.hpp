@@ -118,8 +118,9 @@ inline void stream_fence() noexcept {}
 /// Measures which way to stream is the fastest here, in the caller's memory: copies of half of `scratch` to its other half by `memcpy`
 /// and by both ways, the best of three each. Neither chooses nor allocates: give the result to `set_streaming`.
 ///
-/// The threshold stays that of `default_streaming`, or is `off`'s where `memcpy` was the fastest. Takes some 30 ms for 64 MiB, which
-/// should be several times the threshold. Errors: `invalid_argument` (less than 2 MiB).
+/// The way is `off` where `memcpy` was the fastest; the threshold stays that of `default_streaming`.
+/// Takes some 30 ms for 64 MiB, which should be several times the threshold: what fits the caches is
+/// copied through them the fastest. Errors: `invalid_argument` (less than 2 MiB).
 KVMELD_LAZY [[nodiscard]] Result<Streaming> measure_streaming(std::span<std::byte> scratch) {
   constexpr std::size_t least = std::size_t{2} << 20;
   if (scratch.size() < least) {

@@ -66,7 +66,8 @@ namespace detail {
   return share;
 }
 
-/// Whether the processor is one that writes one stream faster than four: all of AMD's and Hygon's.
+/// Whether the processor is one that writes one stream faster than four: any but Intel's, as it was
+/// measured on AMD's and no other maker's was at hand.
 [[nodiscard]] inline bool likes_one_stream() noexcept {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(0, &a, &b, &c, &d) == 0) return true;
@@ -120,7 +121,8 @@ namespace detail {
           state.threshold_bytes.load(std::memory_order_relaxed)};
 }
 
-/// Has the renders that start from now on write large outputs so. Any thread may call it at any time; bytes do not change.
+/// Has the renders that start from now on write large outputs so; one that is under way and streams
+/// may go on in the new order. Any thread may call it at any time; bytes do not change.
 ///
 /// Where there are no streaming stores all ways are `off`. Errors: `invalid_argument` (a negative threshold), `unknown_field`.
 inline Status set_streaming(const Streaming& chosen) {
