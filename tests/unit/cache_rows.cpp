@@ -274,6 +274,27 @@ TEST_CASE("views that their own planes belie are refused, whoever reads or write
   expect(ErrorCode::invalid_argument, "3 planes over a geometry of 4", planes, 3);
 }
 
+TEST_CASE("a geometry that is none is refused before a row is read, though planes agree with it") {
+  const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 32});
+  TestCache cache(g, 3);
+  cache.fill(1);
+  const auto refused = [&](auto&& change, const char* part) {
+    const auto bad = std::make_shared<Geometry>(*g);
+    change(bad->layers[0]);
+    std::vector<kvmeld::PlaneRef> planes(cache.out().planes().begin(), cache.out().planes().end());
+    for (std::size_t p = 0; p < planes.size(); ++p) planes[p].shape = bad->layers[0].planes[p];
+    const KvCacheRef view(bad, planes, 3);
+    for (const kvmeld::Status& status :
+         {kvmeld::content_digest(view).status(), kvmeld::seal(view).status()}) {
+      INFO(status.message());
+      CHECK(status.code() == ErrorCode::invalid_argument);
+      CHECK(status.message().find(part) != std::string::npos);
+    }
+  };
+  refused([](kvmeld::LayerShape& layer) { layer.rope = {}; }, "nobody said");
+  refused([](kvmeld::LayerShape& layer) { layer.planes[1].channels = -8; }, "-8 channels");
+}
+
 TEST_CASE("rows are read and written as numbers, whatever the layout") {
   for (const ElementType type :
        {ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16,

@@ -56,9 +56,11 @@ template <class Present>
 ///
 /// Equal caches give equal digests whatever their layouts; rows that a view does not hold are
 /// skipped. O(bytes). Errors: `invalid_argument`, `geometry_mismatch` or `token_count_mismatch` (a
-/// view that its planes belie; scales that are declared and not given), `memory_space`.
+/// view that its planes belie; scales that are declared and not given), `memory_space`, those of
+/// `validate`.
 KVMELD_LAZY [[nodiscard]] Result<Digest128> content_digest(const KvCacheRef& cache) {
   KVMELD_TRY(detail::check_on_host(cache, "content_digest"));
+  KVMELD_TRY(validate(cache.geometry()));
   for (const PlaneRef& plane : cache.planes())
     KVMELD_TRY(detail::check_scales(plane, "content_digest"));
   return detail::content_digest_of(cache, [](std::size_t, std::int64_t) { return true; });
