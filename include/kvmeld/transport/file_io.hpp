@@ -51,17 +51,22 @@ class FileHandle {
     return *this;
   }
   ~FileHandle() {
+    // Not made again after EINTR: the number may be another file's by then. What could not be
+    // written, `sync_file` has told.
     if (fd_ >= 0) ::close(fd_);
   }
   [[nodiscard]] bool valid() const noexcept { return fd_ >= 0; }
   [[nodiscard]] int get() const noexcept { return fd_; }
+  [[nodiscard]] int release() noexcept { return std::exchange(fd_, -1); }
 
  private:
   int fd_ = -1;
 };
 
-/// Repeats a system call that a signal has interrupted. All calls on files pass through here: on network and user-space file systems
-/// each of them may end with EINTR, not only those that a manual names.
+/// Repeats a system call that a signal has interrupted. All calls on files pass through here: on
+/// network and user-space file systems each of them may end with EINTR, not only those that a
+/// manual names. But for `close` (`FileHandle`), `mmap` and `getcwd`, which no signal ends that a
+/// process lives to see, and pauses, whose early end is an earlier look.
 template <class Call>
 auto uninterrupted(const Call& call) {
   for (;;) {

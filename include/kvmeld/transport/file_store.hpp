@@ -146,8 +146,8 @@ class FileStore {
     each_name(at, "temp", [&](const std::string& name) { drop("temp/" + name); });
     for (const char* name : folders) drop(name, AT_REMOVEDIR);
     for (const char* name : {"records", "lock"}) drop(name);
-    if (::rmdir(folder.c_str()) != 0 && errno != ENOENT) return detail::file_error(errno, "remove the folder", folder);
-    return {};
+    const int number = detail::remove_name(AT_FDCWD, folder, AT_REMOVEDIR);
+    return number == 0 ? Status() : detail::file_error(number, "remove the folder", folder);
   }
 
  private:
@@ -336,11 +336,21 @@ class FileStore {
 
   template <class Take>
   static void each_name(int folder, const std::string& name, const Take& take) {
-    constexpr int flags = O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
-    const int fd = detail::uninterrupted([&] { return ::openat(folder, name.c_str(), flags); });
-    ::DIR* const list = fd < 0 ? nullptr : ::fdopendir(fd);
-    if (list == nullptr) return;
-    while (const ::dirent* const entry = ::readdir(list)) {
+    auto opened = detail::open_file(folder, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+    ::DIR* list = nullptr;
+    const auto begin = [&] {
+      list = ::fdopendir(opened.get());
+      return list == nullptr ? -1 : 0;
+    };
+    if (!opened.valid() || detail::uninterrupted(begin) != 0) return;
+    (void)opened.release();  // the list's own from here on
+    const ::dirent* entry = nullptr;
+    const auto next = [&] {
+      errno = 0;
+      entry = ::readdir(list);
+      return entry == nullptr && errno != 0 ? -1 : 0;
+    };
+    while (detail::uninterrupted(next) == 0 && entry != nullptr) {
       const std::string found = entry->d_name;
       if (found != "." && found != "..") take(found);
     }
