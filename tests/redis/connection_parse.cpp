@@ -2,6 +2,8 @@
 // address and undefined-behaviour sanitizers.
 #include <kvmeld/transport/redis_store.hpp>
 
+#include <dlfcn.h>
+
 #include <random>
 #include <thread>
 
@@ -11,6 +13,49 @@
 using kvmeld::ErrorCode;
 using kvmeld::RedisArgument;
 using kvmeld::RedisConnection;
+
+namespace {
+
+/// Ends every second call of each kind, of this thread, with EINTR.
+struct Interrupt {
+  bool on = false;
+  int sent = 0, received = 0, waited = 0;  // calls, those that were ended among them
+
+  bool now(int& calls) {
+    if (!on || calls++ % 2 != 0) return false;
+    errno = EINTR;
+    return true;
+  }
+};
+thread_local Interrupt interrupt;
+
+template <class Function>
+Function real(const char* name) {
+  return reinterpret_cast<Function>(::dlsym(RTLD_NEXT, name));
+}
+
+}  // namespace
+
+// The library's calls come here, since a program's own functions come before the system's.
+extern "C" {
+
+ssize_t sendmsg(int fd, const msghdr* message, int flags) {
+  if (interrupt.now(interrupt.sent)) return -1;
+  static const auto call = real<ssize_t (*)(int, const msghdr*, int)>("sendmsg");
+  return call(fd, message, flags);
+}
+ssize_t recv(int fd, void* bytes, size_t count, int flags) {
+  if (interrupt.now(interrupt.received)) return -1;
+  static const auto call = real<ssize_t (*)(int, void*, size_t, int)>("recv");
+  return call(fd, bytes, count, flags);
+}
+int poll(pollfd* all, nfds_t count, int timeout) {
+  if (interrupt.now(interrupt.waited)) return -1;
+  static const auto call = real<int (*)(pollfd*, nfds_t, int)>("poll");
+  return call(all, count, timeout);
+}
+
+}  // extern "C"
 
 namespace {
 
@@ -93,6 +138,26 @@ TEST_CASE("keys and values are any bytes, of any length") {
     CHECK(wrong.error().message().find("wrong number of arguments") != std::string::npos);
     CHECK(connection.connected());
   }
+}
+
+TEST_CASE("a call that a signal ends is made again, whichever it is") {
+  const test::RedisServer server;
+  REQUIRE(server.running());
+  std::mt19937_64 random(3);
+  const std::string value = random_text(random, 3U << 20U);
+  RedisConnection connection(server.client());
+  interrupt = {.on = true};
+  const auto set = connection.command({"SET", "key", value});
+  const auto got = connection.command({"GET", "key"});
+  const Interrupt seen = std::exchange(interrupt, {});
+  INFO(set.status().message());
+  REQUIRE(set.ok());
+  REQUIRE(got.ok());
+  CHECK((got->text() == value));
+  CHECK(connection.traffic().connects == 1);
+  CHECK(seen.sent > 2);
+  CHECK(seen.received > 2);
+  CHECK(seen.waited > 2);
 }
 
 TEST_CASE("many commands travel at once, large ones both ways, and bytes are counted as the server counts them") {

@@ -100,6 +100,8 @@ class RedisBounds {
 
 /// The bytes' way to a server and back, which never blocks but in `open`. hiredis finds the server and parses its answers; the
 /// bytes do not pass through its buffer, so that large values are copied once less and a lost peer raises no SIGPIPE.
+/// A signal ends none of its calls for good: what EINTR stopped is made again, and a socket that
+/// does not block is connected without waiting, so that no signal can come between.
 ///
 /// Closed by every error.
 class RedisSocket {
