@@ -154,7 +154,7 @@ TEST_CASE("however many ids nobody serves, an update is looked for alone, and no
     return core.apply(update).status();
   };
   constexpr std::size_t bogus = 20'000;
-  REQUIRE(send(test::unserved(bogus, 50)).ok());
+  for (std::size_t i = 0; i < bogus; i += 4000) REQUIRE(send(test::unserved(4000, 50, i)).ok());
   CHECK(store.looks <= bogus + 1000);  // once each
   const auto looks = [&](const auto& call) {
     const std::size_t before = store.looks;
@@ -198,6 +198,26 @@ TEST_CASE("an author has so many fragments in the state, an update so many, and 
   CHECK(apply(core, test::unserved(50, 6)).ok());  // another's room
   CHECK(apply(core, test::unserved(1, 7)).code() == ErrorCode::quota_exceeded);  // the state's
   CHECK(core.refusals().over_quota == 3);
+}
+
+TEST_CASE("an update is so short that others hardly wait for it, fragments and removals together") {
+  kvmeld::MemoryStore store;
+  Core core(store, core_options());
+  REQUIRE(core.open().ok());
+  CHECK(apply(core, test::unserved(4097, 5)).code() == ErrorCode::quota_exceeded);
+  CHECK(apply(core, test::unserved(4096, 5)).ok());
+  const auto removals = [](std::uint64_t n) {
+    std::vector<kvmeld::Removal> out;
+    for (std::uint64_t i = 0; i < n; ++i) {
+      out.push_back({{6, 2 * i + 1, 1}, fragment(1).id(), {{6, 2 * i, 1}}});
+    }
+    return *FragmentSet::from_parts({}, {}, std::move(out), {});
+  };
+  FragmentSet both = removals(4096);
+  CHECK(apply(core, both).ok());
+  REQUIRE(both.join(test::unserved(1, 7)).ok());
+  CHECK(apply(core, both).code() == ErrorCode::quota_exceeded);
+  CHECK(core.refusals().over_quota == 2);
 }
 
 TEST_CASE("a member brings its own operations, and others' only as they are known") {

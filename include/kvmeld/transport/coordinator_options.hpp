@@ -28,7 +28,9 @@ struct CoordinatorOptions {
   std::uint64_t max_author_bytes = ~std::uint64_t{0};  ///< raw payloads in the state that one agent is an author of
   std::uint64_t max_updates_bytes = std::uint64_t{1} << 32U;  ///< memory of all updates on their way in; one that needs more is `quota_exceeded`
   std::uint64_t max_member_bytes = std::uint64_t{1} << 31U;   ///< of those, of all updates of one member
-  std::size_t max_update_entries = 1U << 16U;   ///< fragments of one update
+  /// Fragments and removals of one update. Every other call waits while one is joined, some 2
+  /// microseconds for each of them: larger updates come in parts.
+  std::size_t max_update_entries = 1U << 12U;
   std::size_t max_author_entries = 1U << 17U;   ///< fragments in the state that one agent is an author of
   std::size_t max_marks = 1U << 16U;            ///< operations on one fragment: an entry must fit into a message, which bounds it too
   std::size_t max_ranges = 1U << 16U;           ///< gaps and lives of agents in a context, that of the state included

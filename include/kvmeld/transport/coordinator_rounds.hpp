@@ -11,9 +11,10 @@ template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Coordinator<Store, Auth, Hash, C>::admit_quotas(const Update& update) {
   const FragmentSet& set = update.set();
   const FragmentSet& state = replica_.set();
-  if (set.size() > options_.max_update_entries) {
-    return detail::error(ErrorCode::quota_exceeded, "an update of ", set.size(), " fragments; at most ",
-                         options_.max_update_entries, " are taken at once");
+  if (const std::size_t n = set.size() + set.removals().size(); n > options_.max_update_entries) {
+    return detail::error(ErrorCode::quota_exceeded, "an update of ", n,
+                         " fragments and removals; at most ", options_.max_update_entries,
+                         " are taken at once: send it in parts");
   }
   if (set.size() > options_.replica.max_entries || state.size() > options_.replica.max_entries - set.size()) {
     return detail::error(ErrorCode::quota_exceeded, "an update of ", set.size(), " fragments to a state of ",
