@@ -7,6 +7,7 @@
 #include <kvmeld/transport/memory_store.hpp>
 
 #include <fstream>
+#include <stdexcept>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -246,6 +247,22 @@ TEST_CASE("memory follows the chunks that came, and a few of them make no payloa
   format.max_repeated_bytes = 1 << 20;
   CHECK(kvmeld::store_fragment(store, *fragment, format).ok());
   CHECK(kvmeld::load_fragment(store, fragment->id(), format).ok());
+}
+
+TEST_CASE("a payload whose bytes cannot be counted is refused, however much is allowed") {
+  const auto geometry = std::make_shared<kvmeld::Geometry>();
+  geometry->layers.assign(1, kvmeld::attention_layer(kvmeld::ElementType::f32, 1 << 30, 1 << 30,
+                                                     kvmeld::RopeSpec::none()));
+  kvmeld::Payload payload;  // 2^63 bytes of keys, as many of values
+  payload.positions = {0, 1};
+  payload.token_sets.push_back(kvmeld::TokenSet{});
+  payload.layer_set.assign(1, 0);
+  CHECK(kvmeld::detail::lay_out(*geometry, payload, ~std::uint64_t{0}).code() ==
+        ErrorCode::oversized);
+#if defined(__cpp_exceptions)
+  CHECK_THROWS_AS(kvmeld::HostCache(geometry, 2), std::length_error);
+  CHECK_THROWS_AS(kvmeld::HostCache(geometry, -1), std::length_error);
+#endif
 }
 
 TEST_CASE("planes with scales, of several shapes, and layers without any") {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <utility>
@@ -14,23 +15,30 @@ KVMELD_NAMESPACE_BEGIN
 /// Owns a cache in host memory, in canonical order (layer, plane, token, head, channel), zero-filled. Planes begin at multiples of 64
 /// bytes, as whole lines can be written past the processor's caches.
 ///
-/// For hosts that have no cache of their own to render into, and for tests. O(bytes) to build.
+/// For hosts that have no cache of their own to render into, and for tests. O(bytes) to build. More
+/// bytes than can be counted fail as an allocation does.
 class HostCache {
  public:
   KVMELD_LAZY HostCache(std::shared_ptr<const Geometry> geometry, std::int64_t tokens) {
     std::vector<std::size_t> offsets;
     std::size_t total = 0;
     constexpr std::size_t line = 64;
-    const auto align = [](std::size_t bytes) { return (bytes + line - 1) / line * line; };
+    bool counted = true;
+    const auto grow = [&](std::int64_t heads, std::int64_t row) {
+      offsets.push_back(total);
+      std::size_t bytes = 0;
+      counted = counted && !__builtin_mul_overflow(tokens, heads, &bytes) &&
+                !__builtin_mul_overflow(bytes, row, &bytes) &&
+                !__builtin_add_overflow(bytes, line - 1, &bytes) &&
+                !__builtin_add_overflow(bytes / line * line, total, &total);
+    };
     for (const LayerShape& layer : geometry->layers) {
       for (const PlaneShape& shape : layer.planes) {
-        const auto rows = static_cast<std::size_t>(tokens * shape.heads);
-        offsets.push_back(total);
-        total += align(rows * static_cast<std::size_t>(detail::row_bytes(shape)));
-        offsets.push_back(total);
-        total += align(rows * static_cast<std::size_t>(detail::row_scales(shape)) * sizeof(float));
+        grow(shape.heads, detail::row_bytes(shape));
+        grow(shape.heads, detail::row_scales(shape) * std::int64_t{sizeof(float)});
       }
     }
+    if (!counted) total = (std::numeric_limits<std::size_t>::max)() / 2;  // more than there can be
     bytes_.resize(total + line);
     void* begin = bytes_.data();
     std::size_t space = bytes_.size();

@@ -17,9 +17,10 @@ KVMELD_LAZY [[nodiscard]] Status lay_out(const Geometry& geometry, Payload& payl
   std::uint64_t total = 0;
   const auto grow = [&total, max_bytes](std::uint64_t rows, std::uint64_t row, bool pad) {
     std::uint64_t bytes = 0;
-    if (__builtin_mul_overflow(rows, row, &bytes) || bytes > max_bytes) return false;
-    total += pad ? (bytes + 3) / 4 * 4 : bytes;
-    return total <= max_bytes;
+    if (__builtin_mul_overflow(rows, row, &bytes)) return false;
+    if (pad && __builtin_add_overflow(bytes, std::uint64_t{3}, &bytes)) return false;
+    if (pad) bytes = bytes / 4 * 4;
+    return !__builtin_add_overflow(total, bytes, &total) && total <= max_bytes;
   };
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     const auto tokens = static_cast<std::uint64_t>(payload.layer_tokens(l));
