@@ -24,6 +24,9 @@ class CountingStore {
   std::size_t looks = 0;
 
   auto put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) { return store_.put(key, bytes); }
+  auto put_if_absent(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+    return store_.put_if_absent(key, bytes);
+  }
   auto get(const kvmeld::BlobKey& key) {
     ++looks;
     return store_.get(key);
@@ -294,6 +297,45 @@ TEST_CASE("a round that is over and forgotten gets no second cut, from this coor
   REQUIRE(last.open().ok());
   CHECK(round(last, 14).status().code() == ErrorCode::not_found);
   CHECK(round(last, 15).ok());
+}
+
+TEST_CASE(
+    "of two coordinators on one store that cut a round at once, one has the cut, and both give "
+    "it") {
+  kvmeld::MemoryStore store;
+  const auto options = core_options();
+  Core first(store, options);
+  Core second(store, options);
+  REQUIRE(first.open().ok());
+  REQUIRE(second.open().ok());
+  const auto insert = [&](Core& core, std::uint64_t agent) {
+    FragmentSet set;
+    REQUIRE(kvmeld::store_fragment(store, fragment(agent), options.replica.format).ok());
+    REQUIRE(set.insert(fragment(agent), Provenance{agent, 0, 1}).ok());
+    REQUIRE(apply(core, set).ok());
+  };
+  insert(first, 1);
+  insert(second, 2);
+  kvmeld::MergeAsk ask;
+  ask.session = 5;
+  ask.round = 1;
+  ask.member = 1;
+  ask.timeout_ms = 10;
+  const kvmeld::MergeAsk same = ask;
+  REQUIRE(first.arrive(ask, 0).ok());
+  REQUIRE(second.arrive(same, 0).ok());  // neither has seen a cut
+  const auto one = first.poll(ask, 1);
+  const auto two = second.poll(same, 1);
+  REQUIRE((one && one->ok() && two && two->ok()));
+  CHECK((*one)->cut.set.size() == 1);
+  CHECK((*one)->cut.set.digest() == (*two)->cut.set.digest());
+  first.leave(ask);
+  second.leave(same);
+  Core later(store, options);
+  REQUIRE(later.open().ok());
+  const auto again = round(later, 1);
+  REQUIRE(again.ok());
+  CHECK(again->cut.set.digest() == (*one)->cut.set.digest());
 }
 
 TEST_CASE("a barrier ends at its deadline, wherever the clock is set to") {

@@ -57,6 +57,33 @@ inline std::set<std::uint64_t> numbers_in(std::uint64_t seed, const kvmeld::Reco
   return numbers;
 }
 
+/// Who comes second learns that, and changes nothing.
+template <kvmeld::ArbiterStore Store>
+void arbiter_laws(Store& store, Store& other, std::uint64_t seed) {
+  for (const std::size_t size : {0U, 7U, 1048593U}) {
+    const kvmeld::BlobKey key = blob_key(seed, 1'000'000 + size);
+    const Bytes bytes = blob_bytes(1, size);
+    const auto first = store.put_if_absent(key, bytes);
+    REQUIRE(first.ok());
+    CHECK(*first);
+    for (Store* s : {&store, &other}) {
+      for (const std::size_t longer : {0U, 1U}) {
+        const auto later = s->put_if_absent(key, blob_bytes(2, size + longer));
+        REQUIRE(later.ok());
+        CHECK_FALSE(*later);
+      }
+      const auto got = s->get(key);
+      REQUIRE(got.ok());
+      CHECK(equal(*got, bytes));
+    }
+    REQUIRE(store.erase(key).ok());
+    const auto anew = other.put_if_absent(key, bytes);
+    REQUIRE(anew.ok());
+    CHECK(*anew);
+    REQUIRE(store.erase(key).ok());
+  }
+}
+
 template <class Store>
 void blob_laws(Store& store, Store& other, std::uint64_t seed) {
   std::uint64_t number = 0;
@@ -266,6 +293,7 @@ void concurrent_laws(Store& store, Store& other, std::uint64_t seed, int rounds 
 template <kvmeld::BlobStore Store>
 void store_laws(Store& store, Store& other, std::uint64_t seed, bool threads = true) {
   blob_laws(store, other, seed);
+  if constexpr (kvmeld::ArbiterStore<Store>) arbiter_laws(store, other, seed);
   record_laws(store, other, seed);
   if (threads) concurrent_laws(store, other, seed);
 }

@@ -9,6 +9,7 @@
 
 #include <kvmeld/anchor/anchor_pool.hpp>
 #include <kvmeld/metrics/collect_anchors.hpp>
+#include <kvmeld/metrics/collect_coordinator.hpp>
 #include <kvmeld/metrics/collect_session.hpp>
 #include <kvmeld/metrics/prometheus_text.hpp>
 #include <kvmeld/metrics/serving_metrics.hpp>
@@ -296,6 +297,7 @@ TEST_CASE("an agent's page tells its traffic, its rounds and its set") {
   accounting.rounds_kept = 1;
   accounting.wait_ms = 2500;
   accounting.swaps = 6;
+  accounting.refused = {11, 12, 13, 14, 15, 16, 17};
   accounting.swap_ms = 12;
 
   const std::shared_ptr<const kvmeld::Geometry> shape = test::geometry({.layers = 1, .heads = 1, .channels = 2});
@@ -330,12 +332,37 @@ TEST_CASE("an agent's page tells its traffic, its rounds and its set") {
   CHECK(read.series.at("kvmeld_rounds_total|result=kept") == 1);
   CHECK(read.series.at("kvmeld_round_wait_seconds_total") == 2.5);
   CHECK(read.series.at("kvmeld_swap_seconds_total") == 0.012);
+  CHECK(read.series.at("kvmeld_refused_frames_total") == 11);
+  CHECK(read.series.at("kvmeld_refused_operations_total") == 12);
+  CHECK(read.series.at("kvmeld_unvouched_operations_total") == 13);
+  CHECK(read.series.at("kvmeld_reused_dots_total") == 14);
+  CHECK(read.series.at("kvmeld_refused_pieces_total") == 15);
+  CHECK(read.series.at("kvmeld_strikes_total") == 16);
+  CHECK(read.series.at("kvmeld_corrupt_records_total") == 17);
   CHECK(read.series.at("kvmeld_fragments|state=in_force") == 2);
   CHECK(read.series.at("kvmeld_fragments|state=superseded") == 1);
   CHECK(read.series.at("kvmeld_fragments|state=removed") == 1);
   CHECK(read.series.at("kvmeld_fragments_without_bytes") == 1);
   CHECK(read.series.at("kvmeld_fragment_bytes") == 2.0 * static_cast<double>(fragments[0].payloads()[0].byte_count));
   CHECK(read.series.at("kvmeld_fragment_invalidation_ratio") == 0.5);
+}
+
+TEST_CASE("a replica's and a coordinator's refusals are on one page, told apart by labels") {
+  kvmeld::ReplicaCounters counters;
+  counters.refused_pieces = 3;
+  counters.unvouched_operations = 4;
+  MetricsPage page;
+  REQUIRE(kvmeld::collect(page, kvmeld::CoordinatorCounters{5, 6}, {{"at", "hub"}}).ok());
+  REQUIRE(kvmeld::collect(page, counters, {{"at", "hub"}}).ok());
+  CHECK(kvmeld::collect(page, counters, {{"at", "hub"}}).code() == ErrorCode::invalid_argument);
+  const Parsed read = parse(kvmeld::prometheus_text(page));
+  REQUIRE(read.wrong == "");
+  CHECK(read.series.at("kvmeld_coordinator_refused_updates_total|at=hub|reason=quota_exceeded") ==
+        5);
+  CHECK(read.series.at("kvmeld_coordinator_refused_updates_total|at=hub|reason=unauthenticated") ==
+        6);
+  CHECK(read.series.at("kvmeld_refused_pieces_total|at=hub") == 3);
+  CHECK(read.series.at("kvmeld_unvouched_operations_total|at=hub") == 4);
 }
 
 TEST_CASE("what the host measures is on its page in either form") {

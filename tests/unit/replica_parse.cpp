@@ -617,6 +617,24 @@ TEST_CASE("asks of a few bytes do not fill the memory of who is asked, nor does 
   const auto frame = message(kvmeld::ReplicaMessage::fetch, kvmeld::detail::encode(fetch));
   REQUIRE(net.replicas[0].receive(1, frame).ok());
   CHECK(net.replicas[0].take_outbox().size() == 1);  // once, however often it is named
+  // Manifests of a third of a megabyte each, asked for by a name.
+  Net many(2, 100);
+  const Fragment large = fragment(6, 1000);
+  REQUIRE(many.replicas[0].insert(large).ok());
+  (void)many.replicas[0].take_outbox();
+  const auto ask = message(kvmeld::ReplicaMessage::fetch,
+                           kvmeld::detail::encode(kvmeld::detail::Fetch{large.id(), {}}));
+  for (int i = 0; i < 260; ++i) REQUIRE(many.replicas[0].receive(1, ask).ok());
+  std::size_t bytes = 0;
+  std::size_t longest = 0;
+  for (const kvmeld::Outgoing& out : many.replicas[0].take_outbox()) {
+    bytes += out.bytes.size();
+    longest = (std::max)(longest, out.bytes.size());
+  }
+  REQUIRE(260 * longest > (std::size_t{70} << 20U));
+  CHECK(bytes <= (std::size_t{64} << 20U) + longest);
+  REQUIRE(many.replicas[0].receive(1, ask).ok());
+  CHECK(many.replicas[0].take_outbox().size() == 1);  // there is room again
   struct Away : MemoryStore {
     kvmeld::Result<bool> put(const kvmeld::BlobKey&, std::span<const std::byte>) { return kvmeld::Status(ErrorCode::unavailable, "away"); }
   };
@@ -625,6 +643,55 @@ TEST_CASE("asks of a few bytes do not fill the memory of who is asked, nor does 
   options.max_operations = 8;
   kvmeld::Replica<Away> waiting(away, options);
   for (int i = 0; i < 100; ++i) CHECK(waiting.insert(f).status().code() == ErrorCode::unavailable);
+}
+
+TEST_CASE(
+    "strangers take no named member's place, and whom there is no room to remember gets no sets") {
+  Net net(2);
+  REQUIRE(net.replicas[0].insert(fragment(1)).ok());
+  REQUIRE(net.replicas[1].insert(fragment(2)).ok());
+  (void)net.replicas[0].take_outbox();
+  (void)net.replicas[1].take_outbox();
+  const auto news =
+      message(kvmeld::ReplicaMessage::news, kvmeld::detail::encode(kvmeld::detail::News{{}, {}}));
+  for (MemberId stranger = 1000; stranger < 1000 + 4096; ++stranger)
+    (void)net.replicas[0].receive(stranger, news);
+  (void)net.replicas[0].take_outbox();
+  kvmeld::ByteWriter empty;
+  write_context(empty, {});
+  const auto want = message(kvmeld::ReplicaMessage::want, empty.written());
+  for (int i = 0; i < 3; ++i) REQUIRE(net.replicas[0].receive(9999, want).ok());
+  CHECK(net.replicas[0].take_outbox().empty());
+  net.run();
+  CHECK(net.replicas[0].seen_by(1) != nullptr);
+  CHECK(net.converged());
+}
+
+TEST_CASE("an agent that started thousands of times is still heard, and nobody speaks for it") {
+  for (const std::uint64_t lives : {3000U, 5000U}) {
+    INFO(lives << " lives");
+    Net net(3);
+    Replica& replica = net.replicas[0];
+    const auto news = [&](std::uint64_t last) {
+      kvmeld::CausalContext seen;
+      for (std::uint64_t life = 1; life < lives; ++life) seen.append({1, life, 0, 0});
+      seen.append({1, lives, 0, last});
+      const kvmeld::detail::News said{seen, {}, lives};
+      return replica.receive(1, message(kvmeld::ReplicaMessage::news, kvmeld::detail::encode(said)))
+          .status();
+    };
+    const auto relayed = [&](std::uint64_t sequence) {
+      kvmeld::FragmentSet set;
+      REQUIRE(set.insert(fragment(sequence), {1, sequence, lives}).ok());
+      REQUIRE(replica.receive(2, message(kvmeld::ReplicaMessage::delta, encode_set(set))).ok());
+      return replica.set().find(fragment(sequence).id()) != nullptr;
+    };
+    REQUIRE(news(0).ok());
+    CHECK_FALSE(relayed(7));  // of a life that was heard, and not so far
+    REQUIRE(news(7).ok());
+    CHECK(relayed(7));
+    CHECK_FALSE(relayed(8));
+  }
 }
 
 TEST_CASE("a blob that only another build can read is not destroyed") {

@@ -11,7 +11,42 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Puts on a page what an agent's session or replica counts: traffic by layer, bytes sealed and stored, rounds, renders, swaps.
+/// Puts on a page what a replica did not take: a replica's own (`ReplicaCounters`), a
+/// coordinator's, or what `Accounting` has of it.
+///
+/// Errors: those of `MetricsPage`, the page unchanged.
+KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const ReplicaRefusals& from,
+                                         const MetricLabels& labels = {}) {
+  MetricsPage out = page;
+  struct Row {
+    const char* name;
+    const char* help;
+    std::uint64_t value;
+  };
+  const Row rows[] = {
+      {"kvmeld_refused_frames_total", "Frames that were damaged, unauthenticated or hostile",
+       from.refused_frames},
+      {"kvmeld_refused_operations_total",
+       "Operations above a quota, or other than what is known of their dot",
+       from.refused_operations},
+      {"kvmeld_unvouched_operations_total",
+       "Operations left out until their author or two members say the same",
+       from.unvouched_operations},
+      {"kvmeld_reused_dots_total", "Times that a dot was seen on two operations", from.reused_dots},
+      {"kvmeld_refused_pieces_total", "Manifests and chunks for which there was no room",
+       from.refused_pieces},
+      {"kvmeld_strikes_total", "Wrong manifests and chunks", from.strikes},
+      {"kvmeld_corrupt_records_total", "Records of the store that could not be read",
+       from.corrupt_records},
+  };
+  for (const Row& row : rows)
+    KVMELD_TRY(out.counter(row.name, row.help, static_cast<double>(row.value), labels));
+  page = std::move(out);
+  return {};
+}
+
+/// Puts on a page what an agent's session or replica counts: traffic by layer, bytes sealed and
+/// stored, rounds, renders, swaps, refusals.
 ///
 /// Errors: those of `MetricsPage`, the page unchanged.
 KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const Accounting& from, const MetricLabels& labels = {}) {
@@ -53,6 +88,7 @@ KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const Accounting& fr
   KVMELD_TRY(out.gauge("kvmeld_store_damaged_bytes", "Bytes of the store's records that were acknowledged and are spoilt",
                        number(from.store_damage.bytes), labels));
   KVMELD_TRY(out.gauge("kvmeld_store_damaged_places", "Stretches of such bytes", number(from.store_damage.places), labels));
+  KVMELD_TRY(collect(out, from.refused, labels));
   constexpr const char* rounds = "kvmeld_rounds_total";
   constexpr const char* rounds_help = "Synchronous rounds, by whether a new cache was taken over";
   KVMELD_TRY(out.counter(rounds, rounds_help, number(from.rounds_swapped), detail::with_label(labels, "result", "swapped")));

@@ -56,6 +56,7 @@ struct Accounting {
   std::uint64_t fragments_fetched = 0;      ///< from peers
   std::uint64_t fragments_loaded = 0;       ///< from the store
   StoreDamage store_damage{};               ///< what the store found spoilt of its records
+  ReplicaRefusals refused{};                ///< what this agent's replica did not take
   std::vector<std::uint64_t> sealed_bytes{};///< raw K/V of sealed fragments, by layer of the model
   std::uint64_t rounds_swapped = 0;
   std::uint64_t rounds_kept = 0;            ///< rounds that ended with the old cache

@@ -56,19 +56,25 @@ struct RoundReport {
   std::optional<SwapReport> swap{};
 };
 
-/// One agent in a session: says what its engine computes, hears what others said, and generates from a cache of all of it.
+/// One agent in a session: says what its engine computes, hears what others said, and generates
+/// from a cache of all of it.
 ///
-/// Two threads at most, which may be one. The *generating* thread calls `append`, `append_variant`, `end_span`, `try_swap` and
-/// `next_position`: none of them does I/O or waits for a render. The *network* thread calls everything else; `poll` does the I/O.
-/// `current` and `accounting` may be called by any. What is sealed is queued for `poll`, which writes it to the store and tells the
-/// others. A swap ends the span at hand, since what follows is encoded in another context; what this agent said since the snapshot
-/// is turned to its new place behind what is swapped in, so no word is lost from its view.
+/// Two threads at most, which may be one. The *generating* thread calls `append`, `append_variant`,
+/// `end_span`, `try_swap` and `next_position`: none of them does I/O or waits for a render. The
+/// *network* thread calls everything else; `poll` does the I/O. `current` and `accounting` may be
+/// called by any. What is sealed is queued for `poll`, which writes it to the store and tells the
+/// others. A swap ends the span at hand, since what follows is encoded in another context; what
+/// this agent said since the snapshot is turned to its new place behind what is swapped in, so no
+/// word is lost from its view.
 ///
-/// @tparam M a `Merger`; @tparam S a `BlobStore`; @tparam T a `Transport`; @tparam Memory where the cache lies (`SwapMemory`);
+/// @tparam M a `Merger`; @tparam S an `ArbiterStore`; @tparam T a `Transport`;
+/// @tparam Memory where the cache lies (`SwapMemory`);
 /// @tparam E the executor of the rendering worker. Store and transport outlive the session.
 template <class M, BlobStore S, Transport T, SwapMemory Memory = HostMemory, ExecutionPolicy E = exec::Sequential, Authenticator Auth = NoAuth,
           ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 class AgentSession {
+  static_assert(ArbiterStore<S>, "a round has one cut: the store needs put_if_absent");
+
  public:
   using Options = AgentSessionOptions<Auth, Hash, C>;
   using Buffer = typename Memory::Backing::Buffer;

@@ -49,6 +49,7 @@ KVMELD_SESSION_MEMBER(Status)::poll(std::int64_t now_ms, std::int64_t wait_ms) {
   counted_.fragments_fetched = replica_.counters().fragments_fetched;
   counted_.fragments_loaded = replica_.counters().fragments_loaded;
   counted_.store_damage = replica_.counters().store_damage;
+  counted_.refused = replica_.counters();
   return first;
 }
 
@@ -190,7 +191,7 @@ KVMELD_SESSION_MEMBER(Status)::publish(std::int64_t now_ms) {
                          transport_->max_message_bytes());
   }
   const BlobKey key = detail::cut_key(options_.rounds.session, number);
-  const auto fresh = store_->put(key, bytes);
+  const auto fresh = store_->put_if_absent(key, bytes);
   if (!fresh) return fresh.error();
   if (!*fresh) {
     const auto written = store_->get(key);

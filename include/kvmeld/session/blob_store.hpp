@@ -49,4 +49,15 @@ concept BlobStore = requires(S& store, const BlobKey& key, std::span<const std::
   { store.replace_records(cursor, bytes) } -> std::same_as<Status>;
 };
 
+/// A store that settles who was first: whoever cuts a round on it has the only cut.
+///
+///  - `put_if_absent(key, bytes)`: true where nothing had the name, and these bytes have it now, as
+///    durably as by `put`; false where something has it, whatever that is: it stays. Of any number
+///    of callers at once one is told true.
+template <class S>
+concept ArbiterStore = BlobStore<S> &&
+    requires(S& store, const BlobKey& key, std::span<const std::byte> bytes) {
+  { store.put_if_absent(key, bytes) } -> std::same_as<Result<bool>>;
+};
+
 KVMELD_NAMESPACE_END

@@ -166,6 +166,8 @@ template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const std::byte> body) {
   const auto fetch = detail::decode_fetch(body);
   if (!fetch) return fetch.error();
+  // Asks of a few bytes do not fill this replica's memory; the asker tries again.
+  if (outbox_bytes_ > max_outbox_bytes) return {};
   const auto answer = [&](ReplicaMessage type, const BlobKey& key, std::span<const std::byte> bytes) {
     return post(from, type, detail::encode(detail::Piece{fetch->id, key, bytes}));
   };
@@ -195,7 +197,7 @@ Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const st
   std::sort(keys.begin(), keys.end());
   keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
   for (const BlobKey& key : keys) {
-    if (outbox_bytes_ > max_outbox_bytes) return {};  // asks of a few bytes do not fill this replica's memory; the asker tries again
+    if (outbox_bytes_ > max_outbox_bytes) return {};
     const auto stored = load_chunk(*store_, key, options_.format);
     if (stored) {
       KVMELD_TRY(answer(ReplicaMessage::chunk, key, stored->bytes()));

@@ -53,10 +53,8 @@ struct AgentLife {
   auto operator<=>(const AgentLife&) const = default;
 };
 
-/// What a replica did so far. Bytes are of whole frames.
-struct ReplicaCounters {
-  std::array<std::uint64_t, 256> sent_bytes{};      ///< by message type
-  std::array<std::uint64_t, 256> received_bytes{};  ///< by message type
+/// What a replica did not take, or took for a lie.
+struct ReplicaRefusals {
   std::uint64_t refused_frames = 0;    ///< damaged, unauthenticated or hostile
   std::uint64_t refused_operations = 0;///< above an author's quota, with dots that are this replica's, or other than what is known of their dot
   std::uint64_t unvouched_operations = 0;  ///< left out until their author, or enough members, say the same
@@ -64,6 +62,12 @@ struct ReplicaCounters {
   std::uint64_t refused_pieces = 0;    ///< manifests and chunks for which there was no room
   std::uint64_t strikes = 0;           ///< wrong manifests and chunks
   std::uint64_t corrupt_records = 0;   ///< in the store
+};
+
+/// What a replica did so far. Bytes are of whole frames.
+struct ReplicaCounters : ReplicaRefusals {
+  std::array<std::uint64_t, 256> sent_bytes{};      ///< by message type
+  std::array<std::uint64_t, 256> received_bytes{};  ///< by message type
   std::uint64_t fragments_fetched = 0; ///< from peers
   std::uint64_t fragments_loaded = 0;  ///< from the store
   StoredBytes stored;

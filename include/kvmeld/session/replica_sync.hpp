@@ -154,6 +154,7 @@ Status Replica<Store, Auth, Hash, C>::on_news(MemberId from, std::span<const std
   Peer& peer = at->second;
   peer.epoch = news->epoch;
   peer.want_patience = (std::max)(peer.want_patience, options_.retry_ms);
+  if (news->digest == set_.digest()) peer.asked_for_all = false;  // nothing in it to look for
   if (!leq(tellable(from, peer.context), set_.context())) {
     if (elapsed_ >= peer.next_want) {
       peer.next_want = elapsed_ + jitter(peer.want_patience);
@@ -195,10 +196,10 @@ Status Replica<Store, Auth, Hash, C>::on_want(MemberId from, std::span<const std
   ByteReader r(body);
   const CausalContext seen = read_context(r, range_limit());
   KVMELD_TRY(r.finish("want"));
-  if (const auto peer = peers_.find(from); peer != peers_.end()) {  // a whole set for three bytes is not given at any rate
-    if (elapsed_ < peer->second.next_delta) return {};
-    peer->second.next_delta = elapsed_ + options_.retry_ms / 2;
-  }
+  Peer* const peer = peer_of(from);
+  // A whole set for three bytes is not given at any rate, nor to whom there is no room to remember.
+  if (peer == nullptr || elapsed_ < peer->next_delta) return {};
+  peer->next_delta = elapsed_ + options_.retry_ms / 2;
   const FragmentSet delta = set_.delta_since(seen);
   std::size_t most = 1024;
   while (true) {

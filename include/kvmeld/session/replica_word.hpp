@@ -6,11 +6,13 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// What is known of a member; null where that would be one member too many.
+/// What is known of a member; null where that would be one too many that nobody named. Those that
+/// are named have their place, however many strangers spoke before.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 auto Replica<Store, Auth, Hash, C>::peer_of(MemberId member) -> Peer* {
   if (const auto at = peers_.find(member); at != peers_.end()) return &at->second;
-  return peers_.size() < max_peers ? &peers_[member] : nullptr;
+  const bool named = !options_.members.empty() && is_member(member);
+  return named || peers_.size() < max_peers ? &peers_[member] : nullptr;
 }
 
 /// Whether a sender is one of the session: where nobody is named, whoever speaks is.
@@ -103,17 +105,28 @@ CausalContext Replica<Store, Auth, Hash, C>::tellable(MemberId from, const Causa
   return out;
 }
 
-/// Notes how far an agent's own operations go by its own word.
+/// Notes how far an agent's own operations go by its own word: of its latest lives, and only how
+/// far, so that neither gaps nor many restarts end the noting.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 void Replica<Store, Auth, Hash, C>::note_word(MemberId from, const CausalContext& context) {
-  constexpr std::size_t most = 4096;  // lives and gaps of one agent
+  constexpr std::size_t most = 4096;  // lives of one agent
   Peer* const peer = from == everyone ? nullptr : peer_of(from);
   if (peer == nullptr) return;
+  const auto& all = context.ranges();
   CausalContext own;
-  for (const DotRange& range : context.ranges()) {
-    if (range.agent == from) own.append(range);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (all[i].agent != from) continue;
+    const bool last =
+        i + 1 == all.size() || all[i + 1].agent != from || all[i + 1].epoch != all[i].epoch;
+    if (last) own.append({from, all[i].epoch, 0, all[i].last});
   }
-  if (peer->vouched.ranges().size() + own.ranges().size() <= most) peer->vouched.join(own);
+  if (leq(own, peer->vouched)) return;
+  own.join(peer->vouched);
+  const auto& lives = own.ranges();
+  CausalContext latest;
+  for (std::size_t i = lives.size() - (std::min)(lives.size(), most); i < lives.size(); ++i)
+    latest.append(lives[i]);
+  peer->vouched = std::move(latest);
 }
 
 /// Looks for operations of this life, in what a sender has seen, that this replica has not done. A stranger's word proves nothing.

@@ -33,14 +33,19 @@ struct CoordinatorCounters {
   std::uint64_t unauthenticated = 0;  ///< with operations of another agent than who sent them
 };
 
-/// A replica that many clients share: takes updates, gives out state and payloads, and publishes the cuts of rounds.
+/// A replica that many clients share: takes updates, gives out state and payloads, and publishes
+/// the cuts of rounds.
 ///
-/// It has no say in what the state is: two coordinators that were given the same updates, in any order, have the same version. No network
-/// is in here (`transport/grpc_server.hpp` is one); the caller gives the time. All calls are thread-safe; none waits for a client.
+/// It has no say in what the state is: two coordinators that were given the same updates, in any
+/// order, have the same version. No network is in here (`transport/grpc_server.hpp` is one); the
+/// caller gives the time. All calls are thread-safe; none waits for a client.
 ///
-/// @tparam Store a thread-safe `BlobStore`; it must outlive the coordinator. What `apply` acknowledged is in it.
+/// @tparam Store a thread-safe `ArbiterStore`; it must outlive the coordinator. What `apply`
+/// acknowledged is in it.
 template <BlobStore Store, Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 class Coordinator {
+  static_assert(ArbiterStore<Store>, "a round has one cut: the store needs put_if_absent");
+
  public:
   using Options = CoordinatorOptions<Auth, Hash, C>;
   using Update = CoordinatorUpdate<Hash, C>;

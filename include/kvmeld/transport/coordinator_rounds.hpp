@@ -205,7 +205,7 @@ Status Coordinator<Store, Auth, Hash, C>::forget_rounds(detail::CoordinatorSessi
   w.value(below);
   const BlobKey key = detail::coordinator_oldest_key(number, place);
   KVMELD_TRY(store_->erase(key));
-  const auto fresh = store_->put(key, w.written());
+  const auto fresh = store_->put_if_absent(key, w.written());
   if (!fresh) return fresh.error();
   // Another coordinator came between the two: its number stands, and what it leaves out is not erased yet.
   if (!*fresh) return detail::error(ErrorCode::unavailable, "another coordinator forgets rounds of session ", number, " at once");
@@ -331,7 +331,8 @@ std::optional<Result<MergeAnswer>> Coordinator<Store, Auth, Hash, C>::poll(const
     auto made = publish(ask.session, ask.round, barrier.merger);
     if (!made) return Answer(made.error());
     // Written down before anybody sees it. Where another coordinator on this store was first, its cut is the round's.
-    const auto fresh = store_->put(detail::coordinator_cut_key(ask.session, ask.round), encode(*made));
+    const auto fresh =
+        store_->put_if_absent(detail::coordinator_cut_key(ask.session, ask.round), encode(*made));
     if (!fresh) return Answer(fresh.error());
     if (!*fresh) {
       const auto theirs = store_->get(detail::coordinator_cut_key(ask.session, ask.round));

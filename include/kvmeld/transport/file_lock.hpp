@@ -28,7 +28,7 @@ class FileLock {
     std::int64_t pause_ns = 20'000;
     while (uninterrupted([&] { return ::flock(lock.file_.get(), how | LOCK_NB); }) != 0) {
       if (errno != EWOULDBLOCK) return file_error(errno, "lock", name);
-      if (monotonic_ns() - start > timeout_ms * 1'000'000) {
+      if ((monotonic_ns() - start) / 1'000'000 >= timeout_ms) {
         return error(ErrorCode::unavailable, "another process has held the store's lock for ", timeout_ms, " ms");
       }
       const ::timespec pause{0, static_cast<long>(pause_ns)};
@@ -77,14 +77,20 @@ class TempFile {
   }
 
   [[nodiscard]] int get() const noexcept { return file_.get(); }
-  /// Gives it a name that must be free, in a folder of the same file system: true; false where it is not. Errors: as `file_error`.
-  [[nodiscard]] Result<bool> publish(int folder, const std::string& name) {
+  /// Gives it a name that must be free, in a folder of the same file system: true; false where it
+  /// is not. Errors: as `file_error`; `unsupported` where that cannot be told and it may not
+  /// replace.
+  [[nodiscard]] Result<bool> publish(int folder, const std::string& name, bool may_replace) {
     const auto link = [&] { return ::linkat(folder_, name_.c_str(), folder, name.c_str(), 0); };
     if (uninterrupted(link) == 0) return true;
     if (errno == EEXIST) return false;
     // Without hard links the rename may replace a blob that came to its name meanwhile.
     if (errno != EPERM && errno != EOPNOTSUPP && errno != EMLINK) {
       return file_error(errno, "name", name);
+    }
+    if (!may_replace) {
+      return error(ErrorCode::unsupported, "cannot tell who names ", name,
+                   " first: no hard link there (errno ", errno, ")");
     }
     KVMELD_TRY(replace(folder, name));
     return true;

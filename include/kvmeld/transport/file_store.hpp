@@ -72,6 +72,11 @@ class FileStore {
 
   /// O(bytes), also where they are there already; without waiting for others. Errors: `store_full`, `unavailable`, `unsupported`.
   Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) { return put_file("blobs/", 0, key, bytes); }
+  /// As `ArbiterStore` has it. Errors: as `put`; `unsupported` on a file system without hard links,
+  /// which settle who was first.
+  Result<bool> put_if_absent(const BlobKey& key, std::span<const std::byte> bytes) {
+    return put_file("blobs/", 0, key, bytes, false);
+  }
   /// O(1) in the size: see the class. Errors: `not_found`, `unavailable`.
   Result<Blob> get(const BlobKey& key) { return map_file("blobs/", key); }
   Result<bool> contains(const BlobKey& key) {
@@ -265,7 +270,8 @@ class FileStore {
     return gone;
   }
 
-  [[nodiscard]] Result<bool> put_file(const char* kind, std::size_t first_known, const BlobKey& key, std::span<const std::byte> bytes) {
+  [[nodiscard]] Result<bool> put_file(const char* kind, std::size_t first_known, const BlobKey& key,
+                                      std::span<const std::byte> bytes, bool replaces = true) {
     KVMELD_TRY(writable());
     const int folder = shared_->folder.get();
     const Durability durability = shared_->options.durability;
@@ -277,21 +283,22 @@ class FileStore {
       if (number != 0) return detail::file_error(number, "create", inner);
       known = true;
     }
-    auto created = put_in(inner, key.hex(), bytes);
+    auto created = put_in(inner, key.hex(), bytes, replaces);
     // Also where it was there: whoever put it may not have come to this line.
     if (created && durability == Durability::file_and_folder) number = detail::sync_folder(folder, inner);
     if (number != 0) return detail::file_error(number, "sync the folder", inner);
     return created;
   }
-  /// Whether the file had to be written: it was not there, or held other bytes.
-  [[nodiscard]] Result<bool> put_in(const std::string& inner, const std::string& name, std::span<const std::byte> bytes) {
+  /// Whether the file had to be written: it was not there, or held other bytes and `replaces`.
+  [[nodiscard]] Result<bool> put_in(const std::string& inner, const std::string& name,
+                                    std::span<const std::byte> bytes, bool replaces) {
     const int folder = shared_->folder.get();
     const bool sync = shared_->options.durability != Durability::none;
     const detail::FileHandle opened = detail::open_folder(folder, inner);
     if (!opened.valid()) return detail::file_error(errno, "open", inner);
     auto there = detail::holds_bytes(opened.get(), name, bytes, sync);
     if (!there && there.error().code() != ErrorCode::not_found) return there.error();
-    if (there && *there) return false;
+    if (there && (*there || !replaces)) return false;
     auto temp = detail::TempFile::create(folder);
     if (!temp) return temp.error();
     int number = detail::write_at(temp->get(), bytes, 0);
@@ -299,9 +306,9 @@ class FileStore {
     if (number == 0 && sync) number = detail::sync_file(temp->get());
     if (number != 0) return detail::file_error(number, "write", name);
     if (!there) {
-      auto named = temp->publish(opened.get(), name);
+      auto named = temp->publish(opened.get(), name, replaces);
       if (!named) return named.error();
-      if (*named) return true;
+      if (*named || !replaces) return *named;
       there = detail::holds_bytes(opened.get(), name, bytes, sync);  // another was faster
       if (there && *there) return false;
     }

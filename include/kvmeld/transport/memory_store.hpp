@@ -55,6 +55,20 @@ class MemoryStore {
     }
   }
 
+  /// As `ArbiterStore` has it. O(bytes + log n). Errors: `store_full`.
+  Result<bool> put_if_absent(const BlobKey& key, std::span<const std::byte> bytes) {
+    const std::shared_ptr<std::byte[]> copy(
+        new std::byte[(std::max)(bytes.size(), std::size_t{1})]);
+    std::copy(bytes.begin(), bytes.end(), copy.get());
+    Content& c = *content_;
+    const std::lock_guard lock(c.mutex);
+    if (c.blobs.contains(key)) return false;
+    KVMELD_TRY(c.room_for(bytes.size(), 0));
+    c.used_bytes += bytes.size();
+    c.blobs.emplace(key, Blob{copy, bytes.size()});
+    return true;
+  }
+
   /// O(log n), no copy. Errors: `not_found`.
   Result<Blob> get(const BlobKey& key) {
     const std::lock_guard lock(content_->mutex);

@@ -87,6 +87,10 @@ class RedisBounds {
   [[nodiscard]] bool header() {
     if (!line_.empty() && line_.back() == '\r') line_.pop_back();
     const char type = line_.empty() ? ' ' : line_.front();
+    // Of the third protocol, which nobody asked for: hiredis may know them, and allocates maps and
+    // sets as it does arrays.
+    constexpr std::string_view third = "%~>|=";
+    if (third.find(type) != std::string_view::npos) return false;
     if ((type != '*' && type != '$') || line_ == "*-1" || line_ == "$-1") return true;  // others are hiredis' to judge
     const auto length = redis_digits(std::string_view(line_).substr(1));
     if (!length || *length > (type == '*' ? most_elements : most_bytes)) return false;

@@ -74,12 +74,22 @@ class RedisStore {
     return static_cast<bool>((*created)[0]);
   }
 
+  /// As `ArbiterStore` has it, in one round trip. Where the connection is lost under it, it may be
+  /// there and answer false: look at what is there. Errors: also `oversized`.
+  Result<bool> put_if_absent(const BlobKey& key, std::span<const std::byte> bytes) {
+    KVMELD_TRY(check_size(bytes));
+    State& s = *state_;
+    const std::lock_guard lock(s.mutex);
+    return s.attempt([&]() -> Result<bool> {
+      const auto reply = s.connection.command({"SET", s.key_of(key), bytes, "NX"});
+      if (!reply) return reply.error();
+      return !reply->is_nil();
+    });
+  }
+
   /// As `put` of each, in two round trips for all. After an error some may be stored, each whole.
   Result<std::vector<bool>> put_all(std::span<const RedisBlob> blobs) {
-    for (const RedisBlob& blob : blobs) {
-      constexpr std::size_t limit = std::size_t{512} << 20U;
-      if (blob.bytes.size() > limit) return detail::error(ErrorCode::oversized, "a blob of ", blob.bytes.size(), " bytes; redis takes ", limit);
-    }
+    for (const RedisBlob& blob : blobs) KVMELD_TRY(check_size(blob.bytes));
     State& s = *state_;
     const std::lock_guard lock(s.mutex);
     return s.attempt([&]() -> Result<std::vector<bool>> {
@@ -220,6 +230,13 @@ class RedisStore {
   }
 
  private:
+  [[nodiscard]] static Status check_size(std::span<const std::byte> bytes) {
+    constexpr std::size_t limit = std::size_t{512} << 20U;
+    if (bytes.size() <= limit) return {};
+    return detail::error(ErrorCode::oversized, "a blob of ", bytes.size(), " bytes; redis takes ",
+                         limit);
+  }
+
   struct State {
     RedisStoreOptions options;
     std::string prefix;
