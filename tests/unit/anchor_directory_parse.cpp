@@ -148,8 +148,8 @@ TEST_CASE("an anchor's list: round trips, every cut is refused, damage and noise
     auto changed = bytes;
     changed.push_back(std::byte{0});
     CHECK(kvmeld::decode_anchor_list(changed).error().code() == ErrorCode::oversized);
-    CHECK(bytes[4] == std::byte{2});
-    for (const int version : {1, 3, 9}) {  // 1: parts without their prefix
+    CHECK(bytes[4] == std::byte{3});
+    for (const int version : {1, 2, 9}) {  // 1: parts without their prefix; 2: without placeholders
       changed = bytes, changed[4] = static_cast<std::byte>(version);
       CHECK(kvmeld::decode_anchor_list(changed).error().code() == ErrorCode::version_mismatch);
     }

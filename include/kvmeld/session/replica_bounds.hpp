@@ -6,12 +6,15 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Ranges that a context may have: each takes 40 bytes at most, and news must fit into a message.
+/// Ranges that a context may have: each takes 40 bytes at most, and news should fit into a message.
+/// A thousand are taken in any case: gaps and lives of honest members come to some dozens, and
+/// whoever sends messages that small may have to send news that are larger.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 std::size_t Replica<Store, Auth, Hash, C>::range_limit() const {
-  constexpr std::size_t head = 1024;
+  constexpr std::size_t head = 1024, least = 1024;
   const std::size_t message = options_.max_message_bytes;
-  return (std::min)(options_.max_ranges, message < head ? std::size_t{0} : (message - head) / 40);
+  const std::size_t fit = message < head ? std::size_t{0} : (message - head) / 40;
+  return (std::min)(options_.max_ranges, (std::max)(fit, least));
 }
 
 /// Agents of whose operations a delta would bring more than there is room for, ascending: of new ones

@@ -128,6 +128,14 @@ Status FragmentSet::join(const FragmentSet& other) {
   context_.join(other.context_);
   compacted_.join(other.compacted_);
   for (const Removal& removal : other.removals_) log(removal);
+  // What a removal took goes where the removal goes, also where the other's word on it was clipped: else
+  // these operations would be in no record, and nobody could be told that they ended.
+  CausalContext taken;
+  for (const Removal& r : removals_) {
+    if (!compacted_.contains(r.dot)) continue;
+    for (const Provenance& dot : r.removed) taken.add(dot);
+  }
+  compacted_.join(taken);
   std::erase_if(removals_, [&](const Removal& r) { return compacted_.contains(r.dot); });
   return {};
 }

@@ -10,6 +10,7 @@
 
 #include <kvmeld/cache/hash.hpp>
 #include <kvmeld/cache/metadata.hpp>
+#include <kvmeld/decimal.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace testing {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include <kvmeld/decimal.hpp>
 #include <kvmeld/testing/faults.hpp>
 
 KVMELD_NAMESPACE_BEGIN
