@@ -285,7 +285,9 @@ TEST_CASE("steps write what falls next, so that commits do not wait for the stor
   for (std::size_t i = 0; i < 4; ++i) REQUIRE(tiers.commit(pool, all[i]).ok());
   REQUIRE(tiers.counts().written == 0);
   settle(tiers);
-  REQUIRE(tiers.counts().written == 4);
+  // Two anchors' room, of whichever payloads fall next: those of equal use in the order of their ids.
+  REQUIRE(tiers.bytes(Tier::file) >= 2 * (base_bytes + delta_bytes));
+  REQUIRE(tiers.counts().written <= 5);
   REQUIRE(tiers.bytes(Tier::host) == 4 * (base_bytes + delta_bytes));  // nothing left for it
   store.fails->store(true);
   REQUIRE(tiers.commit(pool, all[4]).ok());
