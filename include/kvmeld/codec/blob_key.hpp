@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <compare>
 #include <cstddef>
@@ -7,6 +8,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include <kvmeld/cache/hash.hpp>
 
@@ -25,6 +27,25 @@ struct BlobKey {
 
 /// Where a fragment's manifest is kept.
 [[nodiscard]] inline BlobKey manifest_key(const FragmentId& id) noexcept { return {id.bytes}; }
+
+namespace detail {
+
+/// Where something is kept that is no part of a fragment, by what it is and two numbers. `tag` is that
+/// of no content hash: 0x3D epochs, 0x3E what coordinators keep, 0x3F cuts of sessions.
+[[nodiscard]] inline BlobKey named_key(std::uint8_t tag, std::string_view what, std::uint64_t first,
+                                       std::uint64_t second) {
+  Hasher hasher;
+  hasher.text(what);
+  hasher.value(first);
+  hasher.value(second);
+  const auto rest = hasher.hash().finish();
+  BlobKey key;
+  key.bytes[0] = tag;
+  std::copy(rest.begin(), rest.end(), key.bytes.begin() + 1);
+  return key;
+}
+
+}  // namespace detail
 
 /// Immutable bytes, owned or mapped: whoever holds a copy keeps them.
 struct Blob {

@@ -9,16 +9,7 @@ namespace detail {
 
 /// Where a publisher writes a cut down before it tells anybody.
 [[nodiscard]] inline BlobKey cut_key(std::uint64_t session, std::uint64_t round) {
-  Hasher hasher;
-  hasher.text("kvmeld.round.cut");
-  hasher.value(session);
-  hasher.value(round);
-  const Digest128 digest = hasher.digest();
-  BlobKey key;
-  key.bytes[0] = 0x3F;  // the tag of no content hash
-  std::memcpy(key.bytes.data() + 1, &digest.low, 8);
-  std::memcpy(key.bytes.data() + 9, &digest.high, 8);
-  return key;
+  return named_key(0x3F, "kvmeld.round.cut", session, round);
 }
 /// Whether trying again later may succeed.
 [[nodiscard]] inline bool passing(ErrorCode code) noexcept {

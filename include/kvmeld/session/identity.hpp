@@ -60,16 +60,7 @@ namespace detail {
 
 /// Where a store keeps that an agent had an epoch.
 [[nodiscard]] inline BlobKey epoch_key(MemberId agent, std::uint64_t epoch) {
-  Hasher hasher;
-  hasher.text("kvmeld.epoch.v1");
-  hasher.value(agent);
-  hasher.value(epoch);
-  const Digest128 digest = hasher.digest();
-  BlobKey key;
-  key.bytes[0] = 0x3D;  // the tag of no content hash
-  std::memcpy(key.bytes.data() + 1, &digest.low, 8);
-  std::memcpy(key.bytes.data() + 9, &digest.high, 8);
-  return key;
+  return named_key(0x3D, "kvmeld.epoch.v1", agent, epoch);
 }
 
 }  // namespace detail

@@ -74,15 +74,7 @@ struct CoordinatorSession {
 
 /// Where a coordinator keeps what it knows of a session, beside its fragments.
 [[nodiscard]] inline BlobKey coordinator_key(std::string_view what, std::uint64_t session, std::uint64_t number) {
-  Hasher hasher;
-  hasher.text(what);
-  hasher.value(session);
-  hasher.value(number);
-  const auto rest = hasher.hash().finish();
-  BlobKey key;
-  key.bytes[0] = 0x3E;  // the tag of no content hash
-  std::copy(rest.begin(), rest.end(), key.bytes.begin() + 1);
-  return key;
+  return named_key(0x3E, what, session, number);
 }
 /// Of the oldest round of a session. Stores replace no blob, so there are two places: one of them holds while the other is erased and
 /// written, and the larger number counts.
