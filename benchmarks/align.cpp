@@ -1,5 +1,6 @@
-// Edit scripts against a plain banded table, long ones against ten short ones, and neighbours against plain loops. What
-// rapidfuzz takes for the same pair, benchmarks/peers/rapidfuzz_editops.py prints.
+// Edit scripts against a plain banded table, long ones against ten short ones, and neighbours
+// against plain loops. What rapidfuzz takes for the same pair,
+// benchmarks/peers/rapidfuzz_editops.py prints.
 
 #include <algorithm>
 #include <cstdlib>
@@ -28,7 +29,8 @@ struct Random {
   kvmeld::TokenId token() { return static_cast<kvmeld::TokenId>(below(32000)); }
 };
 
-// `count` tokens, and a copy with so many substitutions, deletions and insertions; 100 in 100 edits: another text.
+// `count` tokens, and a copy with so many substitutions, deletions and insertions; 100 in 100
+// edits: another text.
 std::pair<Ids, Ids> texts(std::int64_t count, std::int64_t edits) {
   Random random{1};
   Ids a(static_cast<std::size_t>(count));
@@ -52,7 +54,8 @@ std::pair<Ids, Ids> texts(std::int64_t count, std::int64_t edits) {
   return {a, b};
 }
 
-// Two rows of a table around the diagonal, a byte a cell for the way back; the band doubles until the distance fits into it.
+// Two rows of a table around the diagonal, a byte a cell for the way back; the band doubles until
+// the distance fits into it.
 std::int64_t banded_table(const Ids& a, const Ids& b) {
   const auto n = std::ssize(a), m = std::ssize(b);
   for (std::int64_t band = 16;; band *= 2) {
@@ -63,10 +66,13 @@ std::int64_t banded_table(const Ids& a, const Ids& b) {
     for (std::int64_t i = 0; i <= n; ++i) {
       std::fill(now.begin(), now.end(), far);
       for (std::int64_t j = std::max<std::int64_t>(0, i - band); j <= std::min(m, i + band); ++j) {
-        const auto k = static_cast<std::size_t>(j - i + band + 1);  // on the diagonal above: the same place; above: one to the right
+        // on the diagonal above: the same place; above: one to the right
+        const auto k = static_cast<std::size_t>(j - i + band + 1);
         std::int32_t best = i == 0 && j == 0 ? 0 : far;
         std::uint8_t move = 0;
-        if (i > 0 && j > 0) best = was[k] + (a[static_cast<std::size_t>(i - 1)] == b[static_cast<std::size_t>(j - 1)] ? 0 : 1);
+        if (i > 0 && j > 0)
+          best = was[k] +
+                 (a[static_cast<std::size_t>(i - 1)] == b[static_cast<std::size_t>(j - 1)] ? 0 : 1);
         if (i > 0 && was[k + 1] + 1 < best) {
           best = was[k + 1] + 1;
           move = 1;
@@ -84,8 +90,12 @@ std::int64_t banded_table(const Ids& a, const Ids& b) {
     if (end < 0 || end >= width || was[static_cast<std::size_t>(end + 1)] > band) continue;
     std::vector<std::pair<std::int64_t, std::int64_t>> kept;
     for (std::int64_t i = n, j = m; i > 0 || j > 0;) {
-      const std::uint8_t move = i == 0 ? std::uint8_t{2} : j == 0 ? std::uint8_t{1} : moves[static_cast<std::size_t>(i * width + j - i + band)];
-      if (move == 0 && a[static_cast<std::size_t>(i - 1)] == b[static_cast<std::size_t>(j - 1)]) kept.emplace_back(i - 1, j - 1);
+      const std::uint8_t move = i == 0 ? std::uint8_t{2}
+                                : j == 0
+                                    ? std::uint8_t{1}
+                                    : moves[static_cast<std::size_t>(i * width + j - i + band)];
+      if (move == 0 && a[static_cast<std::size_t>(i - 1)] == b[static_cast<std::size_t>(j - 1)])
+        kept.emplace_back(i - 1, j - 1);
       i -= move != 2 ? 1 : 0;
       j -= move != 1 ? 1 : 0;
     }
@@ -105,17 +115,22 @@ void edit(benchmark::State& state, std::int64_t tokens, std::int64_t edits) {
   const auto pair = texts(tokens, edits);
   const Ids &a = pair.first, &b = pair.second;
   if (script(a, b) != banded_table(a, b)) std::abort();
-  bench::paired_with_setup(state, tokens, [] {}, [&] { script(a, b); }, [&] { banded_table(a, b); });
+  bench::paired_with_setup(
+      state, tokens, [] {}, [&] { script(a, b); }, [&] { banded_table(a, b); });
 }
 
-// Linear cost would be ratio 1: as much for 100,000 tokens as for ten times 10,000. The longer pair is aligned by seeds.
+// Linear cost would be ratio 1: as much for 100,000 tokens as for ten times 10,000. The longer pair
+// is aligned by seeds.
 void edit_long(benchmark::State& state, std::int64_t tokens, std::int64_t edits) {
   const auto pair = texts(tokens, edits), tenth = texts(tokens / 10, edits / 10);
   script(pair.first, pair.second);
-  bench::paired_with_setup(state, tokens, [] {}, [&] { script(pair.first, pair.second); }, [&] {
-    for (int i = 0; i < 10; ++i) script(tenth.first, tenth.second);
-  });
-  state.counters["times_a_tenth"] = state.counters["best_us"].value * 10 / state.counters["baseline_us"].value;
+  bench::paired_with_setup(
+      state, tokens, [] {}, [&] { script(pair.first, pair.second); },
+      [&] {
+        for (int i = 0; i < 10; ++i) script(tenth.first, tenth.second);
+      });
+  state.counters["times_a_tenth"] =
+      state.counters["best_us"].value * 10 / state.counters["baseline_us"].value;
 }
 
 void neighbours(benchmark::State& state, std::int64_t tokens, std::int32_t channels) {
@@ -132,7 +147,8 @@ void neighbours(benchmark::State& state, std::int64_t tokens, std::int32_t chann
       for (std::size_t j = 0; j < n; ++j) {
         double ab = 0, aa = 0, bb = 0;
         for (std::size_t c = 0; c < width; ++c) {
-          const double x = static_cast<double>(a[i * width + c]), y = static_cast<double>(b[j * width + c]);
+          const double x = static_cast<double>(a[i * width + c]),
+                       y = static_cast<double>(b[j * width + c]);
           ab += x * y;
           aa += x * x;
           bb += y * y;
@@ -151,17 +167,23 @@ void neighbours(benchmark::State& state, std::int64_t tokens, std::int32_t chann
     benchmark::DoNotOptimize(at_a.data());
     benchmark::DoNotOptimize(at_b.data());
   };
-  bench::paired_with_setup(state, tokens * tokens, [] {}, [&] {
-    const auto partners = kvmeld::mutual_neighbours(a, b, channels, 0.5F);
-    if (!partners) std::abort();
-    benchmark::DoNotOptimize(partners->data());
-  }, plain);
+  bench::paired_with_setup(
+      state, tokens * tokens, [] {},
+      [&] {
+        const auto partners = kvmeld::mutual_neighbours(a, b, channels, 0.5F);
+        if (!partners) std::abort();
+        benchmark::DoNotOptimize(partners->data());
+      },
+      plain);
 }
 
 // A fixed number of rounds: by the time of ours, the slow baselines would run for minutes.
 template <class... Arguments>
 void add(const char* name, int rounds, Arguments... arguments) {
-  benchmark::RegisterBenchmark(name, arguments...)->UseManualTime()->Unit(benchmark::kMicrosecond)->Iterations(rounds);
+  benchmark::RegisterBenchmark(name, arguments...)
+      ->UseManualTime()
+      ->Unit(benchmark::kMicrosecond)
+      ->Iterations(rounds);
 }
 
 const bool registered = [] {
@@ -169,8 +191,10 @@ const bool registered = [] {
   add("align/edit/tokens:10000/edits:100", 30, edit, std::int64_t{10000}, std::int64_t{100});
   add("align/edit/tokens:10000/edits:1000", 5, edit, std::int64_t{10000}, std::int64_t{1000});
   add("align/edit/tokens:4000/edits:4000", 5, edit, std::int64_t{4000}, std::int64_t{4000});
-  add("align/edit/tokens:100000/edits:1000", 100, edit_long, std::int64_t{100000}, std::int64_t{1000});
-  add("align/edit/tokens:1000000/edits:10000", 20, edit_long, std::int64_t{1000000}, std::int64_t{10000});
+  add("align/edit/tokens:100000/edits:1000", 100, edit_long, std::int64_t{100000},
+      std::int64_t{1000});
+  add("align/edit/tokens:1000000/edits:10000", 20, edit_long, std::int64_t{1000000},
+      std::int64_t{10000});
   add("align/neighbours/tokens:500/channels:256", 10, neighbours, std::int64_t{500}, 256);
   return true;
 }();

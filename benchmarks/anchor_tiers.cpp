@@ -1,4 +1,5 @@
-// Payloads of anchors between tiers: back from a file, verified, against reading the same bytes; and takes while nothing moves.
+// Payloads of anchors between tiers: back from a file, verified, against reading the same bytes;
+// and takes while nothing moves.
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -20,7 +21,8 @@ namespace {
 
 using Pool = kvmeld::AnchorPool<kvmeld::XxHash, kvmeld::LRU>;
 
-kvmeld::Anchor anchor(const std::shared_ptr<const kvmeld::Geometry>& geometry, std::int64_t tokens, std::uint32_t seed) {
+kvmeld::Anchor anchor(const std::shared_ptr<const kvmeld::Geometry>& geometry, std::int64_t tokens,
+                      std::uint32_t seed) {
   kvmeld::HostCache cache(geometry, tokens);
   bench::fill(cache.bytes(), seed);
   std::vector<kvmeld::TokenId> ids;
@@ -30,11 +32,13 @@ kvmeld::Anchor anchor(const std::shared_ptr<const kvmeld::Geometry>& geometry, s
   return *std::move(made);
 }
 
-/// Two payloads and room for one: each fetch drops the one that has its file already, and reads the other.
+/// Two payloads and room for one: each fetch drops the one that has its file already, and reads the
+/// other.
 void fetch(benchmark::State& state, std::int64_t mebibytes) {
   const auto geometry = bench::small_model(kvmeld::ElementType::f16);
   const std::int64_t tokens = mebibytes * bench::mebibyte / bench::token_bytes(*geometry);
-  const std::string folder = std::filesystem::temp_directory_path() / ("kvmeld-tiers-" + std::to_string(::getpid()));
+  const std::string folder =
+      std::filesystem::temp_directory_path() / ("kvmeld-tiers-" + std::to_string(::getpid()));
   auto store = kvmeld::FileStore::open(folder, {.durability = kvmeld::Durability::none});
   if (!store) std::abort();
   const std::vector<kvmeld::Anchor> both{anchor(geometry, tokens, 1), anchor(geometry, tokens, 2)};
@@ -46,7 +50,8 @@ void fetch(benchmark::State& state, std::int64_t mebibytes) {
       if (!tiers.commit(pool, a)) std::abort();
     }
     std::size_t next = 0;
-    if (!tiers.fetch(both[0].base) || !tiers.fetch(both[1].base)) std::abort();  // both have their files
+    // both have their files
+    if (!tiers.fetch(both[0].base) || !tiers.fetch(both[1].base)) std::abort();
     const auto ours = [&] {
       if (!tiers.fetch(both[next++ % 2].base)) std::abort();
     };
@@ -60,12 +65,14 @@ void fetch(benchmark::State& state, std::int64_t mebibytes) {
       const std::unique_ptr<std::byte[]> to(new std::byte[bytes]);
       const int file = ::open(files[turn++ % 2].c_str(), O_RDONLY);
       std::size_t done = 0;
-      for (::ssize_t got = 1; got > 0 && done < bytes; done += static_cast<std::size_t>(got)) got = ::read(file, to.get() + done, bytes - done);
+      for (::ssize_t got = 1; got > 0 && done < bytes; done += static_cast<std::size_t>(got))
+        got = ::read(file, to.get() + done, bytes - done);
       if (done != bytes) std::abort();
       ::close(file);
       benchmark::DoNotOptimize(to.get());
     };
-    bench::paired(state, static_cast<std::int64_t>(bytes), ours, static_cast<std::int64_t>(bytes), base);
+    bench::paired(state, static_cast<std::int64_t>(bytes), ours, static_cast<std::int64_t>(bytes),
+                  base);
   }
   std::filesystem::remove_all(folder);
 }
@@ -74,8 +81,10 @@ void fetch(benchmark::State& state, std::int64_t mebibytes) {
 void take(benchmark::State& state, std::uint32_t anchors) {
   const auto geometry = bench::small_model(kvmeld::ElementType::f16);
   Pool pool(kvmeld::AnchorSpace::of(*geometry), {anchors, std::size_t{1} << 40});
-  kvmeld::AnchorTiers tiers(*kvmeld::FileStore::open(std::filesystem::temp_directory_path() / ("kvmeld-takes-" + std::to_string(::getpid()))),
-                            {.host_bytes = std::size_t{1} << 40});
+  kvmeld::AnchorTiers tiers(
+      *kvmeld::FileStore::open(std::filesystem::temp_directory_path() /
+                               ("kvmeld-takes-" + std::to_string(::getpid()))),
+      {.host_bytes = std::size_t{1} << 40});
   std::vector<kvmeld::Fragment> shells;
   for (std::uint32_t a = 0; a < anchors; ++a) {
     const auto made = anchor(geometry, 1, a);
@@ -98,14 +107,18 @@ void take(benchmark::State& state, std::uint32_t anchors) {
       out = map.find(shells[i * 7 % anchors].id())->second;
     }
   };
-  bench::paired_with_setup(state, each, [] {}, ours, base);
+  bench::paired_with_setup(
+      state, each, [] {}, ours, base);
   state.counters["best_ns_each"] = state.counters["best_us"].value * 1e3 / each;
-  std::filesystem::remove_all(std::filesystem::temp_directory_path() / ("kvmeld-takes-" + std::to_string(::getpid())));
+  std::filesystem::remove_all(std::filesystem::temp_directory_path() /
+                              ("kvmeld-takes-" + std::to_string(::getpid())));
 }
 
 const bool registered = [] {
-  for (const std::int64_t size : {1, 16, 64}) bench::add(bench::name({"anchor/tiers/fetch", bench::mib(size)}), fetch, size);
-  for (const std::uint32_t anchors : {100U, 10000U}) bench::add("anchor/tiers/take/anchors:" + std::to_string(anchors), take, anchors);
+  for (const std::int64_t size : {1, 16, 64})
+    bench::add(bench::name({"anchor/tiers/fetch", bench::mib(size)}), fetch, size);
+  for (const std::uint32_t anchors : {100U, 10000U})
+    bench::add("anchor/tiers/take/anchors:" + std::to_string(anchors), take, anchors);
   return true;
 }();
 

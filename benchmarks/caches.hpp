@@ -19,17 +19,19 @@ inline constexpr std::int64_t mebibyte = 1 << 20;
 /// Finite elements of every type that the benchmarks use.
 inline void fill(std::span<std::byte> bytes, std::uint32_t seed) {
   for (std::size_t i = 0; i + 4 <= bytes.size(); i += 4) {
-    const std::uint32_t word = 0x3c003c00U + ((static_cast<std::uint32_t>(i) * 2654435761U + seed * 97U) & 0x03ff03ffU);
+    const std::uint32_t word =
+        0x3c003c00U + ((static_cast<std::uint32_t>(i) * 2654435761U + seed * 97U) & 0x03ff03ffU);
     std::memcpy(&bytes[i], &word, 4);
   }
 }
 
 /// A model of 24 layers of 2 KV heads of 64 channels, as small models of today have them.
-inline std::shared_ptr<const kvmeld::Geometry> small_model(kvmeld::ElementType type,
-                                                           kvmeld::RopePairing pairing = kvmeld::RopePairing::half_split) {
+inline std::shared_ptr<const kvmeld::Geometry> small_model(
+    kvmeld::ElementType type, kvmeld::RopePairing pairing = kvmeld::RopePairing::half_split) {
   const auto rope = kvmeld::RopeSpec::rotary(64, 10000.0, pairing);
   auto geometry = std::make_shared<kvmeld::Geometry>();
-  for (int layer = 0; layer < 24; ++layer) geometry->layers.push_back(kvmeld::attention_layer(type, 2, 64, rope));
+  for (int layer = 0; layer < 24; ++layer)
+    geometry->layers.push_back(kvmeld::attention_layer(type, 2, 64, rope));
   return geometry;
 }
 
@@ -43,19 +45,23 @@ inline std::shared_ptr<const kvmeld::Geometry> plain_layer(kvmeld::ElementType t
 inline std::int64_t token_bytes(const kvmeld::Geometry& geometry) {
   std::int64_t bytes = 0;
   for (const auto& layer : geometry.layers) {
-    for (const auto& plane : layer.planes) bytes += kvmeld::byte_size(plane.type, plane.channels) * plane.heads;
+    for (const auto& plane : layer.planes)
+      bytes += kvmeld::byte_size(plane.type, plane.channels) * plane.heads;
   }
   return bytes;
 }
 
 /// A set of `agents` fragments of `tokens` tokens each; empty where anything was refused.
-inline kvmeld::FragmentSet agents(const std::shared_ptr<const kvmeld::Geometry>& geometry, int agents, std::int64_t tokens) {
+inline kvmeld::FragmentSet agents(const std::shared_ptr<const kvmeld::Geometry>& geometry,
+                                  int agents, std::int64_t tokens) {
   kvmeld::FragmentSet set;
   for (int agent = 0; agent < agents; ++agent) {
     kvmeld::HostCache cache(geometry, tokens);
     fill(cache.bytes(), static_cast<std::uint32_t>(agent));
     const auto fragment = kvmeld::seal(cache.kv_cache_ref());
-    if (!fragment || !set.insert(*fragment, kvmeld::Provenance{static_cast<std::uint64_t>(agent), 0})) return {};
+    if (!fragment ||
+        !set.insert(*fragment, kvmeld::Provenance{static_cast<std::uint64_t>(agent), 0}))
+      return {};
   }
   return set;
 }
@@ -74,7 +80,8 @@ struct Render {
 };
 
 template <class M>
-Render<M> rendering(const kvmeld::FragmentSet& set, const std::shared_ptr<const kvmeld::Geometry>& geometry, const M& merger) {
+Render<M> rendering(const kvmeld::FragmentSet& set,
+                    const std::shared_ptr<const kvmeld::Geometry>& geometry, const M& merger) {
   kvmeld::Target target{*geometry};
   target.first_position = 100;  // so that every key is turned
   auto plan = kvmeld::plan(set, merger, target);
@@ -88,10 +95,9 @@ Render<M> rendering(const kvmeld::FragmentSet& set, const std::shared_ptr<const 
 struct Copy {
   std::vector<std::byte> from, to;
 
-  explicit Copy(std::int64_t bytes) : from(static_cast<std::size_t>(bytes), std::byte{1}), to(from.size()) {}
-  void operator()() {
-    std::memcpy(to.data(), from.data(), from.size());
-  }
+  explicit Copy(std::int64_t bytes)
+      : from(static_cast<std::size_t>(bytes), std::byte{1}), to(from.size()) {}
+  void operator()() { std::memcpy(to.data(), from.data(), from.size()); }
 };
 
 }  // namespace bench

@@ -1,4 +1,5 @@
-// Naming content: sealing and digests against XXH3 in one call, and what a plan costs beside its run.
+// Naming content: sealing and digests against XXH3 in one call, and what a plan costs beside its
+// run.
 
 #include <string>
 
@@ -43,8 +44,9 @@ void plan(benchmark::State& state, int agents, std::int64_t tokens) {
   kvmeld::Target target{*geometry};
   target.first_position = 100;
   const std::int64_t bytes = render.plan.bytes();
-  bench::paired(state, bytes, [&] { benchmark::DoNotOptimize(kvmeld::plan(set, merger, target)); }, bytes,
-                [&] { render.run(kvmeld::exec::seq); });
+  bench::paired(
+      state, bytes, [&] { benchmark::DoNotOptimize(kvmeld::plan(set, merger, target)); }, bytes,
+      [&] { render.run(kvmeld::exec::seq); });
 }
 
 const bool registered = [] {
@@ -59,7 +61,8 @@ const bool registered = [] {
   }
   for (const int agents : {2, 8}) {
     for (const std::int64_t tokens : {256, 4096}) {
-      add(name({"plan/concat/agents:", std::to_string(agents), "/tokens:", std::to_string(tokens)}), plan, agents, tokens);
+      add(name({"plan/concat/agents:", std::to_string(agents), "/tokens:", std::to_string(tokens)}),
+          plan, agents, tokens);
     }
   }
   return true;

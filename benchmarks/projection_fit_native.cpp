@@ -10,12 +10,14 @@
 
 namespace bench {
 
-__attribute__((visibility("default"))) double kvmeld_ridge(const FitRows& rows, std::int32_t batch) {
+__attribute__((visibility("default"))) double kvmeld_ridge(const FitRows& rows,
+                                                           std::int32_t batch) {
   kvmeld::NormalEquations equations(rows.inputs, rows.outputs);
   for (std::int32_t at = 0; at < rows.rows; at += batch) {
     const auto n = static_cast<std::size_t>((std::min)(batch, rows.rows - at));
-    const auto status = equations.add({rows.x + std::ptrdiff_t{at} * rows.inputs, n * static_cast<std::size_t>(rows.inputs)},
-                                      {rows.y + std::ptrdiff_t{at} * rows.outputs, n * static_cast<std::size_t>(rows.outputs)});
+    const auto status = equations.add(
+        {rows.x + std::ptrdiff_t{at} * rows.inputs, n * static_cast<std::size_t>(rows.inputs)},
+        {rows.y + std::ptrdiff_t{at} * rows.outputs, n * static_cast<std::size_t>(rows.outputs)});
     if (!status) std::abort();
   }
   const auto map = equations.ridge(1e-3);
@@ -24,7 +26,8 @@ __attribute__((visibility("default"))) double kvmeld_ridge(const FitRows& rows, 
 }
 
 __attribute__((visibility("default"))) double eigen_ridge(const FitRows& rows) {
-  using Rows = Eigen::Map<const Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>;
+  using Rows =
+      Eigen::Map<const Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>>;
   const Rows x(rows.x, rows.rows, rows.inputs), y(rows.y, rows.rows, rows.outputs);
   Eigen::MatrixXd xx = Eigen::MatrixXd::Zero(rows.inputs, rows.inputs);
   xx.selfadjointView<Eigen::Lower>().rankUpdate(x.transpose());

@@ -1,7 +1,8 @@
 #pragma once
 
-// Ridge fits compiled for this very processor, since Eigen's speed is a matter of flags: ours and plain Eigen's, in a library of their
-// own whose templates are hidden, so that the rest of the program, which is compiled as a user gets it by default, shares none of them.
+// Ridge fits compiled for this very processor, since Eigen's speed is a matter of flags: ours and
+// plain Eigen's, in a library of their own whose templates are hidden, so that the rest of the
+// program, which is compiled as a user gets it by default, shares none of them.
 
 #include <cstdint>
 

@@ -1,5 +1,5 @@
-// Anti-entropy: both sides' work together, and the bytes both ways, against what is promised. The same sets
-// with pycrdt: benchmarks/peers/pycrdt_sets.py.
+// Anti-entropy: both sides' work together, and the bytes both ways, against what is promised. The
+// same sets with pycrdt: benchmarks/peers/pycrdt_sets.py.
 
 #include <algorithm>
 #include <cstdlib>
@@ -39,7 +39,9 @@ Pair pair(std::size_t ids, std::size_t differing_each, Differ how) {
     out.b.push_back(i >= differing_each || how == Differ::tags ? out.a.back() : item());
     if (i < differing_each && how == Differ::tags) out.b.back().tag ^= 1;
   }
-  for (Items* items : {&out.a, &out.b}) std::sort(items->begin(), items->end(), [](const auto& x, const auto& y) { return x.id < y.id; });
+  for (Items* items : {&out.a, &out.b})
+    std::sort(items->begin(), items->end(),
+              [](const auto& x, const auto& y) { return x.id < y.id; });
   out.differing = how == Differ::tags ? differing_each : 2 * differing_each;
   return out;
 }
@@ -64,7 +66,8 @@ void reconcile(benchmark::State& state, std::size_t ids, std::size_t differing_e
         if (!reply->message) break;
         message = *std::move(reply->message);
       }
-      found = a.result().mine_only.size() + b.result().mine_only.size() + b.result().different.size();
+      found =
+          a.result().mine_only.size() + b.result().mine_only.size() + b.result().different.size();
     });
     if (found != sets.differing) return state.SkipWithError("what differs was not found");
     state.SetIterationTime(time);
@@ -84,20 +87,24 @@ void reconcile(benchmark::State& state, std::size_t ids, std::size_t differing_e
 const bool registered = [] {
   using bench::add;
   using bench::name;
-  const auto size = [](std::size_t ids, std::size_t each) { return name({"/ids:", std::to_string(ids), "/differ_each:", std::to_string(each)}); };
+  const auto size = [](std::size_t ids, std::size_t each) {
+    return name({"/ids:", std::to_string(ids), "/differ_each:", std::to_string(each)});
+  };
   for (const std::size_t ids : {10U, 100U, 1000U, 10000U, 100000U}) {
     std::vector<std::size_t> differing{1, 10, 1000, ids / 4, ids / 2, ids};
     std::sort(differing.begin(), differing.end());
     differing.erase(std::unique(differing.begin(), differing.end()), differing.end());
     for (const std::size_t each : differing) {
       if (each > ids) continue;
-      add(name({"state/reconcile/promised_bytes", size(ids, each)}), reconcile, ids, each, Differ::either_side);
+      add(name({"state/reconcile/promised_bytes", size(ids, each)}), reconcile, ids, each,
+          Differ::either_side);
     }
-    add(name({"state/reconcile/promised_bytes/tags", size(ids, ids / 10)}), reconcile, ids, ids / 10, Differ::tags);
+    add(name({"state/reconcile/promised_bytes/tags", size(ids, ids / 10)}), reconcile, ids,
+        ids / 10, Differ::tags);
   }
   for (const std::size_t each : {2000U, 4000U}) {  // as benchmarks/peers/pycrdt_sets.py
-    add(name({"state/reconcile/promised_bytes", size(6000, each)}), reconcile, std::size_t{6000}, each,
-        Differ::either_side);
+    add(name({"state/reconcile/promised_bytes", size(6000, each)}), reconcile, std::size_t{6000},
+        each, Differ::either_side);
   }
   return true;
 }();

@@ -1,5 +1,6 @@
-// Fragments through a Redis server of the benchmark's own, against what redis-benchmark gets from the same server over the same
-// socket with one connection and no pipelining: its rate in bytes is the baseline.
+// Fragments through a Redis server of the benchmark's own, against what redis-benchmark gets from
+// the same server over the same socket with one connection and no pipelining: its rate in bytes is
+// the baseline.
 
 #include <algorithm>
 #include <cstdio>
@@ -19,11 +20,14 @@ constexpr std::int64_t fragment_bytes = std::int64_t{8} << 20U;
 constexpr int fragments = 16;  // of each, in turn
 
 /// Bytes a second of SET or GET, as redis-benchmark measures it; GET reads what its SET has left.
-double baseline(const test::RedisServer& server, const std::string& test, std::int64_t chunk_bytes, bool loopback) {
-  const std::string where = loopback ? " -h 127.0.0.1 -p " + std::to_string(server.port()) : " -s " + server.socket();
+double baseline(const test::RedisServer& server, const std::string& test, std::int64_t chunk_bytes,
+                bool loopback) {
+  const std::string where =
+      loopback ? " -h 127.0.0.1 -p " + std::to_string(server.port()) : " -s " + server.socket();
   const std::int64_t requests = fragments * fragment_bytes / chunk_bytes;
-  const std::string command = "redis-benchmark" + where + " -c 1 -P 1 --csv -t set,get -d " + std::to_string(chunk_bytes) + " -n " +
-                              std::to_string(requests) + " 2>/dev/null";
+  const std::string command = "redis-benchmark" + where + " -c 1 -P 1 --csv -t set,get -d " +
+                              std::to_string(chunk_bytes) + " -n " + std::to_string(requests) +
+                              " 2>/dev/null";
   double rate = 0;
   std::FILE* answer = popen(command.c_str(), "r");
   if (answer == nullptr) return 0;
@@ -39,11 +43,13 @@ enum class Way { publish, publish_singly, fetch, fetch_singly, known };
 
 void redis(benchmark::State& state, Way way, std::int64_t chunk_bytes, bool loopback) {
   const test::RedisServer server({}, loopback);
-  auto opened = kvmeld::RedisStore::open({.server = loopback ? server.client_by_port() : server.client()});
+  auto opened =
+      kvmeld::RedisStore::open({.server = loopback ? server.client_by_port() : server.client()});
   if (!opened) return state.SkipWithError(opened.error().message().c_str());
   kvmeld::RedisStore& store = *opened;
   std::vector<std::byte> fragment(static_cast<std::size_t>(fragment_bytes));
-  for (std::size_t i = 0; i < fragment.size(); ++i) fragment[i] = static_cast<std::byte>(i * 2654435761U >> 13U);
+  for (std::size_t i = 0; i < fragment.size(); ++i)
+    fragment[i] = static_cast<std::byte>(i * 2654435761U >> 13U);
   std::vector<kvmeld::BlobKey> keys(static_cast<std::size_t>(fragment_bytes / chunk_bytes));
   std::vector<kvmeld::RedisBlob> blobs;
   const auto size = static_cast<std::size_t>(chunk_bytes);
@@ -56,7 +62,9 @@ void redis(benchmark::State& state, Way way, std::int64_t chunk_bytes, bool loop
   const auto work = [&] {
     switch (way) {
       case Way::publish:
-      case Way::known: good = good && store.put_all(blobs).ok(); break;
+      case Way::known:
+        good = good && store.put_all(blobs).ok();
+        break;
       case Way::publish_singly:
         for (const auto& blob : blobs) good = good && store.put(blob.key, blob.bytes).ok();
         break;
@@ -84,7 +92,8 @@ void redis(benchmark::State& state, Way way, std::int64_t chunk_bytes, bool loop
       }
       all += bench::seconds(work);
     }
-    best = std::min(best, all / fragments);  // as many bytes as a run of the baseline: a busy machine slows both alike
+    // as many bytes as a run of the baseline: a busy machine slows both alike
+    best = std::min(best, all / fragments);
     state.SetIterationTime(all / fragments);
   }
   if (!good || best_base == 0) return state.SkipWithError("the server or redis-benchmark refused");
@@ -97,14 +106,21 @@ void redis(benchmark::State& state, Way way, std::int64_t chunk_bytes, bool loop
 
 const bool registered = [] {
   if (!test::has_program("redis-server") || !test::has_program("redis-benchmark")) {
-    std::fprintf(stderr, "skipped: state/redis (no redis-server or redis-benchmark; Debian: redis-server)\n");
+    std::fprintf(
+        stderr,
+        "skipped: state/redis (no redis-server or redis-benchmark; Debian: redis-server)\n");
     return false;
   }
   const auto add = [](const char* name, Way way, std::int64_t chunk_bytes, bool loopback) {
-    const std::string full = bench::name({"state/redis/", name, loopback ? "/loopback" : "/socket", "/chunk_KiB:", std::to_string(chunk_bytes >> 10U)});
-    benchmark::RegisterBenchmark(full.c_str(), redis, way, chunk_bytes, loopback)->UseManualTime()->Unit(benchmark::kMicrosecond)->Iterations(8);
+    const std::string full = bench::name({"state/redis/", name, loopback ? "/loopback" : "/socket",
+                                          "/chunk_KiB:", std::to_string(chunk_bytes >> 10U)});
+    benchmark::RegisterBenchmark(full.c_str(), redis, way, chunk_bytes, loopback)
+        ->UseManualTime()
+        ->Unit(benchmark::kMicrosecond)
+        ->Iterations(8);
   };
-  for (const std::int64_t chunk : {std::int64_t{64} << 10U, std::int64_t{1} << 20U, std::int64_t{8} << 20U}) {
+  for (const std::int64_t chunk :
+       {std::int64_t{64} << 10U, std::int64_t{1} << 20U, std::int64_t{8} << 20U}) {
     add("publish", Way::publish, chunk, false);
     add("fetch", Way::fetch, chunk, false);
   }

@@ -1,5 +1,5 @@
-// Safe points: swapping a cache by pointer while a render of 50 MiB runs behind it, against copying the cache; and importing one into
-// llama.cpp, against copying its bytes.
+// Safe points: swapping a cache by pointer while a render of 50 MiB runs behind it, against copying
+// the cache; and importing one into llama.cpp, against copying its bytes.
 
 #include <algorithm>
 #include <chrono>
@@ -29,7 +29,8 @@ double cpu_seconds() {
   return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
 }
 
-/// Times of many single events: percentiles beside the best; where the thread was preempted, wall and CPU part.
+/// Times of many single events: percentiles beside the best; where the thread was preempted, wall
+/// and CPU part.
 struct Times {
   std::vector<double> us, cpu_us;
 
@@ -40,7 +41,9 @@ struct Times {
 
   void report(benchmark::State& state, double base_seconds) {
     std::sort(us.begin(), us.end());
-    const auto at = [&](double share) { return us[static_cast<std::size_t>(share * static_cast<double>(us.size() - 1))]; };
+    const auto at = [&](double share) {
+      return us[static_cast<std::size_t>(share * static_cast<double>(us.size() - 1))];
+    };
     state.counters["p50_us"] = at(0.5);
     state.counters["p99_us"] = at(0.99);
     state.counters["max_us"] = us.back();
@@ -134,11 +137,13 @@ struct Engine {
 
 void import_into_llama(benchmark::State& state, kvmeld::llama::Verify verify, std::int64_t tokens) {
   const Engine engine;
-  if (engine.geometry == nullptr) return state.SkipWithError("the model of KVMELD_BENCH_MODEL does not load");
+  if (engine.geometry == nullptr)
+    return state.SkipWithError("the model of KVMELD_BENCH_MODEL does not load");
   const kvmeld::FragmentSet set = bench::agents(engine.geometry, 4, tokens / 4);
   const auto merger = kvmeld::merger();
   kvmeld::llama::EngineMemory memory(engine.context, engine.form, {.verify = verify});
-  kvmeld::RenderWorker<std::remove_const_t<decltype(merger)>, kvmeld::llama::StateBacking> worker(merger, memory.backing());
+  kvmeld::RenderWorker<std::remove_const_t<decltype(merger)>, kvmeld::llama::StateBacking> worker(
+      merger, memory.backing());
   Times times;
   bench::Copy copy(tokens * bench::token_bytes(*engine.geometry));
   copy();
@@ -163,14 +168,23 @@ void import_into_llama(benchmark::State& state, kvmeld::llama::Verify verify, st
 #endif  // KVMELD_BENCH_LLAMA
 
 const bool registered = [] {
-  benchmark::RegisterBenchmark(bench::name({"state/swap/pointer", bench::mib(50)}).c_str(), swap_by_pointer, std::int64_t{50})
-      ->UseManualTime()->Unit(benchmark::kMicrosecond)->Iterations(200);
+  benchmark::RegisterBenchmark(bench::name({"state/swap/pointer", bench::mib(50)}).c_str(),
+                               swap_by_pointer, std::int64_t{50})
+      ->UseManualTime()
+      ->Unit(benchmark::kMicrosecond)
+      ->Iterations(200);
 #if defined(KVMELD_BENCH_LLAMA)
   if (std::getenv("KVMELD_BENCH_MODEL") != nullptr) {
     for (const std::int64_t tokens : {512, 2048}) {
-      for (const auto& [name, verify] : {std::pair("positions", kvmeld::llama::Verify::positions), std::pair("bytes", kvmeld::llama::Verify::bytes)}) {
-        benchmark::RegisterBenchmark(bench::name({"state/import/llama/verify:", name, "/tokens:", std::to_string(tokens)}).c_str(), import_into_llama, verify,
-                                     tokens)->UseManualTime()->Unit(benchmark::kMicrosecond)->Iterations(50);
+      for (const auto& [name, verify] : {std::pair("positions", kvmeld::llama::Verify::positions),
+                                         std::pair("bytes", kvmeld::llama::Verify::bytes)}) {
+        benchmark::RegisterBenchmark(
+            bench::name({"state/import/llama/verify:", name, "/tokens:", std::to_string(tokens)})
+                .c_str(),
+            import_into_llama, verify, tokens)
+            ->UseManualTime()
+            ->Unit(benchmark::kMicrosecond)
+            ->Iterations(50);
       }
     }
   }

@@ -39,8 +39,11 @@ FragmentSet numbered(std::uint64_t first, std::uint64_t last, std::uint64_t agen
 void join_sets(benchmark::State& state, std::uint64_t ids, std::uint64_t differing, bool in_place) {
   const FragmentSet both = numbered(0, ids - differing / 2, 0);
   FragmentSet a = both, b = both;
-  if (!a.join(numbered(ids, ids + differing / 2, 1)) || !b.join(numbered(2 * ids, 2 * ids + differing / 2, 2))) return state.SkipWithError("join");
-  // A replica owns its set: nobody shares its leaves. Prepared anew for each join, outside of the time.
+  if (!a.join(numbered(ids, ids + differing / 2, 1)) ||
+      !b.join(numbered(2 * ids, 2 * ids + differing / 2, 2)))
+    return state.SkipWithError("join");
+  // A replica owns its set: nobody shares its leaves. Prepared anew for each join, outside of the
+  // time.
   const auto owned = [&] {
     FragmentSet set;
     for (const auto& e : a.entries()) {
@@ -54,7 +57,13 @@ void join_sets(benchmark::State& state, std::uint64_t ids, std::uint64_t differi
   FragmentSet mine = in_place ? owned() : a;
   const std::size_t want = a.size() + differing / 2;
   bench::paired_with_setup(
-      state, static_cast<std::int64_t>(ids), [&] { if (in_place) mine = owned(); else mine = FragmentSet(); },
+      state, static_cast<std::int64_t>(ids),
+      [&] {
+        if (in_place)
+          mine = owned();
+        else
+          mine = FragmentSet();
+      },
       [&] {
         if (in_place) {
           if (!mine.join(b)) std::abort();
@@ -66,7 +75,8 @@ void join_sets(benchmark::State& state, std::uint64_t ids, std::uint64_t differi
       [&] {
         ids_out.clear();
         ids_out.reserve(want);
-        std::set_union(ids_a.begin(), ids_a.end(), ids_b.begin(), ids_b.end(), std::back_inserter(ids_out));
+        std::set_union(ids_a.begin(), ids_a.end(), ids_b.begin(), ids_b.end(),
+                       std::back_inserter(ids_out));
         benchmark::DoNotOptimize(ids_out.data());
       });
 }
@@ -92,7 +102,8 @@ void insert_ids(benchmark::State& state, std::uint64_t ids) {
 void delta_sync(benchmark::State& state) {
   const FragmentSet both = numbered(0, 4000, 0);
   FragmentSet a = both, b = both;
-  if (!a.join(numbered(10'000, 12'000, 1)) || !b.join(numbered(20'000, 22'000, 2))) return state.SkipWithError("join");
+  if (!a.join(numbered(10'000, 12'000, 1)) || !b.join(numbered(20'000, 22'000, 2)))
+    return state.SkipWithError("join");
   std::size_t bytes = 0;
   for (auto _ : state) {
     state.PauseTiming();
@@ -105,7 +116,9 @@ void delta_sync(benchmark::State& state) {
     const auto to_x = encode_set(y.delta_since(kvmeld::read_context(at_y)));
     const auto to_y = encode_set(x.delta_since(kvmeld::read_context(at_x)));
     bytes = from_x.size() + from_y.size() + to_x.size() + to_y.size();
-    if (!x.join(*kvmeld::decode_set(to_x)) || !y.join(*kvmeld::decode_set(to_y)) || x.digest() != y.digest()) std::abort();
+    if (!x.join(*kvmeld::decode_set(to_x)) || !y.join(*kvmeld::decode_set(to_y)) ||
+        x.digest() != y.digest())
+      std::abort();
   }
   state.counters["bytes"] = static_cast<double>(bytes);
   state.counters["bytes_per_difference"] = static_cast<double>(bytes) / 4000.0;
@@ -113,13 +126,21 @@ void delta_sync(benchmark::State& state) {
 
 const bool registered = [] {
   for (const bool in_place : {true, false}) {
-    for (const auto& [ids, differing] : {std::pair<std::uint64_t, std::uint64_t>{1000, 10}, {10'000, 100}, {100'000, 1000}, {100'000, 100'000}}) {
-      const std::string name = std::string(in_place ? "state/join/in_place/" : "state/join/copy/") + std::to_string(ids) + "/" + std::to_string(differing);
-      bench::add(name, [ids = ids, differing = differing, in_place](benchmark::State& s) { join_sets(s, ids, differing, in_place); });
+    for (const auto& [ids, differing] : {std::pair<std::uint64_t, std::uint64_t>{1000, 10},
+                                         {10'000, 100},
+                                         {100'000, 1000},
+                                         {100'000, 100'000}}) {
+      const std::string name = std::string(in_place ? "state/join/in_place/" : "state/join/copy/") +
+                               std::to_string(ids) + "/" + std::to_string(differing);
+      bench::add(name, [ids = ids, differing = differing, in_place](benchmark::State& s) {
+        join_sets(s, ids, differing, in_place);
+      });
     }
   }
   for (const std::uint64_t ids : {1000U, 100'000U}) {
-    benchmark::RegisterBenchmark(("state/insert/" + std::to_string(ids)).c_str(), [=](benchmark::State& s) { insert_ids(s, ids); })->Unit(benchmark::kMicrosecond);
+    benchmark::RegisterBenchmark(("state/insert/" + std::to_string(ids)).c_str(),
+                                 [=](benchmark::State& s) { insert_ids(s, ids); })
+        ->Unit(benchmark::kMicrosecond);
   }
   benchmark::RegisterBenchmark("state/delta/6000/4000", delta_sync)->Unit(benchmark::kMicrosecond);
   return true;

@@ -1,5 +1,5 @@
-// Payloads between processes and stores on one machine: taking one over against taking over a small one, and files against plain
-// reads and writes of the same bytes.
+// Payloads between processes and stores on one machine: taking one over against taking over a small
+// one, and files against plain reads and writes of the same bytes.
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -34,12 +34,14 @@ std::vector<std::byte> content(std::int64_t bytes) {
   return all;
 }
 
-/// A folder and its store, gone with it: in shared memory without syncing, or on disk with every promise.
+/// A folder and its store, gone with it: in shared memory without syncing, or on disk with every
+/// promise.
 class Place {
  public:
   explicit Place(Durability durability)
-      : path_((durability == Durability::none ? "/dev/shm" : std::filesystem::temp_directory_path().string()) + "/kvmeld-benchmark-" +
-              std::to_string(::getpid())),
+      : path_((durability == Durability::none ? "/dev/shm"
+                                              : std::filesystem::temp_directory_path().string()) +
+              "/kvmeld-benchmark-" + std::to_string(::getpid())),
         store_(FileStore::open(path_, {.durability = durability})) {}
   Place(const Place&) = delete;
   Place& operator=(const Place&) = delete;
@@ -67,20 +69,23 @@ bool elsewhere(const Work& work) {
 }
 
 double percentile(std::vector<double>& all, double share) {
-  const auto at = all.begin() + static_cast<std::ptrdiff_t>(share * static_cast<double>(all.size() - 1));
+  const auto at =
+      all.begin() + static_cast<std::ptrdiff_t>(share * static_cast<double>(all.size() - 1));
   std::nth_element(all.begin(), at, all.end());
   return *at * 1e6;
 }
 
-// What a receiver waits from the key to bytes it can read; it looks at the first. The baseline is the same for 64 KiB, so
-// that a ratio of 1 means that size does not matter; `copy_us` is what one copy of the bytes takes.
+// What a receiver waits from the key to bytes it can read; it looks at the first. The baseline is
+// the same for 64 KiB, so that a ratio of 1 means that size does not matter; `copy_us` is what one
+// copy of the bytes takes.
 void handover(benchmark::State& state, std::int64_t bytes) {
   Place place(Durability::none);
   if (!place.ok()) return state.SkipWithError("no shared memory");
   constexpr std::int64_t small = 65536;
   const auto publish = [&] {
     auto store = FileStore::open(place.path(), {.durability = Durability::none});
-    return store && store->put_payload(key(1), content(bytes)).ok() && store->put_payload(key(2), content(small)).ok();
+    return store && store->put_payload(key(1), content(bytes)).ok() &&
+           store->put_payload(key(2), content(small)).ok();
   };
   if (!elsewhere(publish)) return state.SkipWithError("cannot publish");
   std::byte sum{};
@@ -99,7 +104,9 @@ void handover(benchmark::State& state, std::int64_t bytes) {
   const auto payload = place.store().map_payload(key(1));
   bench::Copy copy(bytes);
   (void)bench::seconds([&] { std::memcpy(copy.to.data(), payload->data.get(), payload->size); });
-  state.counters["copy_us"] = bench::seconds([&] { std::memcpy(copy.to.data(), payload->data.get(), payload->size); }) * 1e6;
+  state.counters["copy_us"] =
+      bench::seconds([&] { std::memcpy(copy.to.data(), payload->data.get(), payload->size); }) *
+      1e6;
   state.counters["p05_us"] = percentile(ours, 0.05);
   state.counters["p50_us"] = percentile(ours, 0.5);
   state.counters["p95_us"] = percentile(ours, 0.95);
@@ -116,7 +123,8 @@ bool write_plain(const Place& place, std::span<const std::byte> bytes, Durabilit
   return ok;
 }
 
-// Against a plain file that is written and, on disk, synced as its promise needs it: bytes, then name. Both are removed.
+// Against a plain file that is written and, on disk, synced as its promise needs it: bytes, then
+// name. Both are removed.
 void put(benchmark::State& state, Durability durability, std::int64_t bytes) {
   Place place(durability);
   if (!place.ok()) return state.SkipWithError("no store");
@@ -136,7 +144,8 @@ void put(benchmark::State& state, Durability durability, std::int64_t bytes) {
   if (!ok) state.SkipWithError("a write failed");
 }
 
-// Both hash what they got, as a receiver verifies it: from the mapping, and from a buffer that a plain read has filled.
+// Both hash what they got, as a receiver verifies it: from the mapping, and from a buffer that a
+// plain read has filled.
 void get(benchmark::State& state, Durability durability, std::int64_t bytes) {
   Place place(durability);
   const auto all = content(bytes);
@@ -154,7 +163,8 @@ void get(benchmark::State& state, Durability durability, std::int64_t bytes) {
   bench::paired(
       state, bytes, [&] { digest(place.store().get(key(1))->bytes()); }, bytes,
       [&] {
-        const kvmeld::detail::FileHandle file = kvmeld::detail::open_file(AT_FDCWD, place.plain(), O_RDONLY);
+        const kvmeld::detail::FileHandle file =
+            kvmeld::detail::open_file(AT_FDCWD, place.plain(), O_RDONLY);
         (void)kvmeld::detail::read_at(file.get(), buffer, 0);
         digest(buffer);
       });
@@ -180,7 +190,8 @@ void add_record(benchmark::State& state, Durability durability) {
 // Asking for records when there are none, as replicas mostly do, against one look at the file.
 void poll(benchmark::State& state) {
   Place place(Durability::none);
-  if (!place.ok() || !place.store().add_record(content(200)).ok()) return state.SkipWithError("no store");
+  if (!place.ok() || !place.store().add_record(content(200)).ok())
+    return state.SkipWithError("no store");
   const std::uint64_t cursor = place.store().records(0)->cursor;
   const std::string path = place.path() + "/records";
   bench::paired(
@@ -196,8 +207,10 @@ const bool registered = [] {
   using bench::mib;
   using bench::name;
   add("state/handover/shared_memory/KiB:64", handover, std::int64_t{65536});
-  for (const std::int64_t size : {1, 8, 64}) add(name({"state/handover/shared_memory", mib(size)}), handover, size << 20);
-  for (const auto& [where, durability] : {std::pair{"shared_memory", Durability::none}, {"disk", Durability::file_and_folder}}) {
+  for (const std::int64_t size : {1, 8, 64})
+    add(name({"state/handover/shared_memory", mib(size)}), handover, size << 20);
+  for (const auto& [where, durability] :
+       {std::pair{"shared_memory", Durability::none}, {"disk", Durability::file_and_folder}}) {
     for (const std::int64_t size : {1, 8, 64}) {
       add(name({"state/store/put/", where, mib(size)}), put, durability, size << 20);
       add(name({"state/store/get/", where, mib(size)}), get, durability, size << 20);

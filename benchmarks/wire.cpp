@@ -34,7 +34,9 @@ Bytes noise(std::size_t size) {
 void encode_chunk(benchmark::State& state) {
   const Bytes raw = noise(kvmeld::default_chunk_bytes);
   bench::Copy copy(chunk_bytes);
-  bench::paired(state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::encode_chunk(raw)); }, chunk_bytes, [&] { copy(); });
+  bench::paired(
+      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::encode_chunk(raw)); }, chunk_bytes,
+      [&] { copy(); });
 }
 
 // Verified raw bytes against one copy and one hash.
@@ -43,10 +45,13 @@ void decode_chunk(benchmark::State& state) {
   const Bytes stored = kvmeld::encode_chunk(raw);
   const kvmeld::BlobKey key = kvmeld::chunk_key(raw);
   bench::Copy copy(chunk_bytes);
-  bench::paired(state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::decode_chunk(stored, key)); }, chunk_bytes, [&] {
-    copy();
-    benchmark::DoNotOptimize(XXH3_128bits(copy.to.data(), copy.to.size()));
-  });
+  bench::paired(
+      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::decode_chunk(stored, key)); },
+      chunk_bytes,
+      [&] {
+        copy();
+        benchmark::DoNotOptimize(XXH3_128bits(copy.to.data(), copy.to.size()));
+      });
 }
 
 // A frame against one copy and one hash of its body.
@@ -72,11 +77,16 @@ void decode_manifest(benchmark::State& state) {
   const auto fragment = kvmeld::seal(cache.kv_cache_ref());
   const auto wire = kvmeld::encode_manifest(*fragment);
   const auto bytes = static_cast<std::int64_t>(wire->size());
-  bench::paired(state, bytes, [&] { benchmark::DoNotOptimize(kvmeld::decode_manifest(*wire, {}, geometry)); }, bytes,
-                [&] { benchmark::DoNotOptimize(kvmeld::detail::fragment_id<kvmeld::Xxh3_128>(*fragment->body())); });
+  bench::paired(
+      state, bytes, [&] { benchmark::DoNotOptimize(kvmeld::decode_manifest(*wire, {}, geometry)); },
+      bytes,
+      [&] {
+        benchmark::DoNotOptimize(kvmeld::detail::fragment_id<kvmeld::Xxh3_128>(*fragment->body()));
+      });
 }
 
-// All that a receiver does for a fragment of 8 MiB, against a copy and the two hashes that verify it.
+// All that a receiver does for a fragment of 8 MiB, against a copy and the two hashes that verify
+// it.
 void assemble(benchmark::State& state) {
   const auto geometry = bench::small_model(ElementType::f16);
   kvmeld::HostCache cache(geometry, 8 * bench::mebibyte / bench::token_bytes(*geometry));
@@ -86,12 +96,14 @@ void assemble(benchmark::State& state) {
   const auto manifest = kvmeld::make_manifest(*fragment);
   const Bytes wire = kvmeld::encode_manifest(*manifest);
   std::vector<Bytes> stored;
-  for (std::size_t c = 0; c < manifest->chunks[0].size(); ++c) stored.push_back(kvmeld::encode_chunk(kvmeld::raw_chunk(payload, c)));
+  for (std::size_t c = 0; c < manifest->chunks[0].size(); ++c)
+    stored.push_back(kvmeld::encode_chunk(kvmeld::raw_chunk(payload, c)));
   const auto bytes = static_cast<std::int64_t>(payload.byte_count);
   bench::Copy copy(bytes);
   const auto work = [&] {
     kvmeld::Assembler assembler(*kvmeld::decode_manifest(wire, {}, geometry));
-    for (std::size_t c = 0; c < stored.size(); ++c) (void)assembler.add(manifest->chunks[0][c], stored[c]);
+    for (std::size_t c = 0; c < stored.size(); ++c)
+      (void)assembler.add(manifest->chunks[0][c], stored[c]);
     benchmark::DoNotOptimize(assembler.finish());
   };
   bench::paired(state, bytes, work, bytes, [&] {
@@ -105,18 +117,23 @@ void assemble(benchmark::State& state) {
 // The baseline is OpenSSL's own one-call digest.
 void sha256(benchmark::State& state) {
   const Bytes raw = noise(kvmeld::default_chunk_bytes);
-  bench::paired(state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::chunk_key<kvmeld::Sha256>(raw)); }, chunk_bytes, [&] {
-    unsigned char out[32];
-    (void)EVP_Digest(raw.data(), raw.size(), out, nullptr, EVP_sha256(), nullptr);
-    benchmark::DoNotOptimize(out);
-  });
+  bench::paired(
+      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::chunk_key<kvmeld::Sha256>(raw)); },
+      chunk_bytes,
+      [&] {
+        unsigned char out[32];
+        (void)EVP_Digest(raw.data(), raw.size(), out, nullptr, EVP_sha256(), nullptr);
+        benchmark::DoNotOptimize(out);
+      });
 }
 #endif
 
 #if defined(KVMELD_BENCH_ZSTD)
-/// Rows of 128 channels as keys and values have them: each channel normal about its own mean, with its own width.
+/// Rows of 128 channels as keys and values have them: each channel normal about its own mean, with
+/// its own width.
 Bytes channels(ElementType type) {
-  const std::size_t elements = kvmeld::default_chunk_bytes / static_cast<std::size_t>(kvmeld::block_bytes(type));
+  const std::size_t elements =
+      kvmeld::default_chunk_bytes / static_cast<std::size_t>(kvmeld::block_bytes(type));
   Bytes out(kvmeld::default_chunk_bytes);
   std::uint64_t state = 1;
   const auto uniform = [&state] {
@@ -125,30 +142,46 @@ Bytes channels(ElementType type) {
   };
   for (std::size_t i = 0; i < elements; ++i) {
     const auto channel = static_cast<double>(i % 128);
-    const double normal = std::sqrt(-2 * std::log(uniform())) * std::cos(6.283185307179586 * uniform());
-    const auto value = static_cast<float>(std::exp2(channel / 32 - 2) * (normal + (channel > 96 ? 2 : 0)));
+    const double normal =
+        std::sqrt(-2 * std::log(uniform())) * std::cos(6.283185307179586 * uniform());
+    const auto value =
+        static_cast<float>(std::exp2(channel / 32 - 2) * (normal + (channel > 96 ? 2 : 0)));
     if (type == ElementType::f32) std::memcpy(&out[4 * i], &value, 4);
-    const std::uint16_t half = type == ElementType::f16 ? kvmeld::from_float<kvmeld::f16>(value).bits : kvmeld::from_float<kvmeld::bf16>(value).bits;
+    const std::uint16_t half = type == ElementType::f16
+                                   ? kvmeld::from_float<kvmeld::f16>(value).bits
+                                   : kvmeld::from_float<kvmeld::bf16>(value).bits;
     if (type != ElementType::f32) std::memcpy(&out[2 * i], &half, 2);
   }
   return out;
 }
 
-// Against zstd alone at the same level. `shorter`: raw bytes / stored bytes, and what zstd alone makes of it.
+// Against zstd alone at the same level. `shorter`: raw bytes / stored bytes, and what zstd alone
+// makes of it.
 void compress(benchmark::State& state, ElementType type, bool back) {
   const Bytes raw = channels(type);
   const kvmeld::ChunkForm form{type, 128};
   const kvmeld::BlobKey key = kvmeld::chunk_key(raw);
-  const Bytes split = kvmeld::encode_chunk(raw, kvmeld::Zstd{}, form), plain = kvmeld::encode_chunk(raw, kvmeld::Zstd{});
+  const Bytes split = kvmeld::encode_chunk(raw, kvmeld::Zstd{}, form),
+              plain = kvmeld::encode_chunk(raw, kvmeld::Zstd{});
   if (back) {
-    bench::paired(state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::decode_chunk(split, key, raw.size(), kvmeld::Zstd{})); }, chunk_bytes,
-                  [&] { benchmark::DoNotOptimize(kvmeld::decode_chunk(plain, key, raw.size(), kvmeld::Zstd{})); });
+    bench::paired(
+        state, chunk_bytes,
+        [&] {
+          benchmark::DoNotOptimize(kvmeld::decode_chunk(split, key, raw.size(), kvmeld::Zstd{}));
+        },
+        chunk_bytes,
+        [&] {
+          benchmark::DoNotOptimize(kvmeld::decode_chunk(plain, key, raw.size(), kvmeld::Zstd{}));
+        });
   } else {
-    bench::paired(state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::encode_chunk(raw, kvmeld::Zstd{}, form)); }, chunk_bytes,
-                  [&] { benchmark::DoNotOptimize(kvmeld::encode_chunk(raw, kvmeld::Zstd{})); });
+    bench::paired(
+        state, chunk_bytes,
+        [&] { benchmark::DoNotOptimize(kvmeld::encode_chunk(raw, kvmeld::Zstd{}, form)); },
+        chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::encode_chunk(raw, kvmeld::Zstd{})); });
   }
   state.counters["shorter"] = static_cast<double>(raw.size()) / static_cast<double>(split.size());
-  state.counters["shorter_alone"] = static_cast<double>(raw.size()) / static_cast<double>(plain.size());
+  state.counters["shorter_alone"] =
+      static_cast<double>(raw.size()) / static_cast<double>(plain.size());
 }
 #endif
 

@@ -1,7 +1,9 @@
-// Several agents read different notes; their caches are merged; questions are answered as if one agent had read all.
+// Several agents read different notes; their caches are merged; questions are answered as if one
+// agent had read all.
 //
-// Compares the ways to do that on one model, over fact sets made from seeds: `--help` lists the flags. Writes
-// build/two_agents.json and goes on from the rows that are there. docs/quality.md reads the table.
+// Compares the ways to do that on one model, over fact sets made from seeds: `--help` lists the
+// flags. Writes build/two_agents.json and goes on from the rows that are there. docs/quality.md
+// reads the table.
 
 #include "support/asking.hpp"
 #include "support/dataset.hpp"
@@ -33,8 +35,9 @@ struct Flags {
   std::vector<std::size_t> agents{2, 4};
   std::size_t questions = 32;
   std::vector<std::string> tasks{"single"};
-  std::vector<std::string> methods{"full_text", "one_agent", "text_summary", "concat", "lead_in", "lead_in_canonical",
-                                   "lead_in_no_rotation", "mean"};
+  std::vector<std::string> methods{
+      "full_text", "one_agent",         "text_summary",        "concat",
+      "lead_in",   "lead_in_canonical", "lead_in_no_rotation", "mean"};
   std::vector<std::uint64_t> seeds{2};
   std::size_t context_tokens = 0;
   std::size_t facts = 8;
@@ -48,7 +51,8 @@ struct Flags {
 
 constexpr const char* system_text = "You answer questions about the notes below. Notes:";
 constexpr const char* request_text = "Complete the statement as the notes say.";
-constexpr const char* summary_text = "Summarise these notes in a few short sentences for a colleague who has not read them.";
+constexpr const char* summary_text =
+    "Summarise these notes in a few short sentences for a colleague who has not read them.";
 constexpr std::size_t questions_per_set = 8;
 constexpr llama_seq_id first_branch = 16;  // 0 the cache, 1 … 8 the questions
 
@@ -56,7 +60,7 @@ constexpr llama_seq_id first_branch = 16;  // 0 the cache, 1 … 8 the questions
 struct Texts {
   Frame frame;
   Tokens prefix, lead_in;
-  std::vector<Tokens> notes;            // (agent, token)
+  std::vector<Tokens> notes;  // (agent, token)
   std::vector<kvmeld::TokenId> sentence_ends;
 };
 
@@ -66,8 +70,10 @@ Tokens tokens_of(const Engine& engine, const std::vector<std::string>& sentences
   return out;
 }
 
-/// Neutral sentences an agent needs so that a prompt of all notes has about as many tokens as asked for.
-std::size_t neutral_sentences(const Engine& engine, const Flags& flags, std::size_t agents, Task task, std::size_t prefix) {
+/// Neutral sentences an agent needs so that a prompt of all notes has about as many tokens as asked
+/// for.
+std::size_t neutral_sentences(const Engine& engine, const Flags& flags, std::size_t agents,
+                              Task task, std::size_t prefix) {
   if (flags.context_tokens == 0) return 0;
   const auto total = [&](std::size_t neutral) {
     const FactSet set = make_fact_set(task, agents, 0, 0, flags.facts, questions_per_set, neutral);
@@ -80,9 +86,10 @@ std::size_t neutral_sentences(const Engine& engine, const Flags& flags, std::siz
   return neutral;
 }
 
-/// Asks all questions of a fact set on sequence 0 and counts right answers into `row`; `full` holds full text's logits.
-bool answer(Engine& engine, const Frame& frame, const FactSet& set, llama_pos length, bool reference,
-            std::vector<std::vector<float>>& full, Row& row) {
+/// Asks all questions of a fact set on sequence 0 and counts right answers into `row`; `full` holds
+/// full text's logits.
+bool answer(Engine& engine, const Frame& frame, const FactSet& set, llama_pos length,
+            bool reference, std::vector<std::vector<float>>& full, Row& row) {
   std::vector<Ask> asks;
   bool steps = false;
   for (const Question& question : set.questions) {
@@ -97,13 +104,15 @@ bool answer(Engine& engine, const Frame& frame, const FactSet& set, llama_pos le
     if (reference) full.push_back(answers[i].logits);
     row.kl += divergence(full[i], answers[i].logits) / static_cast<double>(answers.size());
   }
-  if (steps) {  // the name that the model gave goes into the second question; it may be wrong, or none
+  // the name that the model gave goes into the second question; it may be wrong, or none
+  if (steps) {
     prompts.clear();
     for (std::size_t i = 0; i < answers.size(); ++i) {
       const std::string link = asks[i].candidates[answers[i].named.value_or(answers[i].ranked)];
       asks[i] = set.questions[i].last;
       std::string& start = asks[i].start;
-      for (std::size_t at = start.find('@'); at != std::string::npos; at = start.find('@')) start.replace(at, 1, link);
+      for (std::size_t at = start.find('@'); at != std::string::npos; at = start.find('@'))
+        start.replace(at, 1, link);
       prompts.push_back(make_prompt(engine, frame, asks[i]));
     }
     answers = ask(engine, length, prompts, first_branch, nullptr);
@@ -118,8 +127,10 @@ bool answer(Engine& engine, const Frame& frame, const FactSet& set, llama_pos le
   return true;
 }
 
-/// Every agent but the first sums up its notes in at most `share` of their tokens, all in one batch.
-bool write_summaries(Engine& engine, const Texts& texts, double share, std::vector<Tokens>& summaries, Cost& cost) {
+/// Every agent but the first sums up its notes in at most `share` of their tokens, all in one
+/// batch.
+bool write_summaries(Engine& engine, const Texts& texts, double share,
+                     std::vector<Tokens>& summaries, Cost& cost) {
   const Stopwatch watch;
   engine.forget_all();
   const Frame frame = make_frame(engine, system_text, summary_text);
@@ -136,7 +147,8 @@ bool write_summaries(Engine& engine, const Texts& texts, double share, std::vect
     engine.branch(0, sequence);
     Tokens prompt = texts.notes[i];
     append(prompt, request);
-    if (!engine.prefill(prompt, static_cast<llama_pos>(texts.prefix.size()), sequence, true)) return false;
+    if (!engine.prefill(prompt, static_cast<llama_pos>(texts.prefix.size()), sequence, true))
+      return false;
     next[i] = detail::top_token(engine.last_logits());
     at[i] = static_cast<llama_pos>(texts.prefix.size() + prompt.size());
   }
@@ -144,7 +156,9 @@ bool write_summaries(Engine& engine, const Texts& texts, double share, std::vect
     Batch batch;
     std::vector<std::int32_t> rows(count);
     for (std::size_t i = 1; i < count; ++i) {
-      done[i] = done[i] || engine.ends(next[i]) || static_cast<double>(summaries[i].size()) >= share * static_cast<double>(texts.notes[i].size());
+      done[i] = done[i] || engine.ends(next[i]) ||
+                static_cast<double>(summaries[i].size()) >=
+                    share * static_cast<double>(texts.notes[i].size());
       if (done[i]) continue;
       summaries[i].push_back(next[i]);
       rows[i] = batch.add(next[i], at[i]++, static_cast<llama_seq_id>(i), true);
@@ -160,16 +174,19 @@ bool write_summaries(Engine& engine, const Texts& texts, double share, std::vect
 }
 
 /// Fills sequence 0 as the method says.
-kvmeld::Status fill(Engine& engine, const Texts& texts, double summary_share, Splicer& splicer, const Method& method, Cost& cost) {
+kvmeld::Status fill(Engine& engine, const Texts& texts, double summary_share, Splicer& splicer,
+                    const Method& method, Cost& cost) {
   if (method.source == Method::Source::merged || method.source == Method::Source::mean) {
     return splicer.merge(method, cost);
   }
-  const kvmeld::Status refused{kvmeld::ErrorCode::engine_failure, "the engine refused a prompt; is the context too small?"};
+  const kvmeld::Status refused{kvmeld::ErrorCode::engine_failure,
+                               "the engine refused a prompt; is the context too small?"};
   Tokens all = texts.prefix;
   append(all, texts.notes[0]);
   if (method.source == Method::Source::full_text)
     for (std::size_t i = 1; i < texts.notes.size(); ++i) append(all, texts.notes[i]);
-  if (method.source == Method::Source::text_summary) {  // the first agent reads its own notes and what the others wrote
+  // the first agent reads its own notes and what the others wrote
+  if (method.source == Method::Source::text_summary) {
     std::vector<Tokens> summaries;
     if (!write_summaries(engine, texts, summary_share, summaries, cost)) return refused;
     for (const Tokens& summary : summaries) {
@@ -188,14 +205,17 @@ kvmeld::Status fill(Engine& engine, const Texts& texts, double summary_share, Sp
   return {};
 }
 
-/// Inserts the fragments in every order (up to five agents) or in 200 random ones; all must render the same bytes.
-kvmeld::Status permute(Splicer& splicer, std::size_t agents, bool lead_in, std::size_t& renders, bool& equal) {
+/// Inserts the fragments in every order (up to five agents) or in 200 random ones; all must render
+/// the same bytes.
+kvmeld::Status permute(Splicer& splicer, std::size_t agents, bool lead_in, std::size_t& renders,
+                       bool& equal) {
   std::vector<std::size_t> order(agents);
   std::iota(order.begin(), order.end(), std::size_t{0});
   const auto first = splicer.digest_of(lead_in, order);
   if (!first) return first.error();
   Draw draw(agents);
-  for (renders = 1; agents > 5 ? renders < 200 : std::next_permutation(order.begin(), order.end()); ++renders) {
+  for (renders = 1; agents > 5 ? renders < 200 : std::next_permutation(order.begin(), order.end());
+       ++renders) {
     if (agents > 5) draw.shuffle(order);
     const auto again = splicer.digest_of(lead_in, order);
     if (!again) return again.error();
@@ -216,16 +236,19 @@ class Run {
       for (const std::size_t agents : flags_.agents)
         for (const std::uint64_t seed : flags_.seeds)
           for (std::size_t set = 0; set < sets; ++set) {
-            const std::size_t questions = std::min(questions_per_set, flags_.questions - set * questions_per_set);
-            if (kvmeld::Status status = one_set(task, agents, seed, set, questions, chosen); !status) return status;
+            const std::size_t questions =
+                std::min(questions_per_set, flags_.questions - set * questions_per_set);
+            if (kvmeld::Status status = one_set(task, agents, seed, set, questions, chosen);
+                !status)
+              return status;
           }
     std::fprintf(stderr, "\r%-100s\r", "");
     return {};
   }
 
  private:
-  kvmeld::Status one_set(Task task, std::size_t agents, std::uint64_t seed, std::size_t index, std::size_t questions,
-                         const std::vector<const Method*>& chosen) {
+  kvmeld::Status one_set(Task task, std::size_t agents, std::uint64_t seed, std::size_t index,
+                         std::size_t questions, const std::vector<const Method*>& chosen) {
     Row row;
     row.agents = agents;
     row.task = name(task);
@@ -248,13 +271,15 @@ class Run {
     texts.frame = make_frame(engine_, system_text, request_text);
     texts.prefix = engine_.tokens(texts.frame.prefix, true, true);
     texts.lead_in = engine_.tokens(lead_in(flags_.lead_in_sentences));
-    const std::size_t neutral = neutral_sentences(engine_, flags_, agents, task, texts.prefix.size());
+    const std::size_t neutral =
+        neutral_sentences(engine_, flags_, agents, task, texts.prefix.size());
     const FactSet set = make_fact_set(task, agents, seed, index, flags_.facts, questions, neutral);
     for (const auto& notes : set.notes) texts.notes.push_back(tokens_of(engine_, notes));
     texts.sentence_ends = {texts.notes[0].back()};
     check_tokens(texts, set);
 
-    Splicer splicer(engine_, geometries_, texts.prefix, texts.lead_in, texts.notes, texts.sentence_ends, flags_.variants == 2, flags_.threads);
+    Splicer splicer(engine_, geometries_, texts.prefix, texts.lead_in, texts.notes,
+                    texts.sentence_ends, flags_.variants == 2, flags_.threads);
     std::vector<std::vector<float>> full;
     for (const Method* method : chosen) {
       const bool reference = method->source == Method::Source::full_text;
@@ -263,15 +288,20 @@ class Run {
         result.method = method->name;
         Cost cost;
         engine_.forget_all();
-        if (kvmeld::Status status = fill(engine_, texts, flags_.summary_share, splicer, *method, cost); !status) return status;
+        if (kvmeld::Status status =
+                fill(engine_, texts, flags_.summary_share, splicer, *method, cost);
+            !status)
+          return status;
         if (!answer(engine_, texts.frame, set, cost.length, reference, full, result))
-          return {kvmeld::ErrorCode::engine_failure, "the engine refused a question; is the context too small?"};
+          return {kvmeld::ErrorCode::engine_failure,
+                  "the engine refused a question; is the context too small?"};
         result.export_ms = cost.export_ms;
         result.merge_ms = cost.merge_ms;
         result.import_ms = cost.import_ms;
         result.recompute_ms = cost.recompute_ms;
         result.prefill_ms = cost.prefill_ms;
-        result.first_token_ms = cost.export_ms + cost.merge_ms + cost.import_ms + cost.recompute_ms + cost.prefill_ms + result.decode_ms;
+        result.first_token_ms = cost.export_ms + cost.merge_ms + cost.import_ms +
+                                cost.recompute_ms + cost.prefill_ms + result.decode_ms;
         result.prefilled_tokens = cost.prefilled_tokens;
         result.bytes = cost.bytes;
         result.length = static_cast<std::size_t>(cost.length);
@@ -280,19 +310,27 @@ class Run {
       progress(row, *method);
     }
     for (const bool led : {false, true}) {
-      const std::string what = row.task + "/" + std::to_string(agents) + "/" + std::to_string(seed) + "/" + std::to_string(index) +
-                               "/" + std::to_string(flags_.context_tokens) + (led ? "/lead_in" : "/plain");
-      const auto merges = [led](const Method* m) { return m->source == Method::Source::merged && m->lead_in == led; };
+      const std::string what = row.task + "/" + std::to_string(agents) + "/" +
+                               std::to_string(seed) + "/" + std::to_string(index) + "/" +
+                               std::to_string(flags_.context_tokens) +
+                               (led ? "/lead_in" : "/plain");
+      const auto merges = [led](const Method* m) {
+        return m->source == Method::Source::merged && m->lead_in == led;
+      };
       if (results_.permuted(what) || std::none_of(chosen.begin(), chosen.end(), merges)) continue;
       std::size_t renders = 0;
       bool equal = true;
-      if (kvmeld::Status status = permute(splicer, agents, led, renders, equal); !status) return status;
+      if (kvmeld::Status status = permute(splicer, agents, led, renders, equal); !status)
+        return status;
       results_.add_permutations(what, renders, equal);
     }
-    return results_.save() ? kvmeld::Status() : kvmeld::Status(kvmeld::ErrorCode::invalid_argument, "cannot write " + flags_.output);
+    return results_.save() ? kvmeld::Status()
+                           : kvmeld::Status(kvmeld::ErrorCode::invalid_argument,
+                                            "cannot write " + flags_.output);
   }
 
-  /// Pieces tokenised apart must be what the whole text gives, or full text is no ceiling; says so once where they differ.
+  /// Pieces tokenised apart must be what the whole text gives, or full text is no ceiling; says so
+  /// once where they differ.
   void check_tokens(const Texts& texts, const FactSet& set) {
     std::string text = texts.frame.prefix;
     Tokens pieces = texts.prefix;
@@ -302,16 +340,21 @@ class Run {
     }
     if (pieces == engine_.tokens(text, true, true) || warned_) return;
     warned_ = true;
-    std::fprintf(stderr, "note: this tokenizer joins words across pieces; full text uses the pieces' tokens too\n");
+    std::fprintf(
+        stderr,
+        "note: this tokenizer joins words across pieces; full text uses the pieces' tokens too\n");
   }
 
   void progress(const Row& row, const Method& method) {
     --left_;
     ++done_;
     const double seconds = watch_.milliseconds() / 1000;
-    std::fprintf(stderr, "\r%s, %zu agents, seed %llu, fact set %zu: %-20s %5.1f min done, about %5.1f min left ", row.task.c_str(), row.agents,
-                 static_cast<unsigned long long>(row.seed), row.fact_set, std::string(method.name).c_str(), seconds / 60,
-                 seconds / 60 / static_cast<double>(done_) * static_cast<double>(left_));
+    std::fprintf(
+        stderr,
+        "\r%s, %zu agents, seed %llu, fact set %zu: %-20s %5.1f min done, about %5.1f min left ",
+        row.task.c_str(), row.agents, static_cast<unsigned long long>(row.seed), row.fact_set,
+        std::string(method.name).c_str(), seconds / 60,
+        seconds / 60 / static_cast<double>(done_) * static_cast<double>(left_));
   }
 
   const Flags& flags_;
@@ -327,40 +370,75 @@ class Run {
 
 int main(int argc, char** argv) {
   Flags flags;
-  CLI::App app("Merges the caches of agents that read different notes, and asks questions about all of them.");
+  CLI::App app(
+      "Merges the caches of agents that read different notes, and asks questions about all of "
+      "them.");
   app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
-  app.add_option("--output", flags.output, "JSON file; rows already there are kept")->capture_default_str();
-  app.add_option("--agents", flags.agents, "numbers of agents, e.g. 2,4,8")->delimiter(',')->capture_default_str();
-  app.add_option("--questions", flags.questions, "questions for each number of agents, task and seed")->capture_default_str();
-  app.add_option("--tasks", flags.tasks, "single, two_hop, two_hop_steps")->delimiter(',')->capture_default_str();
-  app.add_option("--methods", flags.methods, "names as in the table, or all")->delimiter(',')->capture_default_str();
-  app.add_option("--seeds", flags.seeds, "seeds of the fact sets; 1 served to choose the lead-in")->delimiter(',')->capture_default_str();
-  app.add_option("--context-tokens", flags.context_tokens, "neutral notes are added up to this prompt length")->capture_default_str();
-  app.add_option("--facts", flags.facts, "facts in a set, dealt out to the agents (task single)")->check(CLI::Range(8, 32))->capture_default_str();
-  app.add_option("--lead-in", flags.lead_in_sentences, "sentences of the lead-in, up to 16")->check(CLI::Range(1, 16))->capture_default_str();
-  app.add_option("--variants", flags.variants, "2: agents also seal their notes without lead-in, for whoever comes first")->check(CLI::Range(1, 2))->capture_default_str();
-  app.add_option("--summary-share", flags.summary_share, "longest text summary, as a share of the notes' tokens")->capture_default_str();
-  app.add_option("--include", flags.include, "further JSON files of the same model whose rows are taken over")->delimiter(',');
-  app.add_option("--threads", flags.threads, "of the engine and of the merge")->check(CLI::Range(1, 256))->capture_default_str();
-  app.add_flag("--table", flags.table, "print and save the table of the rows that are there, and run nothing");
+  app.add_option("--output", flags.output, "JSON file; rows already there are kept")
+      ->capture_default_str();
+  app.add_option("--agents", flags.agents, "numbers of agents, e.g. 2,4,8")
+      ->delimiter(',')
+      ->capture_default_str();
+  app.add_option("--questions", flags.questions,
+                 "questions for each number of agents, task and seed")
+      ->capture_default_str();
+  app.add_option("--tasks", flags.tasks, "single, two_hop, two_hop_steps")
+      ->delimiter(',')
+      ->capture_default_str();
+  app.add_option("--methods", flags.methods, "names as in the table, or all")
+      ->delimiter(',')
+      ->capture_default_str();
+  app.add_option("--seeds", flags.seeds, "seeds of the fact sets; 1 served to choose the lead-in")
+      ->delimiter(',')
+      ->capture_default_str();
+  app.add_option("--context-tokens", flags.context_tokens,
+                 "neutral notes are added up to this prompt length")
+      ->capture_default_str();
+  app.add_option("--facts", flags.facts, "facts in a set, dealt out to the agents (task single)")
+      ->check(CLI::Range(8, 32))
+      ->capture_default_str();
+  app.add_option("--lead-in", flags.lead_in_sentences, "sentences of the lead-in, up to 16")
+      ->check(CLI::Range(1, 16))
+      ->capture_default_str();
+  app.add_option("--variants", flags.variants,
+                 "2: agents also seal their notes without lead-in, for whoever comes first")
+      ->check(CLI::Range(1, 2))
+      ->capture_default_str();
+  app.add_option("--summary-share", flags.summary_share,
+                 "longest text summary, as a share of the notes' tokens")
+      ->capture_default_str();
+  app.add_option("--include", flags.include,
+                 "further JSON files of the same model whose rows are taken over")
+      ->delimiter(',');
+  app.add_option("--threads", flags.threads, "of the engine and of the merge")
+      ->check(CLI::Range(1, 256))
+      ->capture_default_str();
+  app.add_flag("--table", flags.table,
+               "print and save the table of the rows that are there, and run nothing");
   CLI11_PARSE(app, argc, argv);
 
   std::vector<Task> tasks;
   for (const std::string& text : flags.tasks) {
     const Task all[] = {Task::single, Task::two_hop, Task::two_hop_steps};
-    const auto* at = std::find_if(std::begin(all), std::end(all), [&](Task task) { return name(task) == text; });
+    const auto* at =
+        std::find_if(std::begin(all), std::end(all), [&](Task task) { return name(task) == text; });
     if (at == std::end(all)) return std::fprintf(stderr, "no task is called %s\n", text.c_str()), 2;
     tasks.push_back(*at);
   }
-  std::vector<const Method*> chosen{find_method("full_text")};  // first: the others are compared with it
+  // first: the others are compared with it
+  std::vector<const Method*> chosen{find_method("full_text")};
   for (const Method& method : methods) {
-    const bool named = std::any_of(flags.methods.begin(), flags.methods.end(), [&](const std::string& m) { return m == method.name || m == "all"; });
+    const bool named =
+        std::any_of(flags.methods.begin(), flags.methods.end(),
+                    [&](const std::string& m) { return m == method.name || m == "all"; });
     if (named && &method != chosen[0]) chosen.push_back(&method);
   }
   for (const std::string& text : flags.methods)
-    if (text != "all" && find_method(text) == nullptr) return std::fprintf(stderr, "no method is called %s\n", text.c_str()), 2;
+    if (text != "all" && find_method(text) == nullptr)
+      return std::fprintf(stderr, "no method is called %s\n", text.c_str()), 2;
   for (const std::size_t agents : flags.agents)
-    if (agents < 1 || agents > 8) return std::fprintf(stderr, "%zu agents: 1 to 8 share the facts of a set\n", agents), 2;
+    if (agents < 1 || agents > 8)
+      return std::fprintf(stderr, "%zu agents: 1 to 8 share the facts of a set\n", agents), 2;
 
   const std::string file = flags.model.substr(flags.model.find_last_of('/') + 1);
   Results results(flags.output, file);
@@ -368,8 +446,10 @@ int main(int argc, char** argv) {
   if (flags.table) return results.print(), results.save() ? 0 : 1;
 
   const std::size_t cells = 4096 + 12 * flags.context_tokens;
-  const std::unique_ptr<Engine> engine =
-      Engine::open({.model = flags.model, .threads = flags.threads, .cells = static_cast<std::uint32_t>(cells), .sequences = 64});
+  const std::unique_ptr<Engine> engine = Engine::open({.model = flags.model,
+                                                       .threads = flags.threads,
+                                                       .cells = static_cast<std::uint32_t>(cells),
+                                                       .sequences = 64});
   if (!engine) return std::fprintf(stderr, "llama.cpp cannot open %s\n", flags.model.c_str()), 1;
   const kvmeld::Result<Geometries> geometries = make_geometries(*engine, flags.model);
   if (!geometries) return std::fprintf(stderr, "%s\n", geometries.error().message().c_str()), 1;

@@ -1,4 +1,5 @@
-// A fuser of one's own in twenty lines: it takes part in planning, rendering, naming and checking like those of the library.
+// A fuser of one's own in twenty lines: it takes part in planning, rendering, naming and checking
+// like those of the library.
 //
 //   bash examples/run.sh 03
 
@@ -9,11 +10,15 @@
 #include <kvmeld/kvmeld.hpp>
 
 // example-begin custom-fuser
-/// Keeps, channel by channel, the value of the largest magnitude; equal magnitudes keep the first fragment's.
+/// Keeps, channel by channel, the value of the largest magnitude; equal magnitudes keep the first
+/// fragment's.
 struct Strongest {
-  static constexpr bool reproducible = true;          // comparisons only: equal inputs give equal bytes everywhere
-  static constexpr bool rotation_equivariant = false; // acts per channel, so keys are compared un-rotated
-  static constexpr bool keeps_single = true;          // one contribution is its own result: copied, not computed
+  // comparisons only: equal inputs give equal bytes everywhere
+  static constexpr bool reproducible = true;
+  // acts per channel, so keys are compared un-rotated
+  static constexpr bool rotation_equivariant = false;
+  // one contribution is its own result: copied, not computed
+  static constexpr bool keeps_single = true;
 
   KVMELD_HD static float magnitude(float x) { return x < 0 ? -x : x; }
   KVMELD_HD float init() const { return 0; }
@@ -29,10 +34,12 @@ struct Strongest {
 namespace {
 
 /// A cache of two layers whose values rise with the token and carry the agent's sign.
-kvmeld::Fragment fragment(const std::shared_ptr<const kvmeld::Geometry>& geometry, float sign, std::int64_t tokens) {
+kvmeld::Fragment fragment(const std::shared_ptr<const kvmeld::Geometry>& geometry, float sign,
+                          std::int64_t tokens) {
   kvmeld::HostCache cache(geometry, tokens);
   auto* values = reinterpret_cast<float*>(cache.bytes().data());
-  for (std::size_t i = 0; i < cache.bytes().size() / sizeof(float); ++i) values[i] = sign * static_cast<float>(1 + i % 7) / 8;
+  for (std::size_t i = 0; i < cache.bytes().size() / sizeof(float); ++i)
+    values[i] = sign * static_cast<float>(1 + i % 7) / 8;
   return *kvmeld::seal(cache.kv_cache_ref());
 }
 
@@ -46,7 +53,8 @@ int main() {
 
   FragmentSet set;
   for (int agent = 0; agent < 3; ++agent) {
-    const auto sealed = fragment(geometry, agent == 1 ? -2.0F : 1.0F + static_cast<float>(agent) / 4, 10 + agent);
+    const auto sealed =
+        fragment(geometry, agent == 1 ? -2.0F : 1.0F + static_cast<float>(agent) / 4, 10 + agent);
     if (!set.insert(sealed, {.agent = static_cast<std::uint64_t>(agent), .sequence = 0})) return 1;
   }
 
@@ -62,10 +70,12 @@ int main() {
       return false;
     }
     if (first == Digest128{}) first = *report->content_digest;
-    std::printf("%-12s %lld tokens  content %s\n", name, static_cast<long long>(report->tokens), report->content_digest->hex().c_str());
+    std::printf("%-12s %lld tokens  content %s\n", name, static_cast<long long>(report->tokens),
+                report->content_digest->hex().c_str());
     return *report->content_digest == first;
   };
-  const bool equal = report_on("sequential", exec::seq) && report_on("lanes", exec::lanes) && report_on("3 threads", exec::threads(3));
+  const bool equal = report_on("sequential", exec::seq) && report_on("lanes", exec::lanes) &&
+                     report_on("3 threads", exec::threads(3));
   std::puts(equal ? "one digest on every executor" : "the executors disagree");
   return equal ? 0 : 1;
 }

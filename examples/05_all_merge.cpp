@@ -1,5 +1,6 @@
-// The processes of one MPI job read a part of the facts each, merge their caches in one step, and all end with the same one.
-// Started by mpiexec; examples/run.sh 05 does that. Writes build/all_merge.json.
+// The processes of one MPI job read a part of the facts each, merge their caches in one step, and
+// all end with the same one. Started by mpiexec; examples/run.sh 05 does that. Writes
+// build/all_merge.json.
 
 #include "support/note_agent.hpp"
 
@@ -39,7 +40,8 @@ kvmeld::Result<json> take_part(const Flags& flags, const Job& job) {
   };
   say("every rank loads the model");
   const auto agents = static_cast<std::size_t>(job.size);
-  const FactSet facts = make_fact_set(Task::single, agents, flags.seed, 0, flags.questions, flags.questions, 2);
+  const FactSet facts =
+      make_fact_set(Task::single, agents, flags.seed, 0, flags.questions, flags.questions, 2);
   const auto merger = kvmeld::merger();
   kvmeld::FragmentSet set;
   kvmeld::Status status;
@@ -49,13 +51,17 @@ kvmeld::Result<json> take_part(const Flags& flags, const Job& job) {
   if (status) {
     say("every rank reads its notes");
     const auto fragment = (*agent)->read(facts.notes[static_cast<std::size_t>(job.rank)]);
-    status = fragment ? set.insert(*fragment, kvmeld::Provenance{static_cast<std::uint64_t>(job.rank), 0, 1}) : fragment.error();
+    status = fragment ? set.insert(*fragment,
+                                   kvmeld::Provenance{static_cast<std::uint64_t>(job.rank), 0, 1})
+                      : fragment.error();
   }
   // A rank that failed must not leave the others waiting in the merge.
   int failed = status ? 0 : 1;
   (void)MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
   if (!status) return status;
-  if (failed > 0) return kvmeld::Status(kvmeld::ErrorCode::unavailable, std::to_string(failed) + " other ranks could not read their notes");
+  if (failed > 0)
+    return kvmeld::Status(kvmeld::ErrorCode::unavailable,
+                          std::to_string(failed) + " other ranks could not read their notes");
 
   say("merge");
   const Stopwatch merging;
@@ -102,21 +108,27 @@ std::vector<json> gather(const json& mine, const Job& job) {
     total += sizes[r];
   }
   std::string all(static_cast<std::size_t>(job.rank == 0 ? total : 0), ' ');
-  (void)MPI_Gatherv(text.data(), own, MPI_CHAR, all.data(), sizes.data(), places.data(), MPI_CHAR, 0, MPI_COMM_WORLD);
+  (void)MPI_Gatherv(text.data(), own, MPI_CHAR, all.data(), sizes.data(), places.data(), MPI_CHAR,
+                    0, MPI_COMM_WORLD);
   std::vector<json> out;
   for (std::size_t r = 0; job.rank == 0 && r < sizes.size(); ++r) {
-    out.push_back(json::parse(all.substr(static_cast<std::size_t>(places[r]), static_cast<std::size_t>(sizes[r])), nullptr, false));
+    out.push_back(json::parse(
+        all.substr(static_cast<std::size_t>(places[r]), static_cast<std::size_t>(sizes[r])),
+        nullptr, false));
   }
   return out;
 }
 
 bool print(const Flags& flags, const std::vector<json>& results) {
-  json out{{"agents", results.size()}, {"content_digests", json::array()}, {"killed_and_back", nullptr}};  // a rank that dies ends an MPI job
+  // a rank that dies ends an MPI job
+  json out{
+      {"agents", results.size()}, {"content_digests", json::array()}, {"killed_and_back", nullptr}};
   bool complete = true, equal = true;
   std::size_t right = ~std::size_t{0}, total = 0;
   std::uint64_t bytes = 0, dedup = 0;
   double wait_ms = 0, render_ms = 0;
-  std::printf("%-6s %-34s %10s %8s %12s %12s %6s %9s %10s\n", "rank", "content digest", "right", "tokens", "bytes out", "bytes in", "dedup", "wait ms", "render ms");
+  std::printf("%-6s %-34s %10s %8s %12s %12s %6s %9s %10s\n", "rank", "content digest", "right",
+              "tokens", "bytes out", "bytes in", "dedup", "wait ms", "render ms");
   for (std::size_t r = 0; r < results.size(); ++r) {
     const json& one = results[r];
     if (one.contains("error")) {
@@ -124,9 +136,12 @@ bool print(const Flags& flags, const std::vector<json>& results) {
       std::printf("%-6zu failed: %s\n", r, one["error"].get<std::string>().c_str());
       continue;
     }
-    std::printf("%-6zu %-34s %4zu of %-3zu %7zu %12llu %12llu %6zu %9.0f %10.1f\n", r, one["content_digest"].get<std::string>().c_str(), one["right"].get<std::size_t>(),
-                one["total"].get<std::size_t>(), one["tokens"].get<std::size_t>(), static_cast<unsigned long long>(one["bytes_sent"].get<std::uint64_t>()),
-                static_cast<unsigned long long>(one["bytes_received"].get<std::uint64_t>()), one["dedup_hits"].get<std::size_t>(), one["wait_ms"].get<double>(),
+    std::printf("%-6zu %-34s %4zu of %-3zu %7zu %12llu %12llu %6zu %9.0f %10.1f\n", r,
+                one["content_digest"].get<std::string>().c_str(), one["right"].get<std::size_t>(),
+                one["total"].get<std::size_t>(), one["tokens"].get<std::size_t>(),
+                static_cast<unsigned long long>(one["bytes_sent"].get<std::uint64_t>()),
+                static_cast<unsigned long long>(one["bytes_received"].get<std::uint64_t>()),
+                one["dedup_hits"].get<std::size_t>(), one["wait_ms"].get<double>(),
                 one["render_ms"].get<double>());
     out["content_digests"].push_back(one["content_digest"]);
     equal = equal && one["content_digest"] == out["content_digests"][0];
@@ -146,10 +161,15 @@ bool print(const Flags& flags, const std::vector<json>& results) {
   out["dedup_hits"] = dedup;
   out["wait_ms"] = wait_ms;
   out["render_ms"] = render_ms;
-  // What every rank answers from the merged cache must come near to what one that read everything answers.
-  const bool answers = complete && out.contains("full_text_right") && 10 * right >= 9 * out["full_text_right"].get<std::size_t>();
-  if (out.contains("full_text_right")) std::printf("full text in one prompt: %zu of %zu\n", out["full_text_right"].get<std::size_t>(), total);
-  if (complete && !answers) std::printf("FEWER right answers than nine tenths of full text's: %zu\n", right);
+  // What every rank answers from the merged cache must come near to what one that read everything
+  // answers.
+  const bool answers = complete && out.contains("full_text_right") &&
+                       10 * right >= 9 * out["full_text_right"].get<std::size_t>();
+  if (out.contains("full_text_right"))
+    std::printf("full text in one prompt: %zu of %zu\n", out["full_text_right"].get<std::size_t>(),
+                total);
+  if (complete && !answers)
+    std::printf("FEWER right answers than nine tenths of full text's: %zu\n", right);
   std::printf("content digests %s; %s\n", equal ? "equal" : "DIFFER", flags.output.c_str());
   std::ofstream(flags.output) << out.dump(2) << '\n';
   return equal && answers;
@@ -166,9 +186,14 @@ int main(int argc, char** argv) {
   CLI::App app("The processes of an MPI job merge the caches of what each has read.");
   app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
   app.add_option("--output", flags.output, "JSON file")->capture_default_str();
-  app.add_option("--questions", flags.questions, "facts, dealt out to the ranks, with a question about each")->check(CLI::Range(4, 32))->capture_default_str();
+  app.add_option("--questions", flags.questions,
+                 "facts, dealt out to the ranks, with a question about each")
+      ->check(CLI::Range(4, 32))
+      ->capture_default_str();
   app.add_option("--seed", flags.seed, "of the facts")->capture_default_str();
-  app.add_option("--threads", flags.threads, "of each rank's engine; equal for all, so that equal prompts give equal bytes")->capture_default_str();
+  app.add_option("--threads", flags.threads,
+                 "of each rank's engine; equal for all, so that equal prompts give equal bytes")
+      ->capture_default_str();
   int status = 0;
   try {
     app.parse(argc, argv);
@@ -179,7 +204,8 @@ int main(int argc, char** argv) {
     return status;
   }
   const auto result = take_part(flags, job);
-  const std::vector<json> all = gather(result ? *result : json{{"error", result.error().message()}}, job);
+  const std::vector<json> all =
+      gather(result ? *result : json{{"error", result.error().message()}}, job);
   if (job.rank == 0) status = print(flags, all) ? 0 : 1;
   (void)MPI_Bcast(&status, 1, MPI_INT, 0, MPI_COMM_WORLD);
   (void)MPI_Finalize();

@@ -1,7 +1,9 @@
-// A coordinator between an agent in C++ and one in Python, over gRPC with TLS. Each contributes its notes; the coordinator is killed in
-// the middle and started again; both end with the same state. Writes build/coordinator.json.
+// A coordinator between an agent in C++ and one in Python, over gRPC with TLS. Each contributes its
+// notes; the coordinator is killed in the middle and started again; both end with the same state.
+// Writes build/coordinator.json.
 //
-// Python runs no model here: a process beside it seals its notes into a file, and renders what Python has agreed to.
+// Python runs no model here: a process beside it seals its notes into a file, and renders what
+// Python has agreed to.
 
 #include "support/note_agent.hpp"
 
@@ -53,7 +55,9 @@ constexpr std::int64_t patience_ms = 300'000;
 class Folder {
  public:
   Folder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "kvmeld-coordinator-").string() + std::string(6, 'X');
+    std::string pattern =
+        (std::filesystem::temp_directory_path() / "kvmeld-coordinator-").string() +
+        std::string(6, 'X');
     if (::mkdtemp(pattern.data()) != nullptr) path_ = pattern;
   }
   Folder(const Folder&) = delete;
@@ -67,13 +71,16 @@ class Folder {
     std::ifstream file(*this / name, std::ios::binary);
     return {std::istreambuf_iterator<char>(file), {}};
   }
-  [[nodiscard]] bool has(const std::string& name) const { return std::filesystem::exists(*this / name); }
+  [[nodiscard]] bool has(const std::string& name) const {
+    return std::filesystem::exists(*this / name);
+  }
   /// Whole or not at all.
   bool write(const std::string& name, const std::string& text) const {
     std::ofstream file(*this / (name + ".part"), std::ios::binary);
     file << text;
     file.close();
-    return file.good() && std::rename((*this / (name + ".part")).c_str(), (*this / name).c_str()) == 0;
+    return file.good() &&
+           std::rename((*this / (name + ".part")).c_str(), (*this / name).c_str()) == 0;
   }
   /// False where it does not come in time, or where some process has failed.
   [[nodiscard]] bool wait_for(const std::string& name) const {
@@ -90,9 +97,13 @@ class Folder {
 };
 
 kvmeld::FrameOptions<Auth> frame(const Flags& flags) {
-  return {kvmeld::frame_namespace("examples", std::filesystem::path(flags.model).filename().string(), ""), std::size_t{1} << 26, Auth(std::string_view(secret))};
+  return {kvmeld::frame_namespace("examples",
+                                  std::filesystem::path(flags.model).filename().string(), ""),
+          std::size_t{1} << 26, Auth(std::string_view(secret))};
 }
-FactSet facts(const Flags& flags) { return make_fact_set(Task::single, 2, flags.seed, 0, flags.questions, flags.questions, 2); }
+FactSet facts(const Flags& flags) {
+  return make_fact_set(Task::single, 2, flags.seed, 0, flags.questions, flags.questions, 2);
+}
 
 // ---- processes; each returns what went wrong
 
@@ -106,12 +117,18 @@ kvmeld::Status serve(const Flags& flags, const Folder& folder, const std::string
   options.members = {cpp_member, python_member};
   options.soft_ms = patience_ms;
   kvmeld::CoordinatorServer<kvmeld::FileStore, Auth> server(*store, options);
-  if (kvmeld::Status status = server.start("127.0.0.1:" + port, {.certificate = folder.read("certificate"), .private_key = folder.read("key")}); !status) return status;
-  if (!folder.write("port", std::to_string(server.port()))) return {kvmeld::ErrorCode::store_full, "cannot write into the temporary folder"};
+  if (kvmeld::Status status = server.start(
+          "127.0.0.1:" + port,
+          {.certificate = folder.read("certificate"), .private_key = folder.read("key")});
+      !status)
+    return status;
+  if (!folder.write("port", std::to_string(server.port())))
+    return {kvmeld::ErrorCode::store_full, "cannot write into the temporary folder"};
   while (true) ::pause();
 }
 
-kvmeld::CoordinatorClient<Auth> client(const Flags& flags, const Folder& folder, kvmeld::MemberId self) {
+kvmeld::CoordinatorClient<Auth> client(const Flags& flags, const Folder& folder,
+                                       kvmeld::MemberId self) {
   kvmeld::CoordinatorClientOptions<Auth> options;
   options.self = self;
   options.frame = frame(flags);
@@ -120,25 +137,35 @@ kvmeld::CoordinatorClient<Auth> client(const Flags& flags, const Folder& folder,
   return kvmeld::CoordinatorClient<Auth>("127.0.0.1:" + folder.read("port"), options);
 }
 
-kvmeld::Result<kvmeld::FragmentSet> read_notes(NoteAgent& agent, const std::vector<std::string>& notes, kvmeld::MemberId self) {
+kvmeld::Result<kvmeld::FragmentSet> read_notes(NoteAgent& agent,
+                                               const std::vector<std::string>& notes,
+                                               kvmeld::MemberId self) {
   kvmeld::FragmentSet set;
-  if (kvmeld::Status status = set.insert(agent.prefix(), kvmeld::Provenance{self, 0, 1}); !status) return status;
+  if (kvmeld::Status status = set.insert(agent.prefix(), kvmeld::Provenance{self, 0, 1}); !status)
+    return status;
   const auto fragment = agent.read(notes);
   if (!fragment) return fragment.error();
-  if (kvmeld::Status status = set.insert(*fragment, kvmeld::Provenance{self, 1, 1}); !status) return status;
+  if (kvmeld::Status status = set.insert(*fragment, kvmeld::Provenance{self, 1, 1}); !status)
+    return status;
   return set;
 }
 
 /// Renders a round's cut with the payloads of a set, asks all questions, and adds to a report.
-kvmeld::Status answer(NoteAgent& agent, const kvmeld::MergedCut& cut, const kvmeld::FragmentSet& set, const FactSet& known, json& report) {
-  const auto rendered = kvmeld::restrict_to({session, cut.round, coordinator_member, cut.version.merger, cut.set}, set);
+kvmeld::Status answer(NoteAgent& agent, const kvmeld::MergedCut& cut,
+                      const kvmeld::FragmentSet& set, const FactSet& known, json& report) {
+  const auto rendered = kvmeld::restrict_to(
+      {session, cut.round, coordinator_member, cut.version.merger, cut.set}, set);
   if (!rendered) return rendered.error();
   const auto taken = agent.take(*rendered, kvmeld::merger());
   if (!taken) return taken.error();
   const auto right = agent.right_answers(known.questions, taken->tokens);
   if (!right) return right.error();
-  report.update({{"content_digest", taken->content_digest.hex()}, {"set_digest", cut.version.set.hex()}, {"right", *right}, {"total", known.questions.size()},
-                 {"tokens", taken->tokens}, {"render_ms", taken->render_ms}});
+  report.update({{"content_digest", taken->content_digest.hex()},
+                 {"set_digest", cut.version.set.hex()},
+                 {"right", *right},
+                 {"total", known.questions.size()},
+                 {"tokens", taken->tokens},
+                 {"render_ms", taken->render_ms}});
   return {};
 }
 
@@ -151,12 +178,16 @@ kvmeld::Status cpp_agent(const Flags& flags, const Folder& folder) {
   if (!set) return set.error();
   auto coordinator = client(flags, folder, cpp_member);
   if (const auto published = coordinator.publish(*set); !published) return published.error();
-  if (!folder.write("published", "1")) return {kvmeld::ErrorCode::store_full, "cannot write into the temporary folder"};
+  if (!folder.write("published", "1"))
+    return {kvmeld::ErrorCode::store_full, "cannot write into the temporary folder"};
   const Stopwatch waiting;
-  const auto cut = coordinator.wait_for_merge(session, round_number, kvmeld::merger().digest(), set->context(), patience_ms);
+  const auto cut = coordinator.wait_for_merge(session, round_number, kvmeld::merger().digest(),
+                                              set->context(), patience_ms);
   if (!cut) return cut.error();
   if (const auto synced = coordinator.sync(*set); !synced) return synced.error();
-  json report{{"agent", "C++"}, {"wait_ms", waiting.milliseconds()}, {"retries", coordinator.traffic().retries}};
+  json report{{"agent", "C++"},
+              {"wait_ms", waiting.milliseconds()},
+              {"retries", coordinator.traffic().retries}};
   if (kvmeld::Status status = answer(agent, *cut, *set, known, report); !status) return status;
   const auto length = agent.read_text(known.notes);
   if (!length) return length.error();
@@ -178,13 +209,19 @@ kvmeld::Status python_engine(const Flags& flags, const Folder& folder) {
   if (!set) return set.error();
   const auto parcel = kvmeld::make_parcel<>(*set);
   if (!parcel) return parcel.error();
-  if (!folder.write("parcel", *parcel)) return {kvmeld::ErrorCode::store_full, "cannot write a parcel of " + std::to_string(parcel->size()) + " bytes"};
-  if (!folder.wait_for("python.json")) return {kvmeld::ErrorCode::timed_out, "Python came to no merge"};
+  if (!folder.write("parcel", *parcel))
+    return {kvmeld::ErrorCode::store_full,
+            "cannot write a parcel of " + std::to_string(parcel->size()) + " bytes"};
+  if (!folder.wait_for("python.json"))
+    return {kvmeld::ErrorCode::timed_out, "Python came to no merge"};
   auto coordinator = client(flags, folder, python_member);
-  const auto cut = coordinator.wait_for_merge(session, round_number, kvmeld::merger().digest(), set->context(), patience_ms);
+  const auto cut = coordinator.wait_for_merge(session, round_number, kvmeld::merger().digest(),
+                                              set->context(), patience_ms);
   if (!cut) return cut.error();
   if (const auto synced = coordinator.sync(*set); !synced) return synced.error();
-  json report{{"agent", "Python's engine"}, {"bytes_sent", coordinator.traffic().sent_bytes}, {"dedup_hits", coordinator.traffic().dedup_hits}};
+  json report{{"agent", "Python's engine"},
+              {"bytes_sent", coordinator.traffic().sent_bytes},
+              {"dedup_hits", coordinator.traffic().dedup_hits}};
   if (kvmeld::Status status = answer(**opened, *cut, *set, known, report); !status) return status;
   folder.write("engine.json", report.dump());
   return {};
@@ -210,7 +247,8 @@ std::string digits(const kvmeld::Digest128& digest) {
   std::string out;
   for (const char c : kvmeld::detail::namespace_bytes(digest)) {
     char two[3];
-    (void)std::snprintf(two, sizeof two, "%02x", static_cast<unsigned>(static_cast<unsigned char>(c)));
+    (void)std::snprintf(two, sizeof two, "%02x",
+                        static_cast<unsigned>(static_cast<unsigned char>(c)));
     out += two;
   }
   return out;
@@ -218,10 +256,28 @@ std::string digits(const kvmeld::Digest128& digest) {
 
 kvmeld::Status run_python(const Flags& flags, const Folder& folder) {
   if (!folder.wait_for("parcel")) return {kvmeld::ErrorCode::timed_out, "nothing to publish"};
-  const std::vector<std::string> words{flags.python, "examples/06_agent.py", "--address", "127.0.0.1:" + folder.read("port"), "--namespace", digits(frame(flags).name_space),
-                                       "--member", std::to_string(python_member), "--root-certificates", folder / "certificate", "--publish", folder / "parcel",
-                                       "--session", std::to_string(session), "--round", std::to_string(round_number), "--merger", digits(kvmeld::merger().digest()),
-                                       "--timeout", std::to_string(patience_ms / 1000), "--output", folder / "python.json"};
+  const std::vector<std::string> words{flags.python,
+                                       "examples/06_agent.py",
+                                       "--address",
+                                       "127.0.0.1:" + folder.read("port"),
+                                       "--namespace",
+                                       digits(frame(flags).name_space),
+                                       "--member",
+                                       std::to_string(python_member),
+                                       "--root-certificates",
+                                       folder / "certificate",
+                                       "--publish",
+                                       folder / "parcel",
+                                       "--session",
+                                       std::to_string(session),
+                                       "--round",
+                                       std::to_string(round_number),
+                                       "--merger",
+                                       digits(kvmeld::merger().digest()),
+                                       "--timeout",
+                                       std::to_string(patience_ms / 1000),
+                                       "--output",
+                                       folder / "python.json"};
   std::vector<const char*> arguments;
   for (const std::string& word : words) arguments.push_back(word.c_str());
   arguments.push_back(nullptr);
@@ -233,55 +289,85 @@ kvmeld::Status run_python(const Flags& flags, const Folder& folder) {
     _exit(127);
   }
   int status = 0;
-  if (waitpid(python, &status, 0) != python || !WIFEXITED(status) || WEXITSTATUS(status) != 0) return {kvmeld::ErrorCode::unavailable, "the Python agent failed"};
+  if (waitpid(python, &status, 0) != python || !WIFEXITED(status) || WEXITSTATUS(status) != 0)
+    return {kvmeld::ErrorCode::unavailable, "the Python agent failed"};
   return {};
 }
 
 bool print(const Flags& flags, const Folder& folder, bool killed_and_back) {
-  json cpp = json::parse(folder.read("cpp.json"), nullptr, false), engine = json::parse(folder.read("engine.json"), nullptr, false);
+  json cpp = json::parse(folder.read("cpp.json"), nullptr, false),
+       engine = json::parse(folder.read("engine.json"), nullptr, false);
   const json python = json::parse(folder.read("python.json"), nullptr, false);
   if (cpp.is_discarded() || engine.is_discarded() || python.is_discarded()) return false;
-  std::printf("%-16s %-34s %10s %8s %10s\n", "agent", "content digest", "right", "tokens", "render ms");
+  std::printf("%-16s %-34s %10s %8s %10s\n", "agent", "content digest", "right", "tokens",
+              "render ms");
   for (const json* one : {&cpp, &engine}) {
-    std::printf("%-16s %-34s %4zu of %-3zu %7zu %10.1f\n", (*one)["agent"].get<std::string>().c_str(), (*one)["content_digest"].get<std::string>().c_str(),
-                (*one)["right"].get<std::size_t>(), (*one)["total"].get<std::size_t>(), (*one)["tokens"].get<std::size_t>(), (*one)["render_ms"].get<double>());
+    std::printf("%-16s %-34s %4zu of %-3zu %7zu %10.1f\n",
+                (*one)["agent"].get<std::string>().c_str(),
+                (*one)["content_digest"].get<std::string>().c_str(),
+                (*one)["right"].get<std::size_t>(), (*one)["total"].get<std::size_t>(),
+                (*one)["tokens"].get<std::size_t>(), (*one)["render_ms"].get<double>());
   }
-  const bool same_set = python["set_digest"] == cpp["set_digest"] && python["set_digest"] == engine["set_digest"];
+  const bool same_set =
+      python["set_digest"] == cpp["set_digest"] && python["set_digest"] == engine["set_digest"];
   const bool equal = same_set && cpp["content_digest"] == engine["content_digest"];
-  std::printf("Python's set digest %s, %s; %zu fragments, hashes %s\n", python["set_digest"].get<std::string>().substr(0, 16).c_str(), same_set ? "as the others'" : "DIFFERENT",
-              python["fragments"].size(), python["verified"].get<bool>() ? "checked" : "not checked (no xxhash)");
-  const json out{{"agents", 2},
-                 {"content_digests", {cpp["content_digest"], engine["content_digest"]}},
-                 {"content_digests_equal", equal},
-                 {"right", std::min(cpp["right"].get<std::size_t>(), engine["right"].get<std::size_t>())},
-                 {"total", cpp["total"]},
-                 {"full_text_right", cpp["full_text_right"]},
-                 {"bytes_sent", cpp["bytes_sent"].get<std::uint64_t>() + python["bytes_sent"].get<std::uint64_t>() + engine["bytes_sent"].get<std::uint64_t>()},
-                 {"dedup_hits", cpp["dedup_hits"].get<std::uint64_t>() + engine["dedup_hits"].get<std::uint64_t>()},
-                 {"wait_ms", cpp["wait_ms"]},
-                 {"render_ms", std::max(cpp["render_ms"].get<double>(), engine["render_ms"].get<double>())},
-                 {"killed_and_back", killed_and_back}};
-  std::printf("full text in one prompt: %zu of %zu\ncontent digests %s; coordinator killed and back: %s; %s\n", cpp["full_text_right"].get<std::size_t>(),
-              cpp["total"].get<std::size_t>(), equal ? "equal" : "DIFFER", killed_and_back ? "yes" : "no", flags.output.c_str());
+  std::printf("Python's set digest %s, %s; %zu fragments, hashes %s\n",
+              python["set_digest"].get<std::string>().substr(0, 16).c_str(),
+              same_set ? "as the others'" : "DIFFERENT", python["fragments"].size(),
+              python["verified"].get<bool>() ? "checked" : "not checked (no xxhash)");
+  const json out{
+      {"agents", 2},
+      {"content_digests", {cpp["content_digest"], engine["content_digest"]}},
+      {"content_digests_equal", equal},
+      {"right", std::min(cpp["right"].get<std::size_t>(), engine["right"].get<std::size_t>())},
+      {"total", cpp["total"]},
+      {"full_text_right", cpp["full_text_right"]},
+      {"bytes_sent", cpp["bytes_sent"].get<std::uint64_t>() +
+                         python["bytes_sent"].get<std::uint64_t>() +
+                         engine["bytes_sent"].get<std::uint64_t>()},
+      {"dedup_hits",
+       cpp["dedup_hits"].get<std::uint64_t>() + engine["dedup_hits"].get<std::uint64_t>()},
+      {"wait_ms", cpp["wait_ms"]},
+      {"render_ms", std::max(cpp["render_ms"].get<double>(), engine["render_ms"].get<double>())},
+      {"killed_and_back", killed_and_back}};
+  std::printf(
+      "full text in one prompt: %zu of %zu\ncontent digests %s; coordinator killed and back: %s; "
+      "%s\n",
+      cpp["full_text_right"].get<std::size_t>(), cpp["total"].get<std::size_t>(),
+      equal ? "equal" : "DIFFER", killed_and_back ? "yes" : "no", flags.output.c_str());
   std::ofstream(flags.output) << out.dump(2) << '\n';
   // What both answer from the merged cache must come near to what one that read everything answers.
-  const bool answers = 10 * out["right"].get<std::size_t>() >= 9 * out["full_text_right"].get<std::size_t>();
-  if (!answers) std::printf("FEWER right answers than nine tenths of full text's: %zu\n", out["right"].get<std::size_t>());
-  if (flags.kill && !killed_and_back) std::printf("the coordinator was to be killed and to come back, and DID NOT\n");
+  const bool answers =
+      10 * out["right"].get<std::size_t>() >= 9 * out["full_text_right"].get<std::size_t>();
+  if (!answers)
+    std::printf("FEWER right answers than nine tenths of full text's: %zu\n",
+                out["right"].get<std::size_t>());
+  if (flags.kill && !killed_and_back)
+    std::printf("the coordinator was to be killed and to come back, and DID NOT\n");
   return equal && answers && (killed_and_back || !flags.kill);
 }
 
 int launch(const Flags& flags) {
   const Folder folder;
-  const std::string openssl = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=coordinator -addext subjectAltName=IP:127.0.0.1 -keyout " +
-                              folder / "key" + " -out " + folder / "certificate" + " 2>/dev/null";
-  if (std::system(openssl.c_str()) != 0) return std::fprintf(stderr, "openssl could not make a certificate\n"), 1;
-  // Everything is forked before gRPC is used anywhere: it has threads, and they do not survive a fork.
-  const auto serving = [&] { return start(folder, "coordinator", [&] { return serve(flags, folder, folder.has("port") ? folder.read("port") : "0"); }); };
+  const std::string openssl =
+      "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj "
+      "/CN=coordinator -addext subjectAltName=IP:127.0.0.1 -keyout " +
+      folder / "key" + " -out " + folder / "certificate" + " 2>/dev/null";
+  if (std::system(openssl.c_str()) != 0)
+    return std::fprintf(stderr, "openssl could not make a certificate\n"), 1;
+  // Everything is forked before gRPC is used anywhere: it has threads, and they do not survive a
+  // fork.
+  const auto serving = [&] {
+    return start(folder, "coordinator", [&] {
+      return serve(flags, folder, folder.has("port") ? folder.read("port") : "0");
+    });
+  };
   pid_t coordinator = serving();
   if (!folder.wait_for("port")) return 1;
-  const pid_t others[] = {start(folder, "C++ agent", [&] { return cpp_agent(flags, folder); }), start(folder, "Python's engine", [&] { return python_engine(flags, folder); }),
-                          start(folder, "Python agent", [&] { return run_python(flags, folder); })};
+  const pid_t others[] = {
+      start(folder, "C++ agent", [&] { return cpp_agent(flags, folder); }),
+      start(folder, "Python's engine", [&] { return python_engine(flags, folder); }),
+      start(folder, "Python agent", [&] { return run_python(flags, folder); })};
   bool killed = false;
   std::size_t running = std::size(others);
   bool good = true;
@@ -292,14 +378,18 @@ int launch(const Flags& flags) {
       --running;
       good = good && WIFEXITED(status) && WEXITSTATUS(status) == 0;
     }
-    if (flags.kill && !killed && folder.has("published")) {  // one agent's notes are acknowledged, the round is still open
+    // one agent's notes are acknowledged, the round is still open
+    if (flags.kill && !killed && folder.has("published")) {
       ::kill(coordinator, SIGKILL);
       waitpid(coordinator, nullptr, 0);
       killed = true;
       coordinator = serving();
     }
-    const char* const state = folder.has("python.json") ? "the round is merged; agents answer" : folder.has("parcel") ? "Python publishes and waits" : "agents read their notes";
-    std::fprintf(stderr, "\r%5.0f s  %-50s%s", watch.milliseconds() / 1000, state, killed ? " (the coordinator was killed and started again)" : "");
+    const char* const state = folder.has("python.json") ? "the round is merged; agents answer"
+                              : folder.has("parcel")    ? "Python publishes and waits"
+                                                        : "agents read their notes";
+    std::fprintf(stderr, "\r%5.0f s  %-50s%s", watch.milliseconds() / 1000, state,
+                 killed ? " (the coordinator was killed and started again)" : "");
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
   }
   std::fprintf(stderr, "\r%-120s\r", "");
@@ -313,13 +403,21 @@ int launch(const Flags& flags) {
 
 int main(int argc, char** argv) {
   Flags flags;
-  CLI::App app("An agent in C++ and one in Python merge what they have read through a coordinator, which is killed and comes back.");
+  CLI::App app(
+      "An agent in C++ and one in Python merge what they have read through a coordinator, which is "
+      "killed and comes back.");
   app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
-  app.add_option("--python", flags.python, "a Python with grpc and google.protobuf")->capture_default_str();
+  app.add_option("--python", flags.python, "a Python with grpc and google.protobuf")
+      ->capture_default_str();
   app.add_option("--output", flags.output, "JSON file")->capture_default_str();
-  app.add_option("--questions", flags.questions, "facts, dealt out to the two agents, with a question about each")->check(CLI::Range(4, 32))->capture_default_str();
+  app.add_option("--questions", flags.questions,
+                 "facts, dealt out to the two agents, with a question about each")
+      ->check(CLI::Range(4, 32))
+      ->capture_default_str();
   app.add_option("--seed", flags.seed, "of the facts")->capture_default_str();
-  app.add_option("--threads", flags.threads, "of each agent's engine; equal for both, so that equal prompts give equal bytes")->capture_default_str();
+  app.add_option("--threads", flags.threads,
+                 "of each agent's engine; equal for both, so that equal prompts give equal bytes")
+      ->capture_default_str();
   app.add_flag("!--no-kill", flags.kill, "let the coordinator live");
   CLI11_PARSE(app, argc, argv);
   return launch(flags);

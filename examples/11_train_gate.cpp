@@ -1,11 +1,13 @@
-// Trains what decides how much of each agent enters, where the right shares are known: a gate that reads rows, and a predictor that
-// reads features of fragments. Both are written as safetensors, read back, and used by renders of data they never saw.
+// Trains what decides how much of each agent enters, where the right shares are known: a gate that
+// reads rows, and a predictor that reads features of fragments. Both are written as safetensors,
+// read back, and used by renders of data they never saw.
 //
 //   bash examples/run.sh 11 [--steps N]        (no model is run; its flags are ignored)
 //
-// The task. Several agents hold the same tokens, each with noise of its own size. What is true lies in a part of the channels'
-// space, so that rows show their noise in the rest of it; the best shares are 1/σ². Numbers are the mean squared error of a fused
-// row against the truth, on held-out tokens.
+// The task. Several agents hold the same tokens, each with noise of its own size. What is true lies
+// in a part of the channels' space, so that rows show their noise in the rest of it; the best
+// shares are 1/σ². Numbers are the mean squared error of a fused row against the truth, on held-out
+// tokens.
 
 #include "support/adam.hpp"
 
@@ -91,7 +93,8 @@ Sample draw(const Task& task, Random& random) {
   s.truth = task.truth(random);
   for (std::size_t i = 0; i < agents; ++i) {
     s.sigma[i] = Task::noise(random);
-    for (std::size_t c = 0; c < channels; ++c) s.values[i * channels + c] = s.truth[c] + s.sigma[i] * random.normal();
+    for (std::size_t c = 0; c < channels; ++c)
+      s.values[i * channels + c] = s.truth[c] + s.sigma[i] * random.normal();
   }
   return s;
 }
@@ -106,20 +109,28 @@ double squared_error(const Numbers& row, const Numbers& truth, Numbers& cotangen
   return sum;
 }
 
-std::vector<float> narrowed(const Numbers& parameters) { return {parameters.begin(), parameters.end()}; }
+std::vector<float> narrowed(const Numbers& parameters) {
+  return {parameters.begin(), parameters.end()};
+}
 
 /// A step size that falls to nothing along a cosine.
-double rate_at(int step, int steps, double highest) { return highest * 0.5 * (1 + std::cos(3.141592653589793 * step / steps)); }
+double rate_at(int step, int steps, double highest) {
+  return highest * 0.5 * (1 + std::cos(3.141592653589793 * step / steps));
+}
 
-// ---- The gate -------------------------------------------------------------------------------------------------------------------
+// ---- The gate
+// -------------------------------------------------------------------------------------------------
 
 /// @return the parameters of one network, in double.
 Numbers train_gate(const Task& task, int steps, Json& progress) {
   kvmeld::GateTape<double> tape(kvmeld::GateKind::token, channels, hidden);
   Random random(2);
-  Numbers parameters(tape.parameter_count()), gradient(parameters.size()), row(channels), cotangent(channels);
-  for (std::size_t i = 0; i < hidden * 2 * channels; ++i) parameters[i] = random.normal() / std::sqrt(static_cast<double>(channels));
-  for (std::size_t i = hidden * 2 * channels; i < parameters.size(); ++i) parameters[i] = 0.1 * random.normal();
+  Numbers parameters(tape.parameter_count()), gradient(parameters.size()), row(channels),
+      cotangent(channels);
+  for (std::size_t i = 0; i < hidden * 2 * channels; ++i)
+    parameters[i] = random.normal() / std::sqrt(static_cast<double>(channels));
+  for (std::size_t i = hidden * 2 * channels; i < parameters.size(); ++i)
+    parameters[i] = 0.1 * random.normal();
   Adam adam(parameters.size());
   const Numbers ones(agents, 1.0);
   constexpr int batch = 16;
@@ -143,7 +154,8 @@ Numbers train_gate(const Task& task, int steps, Json& progress) {
   return parameters;
 }
 
-// ---- Fragments of the held-out set --------------------------------------------------------------------------------------------------
+// ---- Fragments of the held-out set
+// -------------------------------------------------------------------------------------------------
 
 std::shared_ptr<const kvmeld::Geometry> one_layer() {
   auto geometry = std::make_shared<kvmeld::Geometry>();
@@ -152,8 +164,8 @@ std::shared_ptr<const kvmeld::Geometry> one_layer() {
   return geometry;
 }
 
-/// Several agents' fragments of the same tokens. `by_token`: noise changes from token to token; otherwise each agent has one size,
-/// which its confidence tells roughly.
+/// Several agents' fragments of the same tokens. `by_token`: noise changes from token to token;
+/// otherwise each agent has one size, which its confidence tells roughly.
 struct HeldOut {
   kvmeld::FragmentSet set;
   std::vector<kvmeld::Fragment> fragments;
@@ -161,7 +173,8 @@ struct HeldOut {
   std::vector<Numbers> truth, values;  // (token)
 };
 
-HeldOut held_out(const Task& task, const std::shared_ptr<const kvmeld::Geometry>& geometry, std::size_t tokens, std::uint64_t seed, bool by_token) {
+HeldOut held_out(const Task& task, const std::shared_ptr<const kvmeld::Geometry>& geometry,
+                 std::size_t tokens, std::uint64_t seed, bool by_token) {
   Random random(seed);
   HeldOut out;
   Numbers sizes(agents);
@@ -187,14 +200,17 @@ HeldOut held_out(const Task& task, const std::shared_ptr<const kvmeld::Geometry>
     for (std::size_t p = 0; p < 2; ++p) {
       auto* const rows = reinterpret_cast<float*>(cache.bytes().data() + p * plane_bytes);
       for (std::size_t t = 0; t < tokens; ++t) {
-        for (std::size_t c = 0; c < channels; ++c) rows[t * channels + c] = static_cast<float>(out.values[t][i * channels + c]);
+        for (std::size_t c = 0; c < channels; ++c)
+          rows[t * channels + c] = static_cast<float>(out.values[t][i * channels + c]);
       }
     }
     auto sealed = kvmeld::seal(cache.kv_cache_ref());
     if (!sealed) std::abort();
     // An agent's own word on how sure it is: log-noise, misjudged by half an octave or so.
     out.confidence.push_back(1 / (1 + std::exp(std::log(sizes[i]) + 0.4 * random.normal())));
-    if (!out.set.insert(*sealed, {.agent = i + 1, .sequence = 0}, static_cast<float>(out.confidence[i]))) std::abort();
+    if (!out.set.insert(*sealed, {.agent = i + 1, .sequence = 0},
+                        static_cast<float>(out.confidence[i])))
+      std::abort();
     out.fragments.push_back(*std::move(sealed));
   }
   return out;
@@ -202,10 +218,12 @@ HeldOut held_out(const Task& task, const std::shared_ptr<const kvmeld::Geometry>
 
 /// Mean squared error of what a merger renders, keys and values.
 template <class F>
-double error_of(const HeldOut& data, const std::shared_ptr<const kvmeld::Geometry>& geometry, const F& fuser) {
+double error_of(const HeldOut& data, const std::shared_ptr<const kvmeld::Geometry>& geometry,
+                const F& fuser) {
   const auto tokens = data.truth.size();
   kvmeld::HostCache out(geometry, static_cast<std::int64_t>(tokens));
-  const auto merger = kvmeld::merger(kvmeld::ById{}, kvmeld::Aligner{kvmeld::TokenMatch{}}, kvmeld::Fuser{fuser});
+  const auto merger =
+      kvmeld::merger(kvmeld::ById{}, kvmeld::Aligner{kvmeld::TokenMatch{}}, kvmeld::Fuser{fuser});
   const auto report = kvmeld::render(kvmeld::exec::seq, data.set, merger, out.mutable_ref());
   if (!report) {
     std::fprintf(stderr, "render: %s\n", report.error().message().c_str());
@@ -214,7 +232,8 @@ double error_of(const HeldOut& data, const std::shared_ptr<const kvmeld::Geometr
   double sum = 0;
   const auto* const rows = reinterpret_cast<const float*>(out.bytes().data());
   for (std::size_t at = 0; at < 2 * tokens * channels; ++at) {
-    const double d = static_cast<double>(rows[at]) - data.truth[at / channels % tokens][at % channels];
+    const double d =
+        static_cast<double>(rows[at]) - data.truth[at / channels % tokens][at % channels];
     sum += d * d / static_cast<double>(2 * tokens * channels);
   }
   return sum;
@@ -238,25 +257,30 @@ double best_error(const HeldOut& data) {
   return sum;
 }
 
-// ---- The predictor ------------------------------------------------------------------------------------------------------------------
+// ---- The predictor
+// -------------------------------------------------------------------------------------------------
 
 constexpr std::size_t predictor_inputs = kvmeld::fragment_feature_count, predictor_hidden = 12;
 
-/// Features as the library reads them, standardised for training; the scales go into the first layer afterwards.
+/// Features as the library reads them, standardised for training; the scales go into the first
+/// layer afterwards.
 struct Round {
   HeldOut data;
   Numbers features;  // (agent, input)
 };
 
-Numbers train_predictor(const Task& task, const std::shared_ptr<const kvmeld::Geometry>& geometry, int steps, Json& progress) {
+Numbers train_predictor(const Task& task, const std::shared_ptr<const kvmeld::Geometry>& geometry,
+                        int steps, Json& progress) {
   std::vector<Round> rounds;
   Numbers shift(predictor_inputs), scale(predictor_inputs);
   for (std::uint64_t r = 0; r < 200; ++r) {
     Round round{held_out(task, geometry, 8, 1000 + r, false), {}};
     for (std::size_t i = 0; i < agents; ++i) {
       const kvmeld::Fragment& fragment = round.data.fragments[i];
-      const kvmeld::Metadata metadata{{kvmeld::Mark{{i + 1, 0}, static_cast<float>(round.data.confidence[i])}}, false};
-      const auto features = kvmeld::fragment_features({&fragment, &fragment.payloads()[0], &metadata, {}});
+      const kvmeld::Metadata metadata{
+          {kvmeld::Mark{{i + 1, 0}, static_cast<float>(round.data.confidence[i])}}, false};
+      const auto features =
+          kvmeld::fragment_features({&fragment, &fragment.payloads()[0], &metadata, {}});
       if (!features) std::abort();
       round.features.insert(round.features.end(), features->begin(), features->end());
     }
@@ -265,29 +289,35 @@ Numbers train_predictor(const Task& task, const std::shared_ptr<const kvmeld::Ge
   const double count = static_cast<double>(rounds.size() * agents);
   const auto each = [&](const auto& f) {
     for (Round& round : rounds) {
-      for (std::size_t at = 0; at < round.features.size(); ++at) f(round.features[at], at % predictor_inputs);
+      for (std::size_t at = 0; at < round.features.size(); ++at)
+        f(round.features[at], at % predictor_inputs);
     }
   };
   each([&](double& x, std::size_t k) { shift[k] += x / count; });
   each([&](double& x, std::size_t k) { scale[k] += (x - shift[k]) * (x - shift[k]) / count; });
-  for (double& s : scale) s = s > 1e-12 ? 1 / std::sqrt(s) : 0.0;  // a feature that never changes tells nothing
+  // a feature that never changes tells nothing
+  for (double& s : scale) s = s > 1e-12 ? 1 / std::sqrt(s) : 0.0;
   each([&](double& x, std::size_t k) { x = (x - shift[k]) * scale[k]; });
 
   Random random(3);
-  const std::size_t bias = predictor_hidden * predictor_inputs, second = bias + predictor_hidden, last = second + predictor_hidden;
-  Numbers parameters(last + 1), gradient(parameters.size()), row(channels), cotangent(channels), d_values(agents * channels);
+  const std::size_t bias = predictor_hidden * predictor_inputs, second = bias + predictor_hidden,
+                    last = second + predictor_hidden;
+  Numbers parameters(last + 1), gradient(parameters.size()), row(channels), cotangent(channels),
+      d_values(agents * channels);
   for (double& x : parameters) x = 0.5 * random.normal();
   Adam adam(parameters.size());
   Numbers units(agents * predictor_hidden), weights(agents), d_weights(agents);
   double seen = 0;
   for (int step = 1; step <= steps; ++step) {
     gradient.assign(gradient.size(), 0);
-    const Round& round = rounds[static_cast<std::size_t>(random.uniform() * static_cast<double>(rounds.size()))];
+    const Round& round =
+        rounds[static_cast<std::size_t>(random.uniform() * static_cast<double>(rounds.size()))];
     for (std::size_t i = 0; i < agents; ++i) {
       double logit = parameters[last];
       for (std::size_t j = 0; j < predictor_hidden; ++j) {
         double sum = parameters[bias + j];
-        for (std::size_t k = 0; k < predictor_inputs; ++k) sum += parameters[j * predictor_inputs + k] * round.features[i * predictor_inputs + k];
+        for (std::size_t k = 0; k < predictor_inputs; ++k)
+          sum += parameters[j * predictor_inputs + k] * round.features[i * predictor_inputs + k];
         units[i * predictor_hidden + j] = std::tanh(sum);
         logit += parameters[second + j] * units[i * predictor_hidden + j];
       }
@@ -300,10 +330,15 @@ Numbers train_predictor(const Task& task, const std::shared_ptr<const kvmeld::Ge
       for (const double w : weights) total += w;
       for (std::size_t c = 0; c < channels; ++c) {
         row[c] = 0;
-        for (std::size_t i = 0; i < agents; ++i) row[c] += weights[i] / total * round.data.values[t][i * channels + c];
+        for (std::size_t i = 0; i < agents; ++i)
+          row[c] += weights[i] / total * round.data.values[t][i * channels + c];
       }
-      seen += squared_error(row, round.data.truth[t], cotangent, 1.0 / static_cast<double>(tokens)) / static_cast<double>(tokens);
-      if (!kvmeld::weighted_mean_vjp<double>({round.data.values[t], weights, cotangent}, {d_values, d_weights})) std::abort();
+      seen +=
+          squared_error(row, round.data.truth[t], cotangent, 1.0 / static_cast<double>(tokens)) /
+          static_cast<double>(tokens);
+      if (!kvmeld::weighted_mean_vjp<double>({round.data.values[t], weights, cotangent},
+                                             {d_values, d_weights}))
+        std::abort();
     }
     for (std::size_t i = 0; i < agents; ++i) {
       const double d_logit = d_weights[i] * weights[i];
@@ -313,7 +348,8 @@ Numbers train_predictor(const Task& task, const std::shared_ptr<const kvmeld::Ge
         gradient[second + j] += d_logit * unit;
         const double d = d_logit * parameters[second + j] * (1 - unit * unit);
         gradient[bias + j] += d;
-        for (std::size_t k = 0; k < predictor_inputs; ++k) gradient[j * predictor_inputs + k] += d * round.features[i * predictor_inputs + k];
+        for (std::size_t k = 0; k < predictor_inputs; ++k)
+          gradient[j * predictor_inputs + k] += d * round.features[i * predictor_inputs + k];
       }
     }
     adam.step(parameters, gradient, rate_at(step, steps, 0.01));
@@ -334,13 +370,16 @@ Numbers train_predictor(const Task& task, const std::shared_ptr<const kvmeld::Ge
   return parameters;
 }
 
-// ---- Files --------------------------------------------------------------------------------------------------------------------------
+// ---- Files
+// -------------------------------------------------------------------------------------------------
 
 template <class Written>
 std::vector<std::byte> through_file(const std::string& path, const Written& written) {
   const auto bytes = kvmeld::to_safetensors(*written);
   if (!bytes) std::abort();
-  std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(bytes->data()), static_cast<std::streamsize>(bytes->size()));
+  std::ofstream(path, std::ios::binary)
+      .write(reinterpret_cast<const char*>(bytes->data()),
+             static_cast<std::streamsize>(bytes->size()));
   std::ifstream in(path, std::ios::binary);
   std::vector<char> read((std::istreambuf_iterator<char>(in)), {});
   std::vector<std::byte> back(read.size());
@@ -365,23 +404,28 @@ int main(int argc, char** argv) {
   Json json{{"steps", steps}, {"agents", agents}, {"channels", channels}, {"rows", Json::array()}};
 
   // ---- Train, write, read back.
-  const kvmeld::GateShape shape{.key_channels = channels, .value_channels = channels, .hidden = hidden};
-  const auto gate = kvmeld::GateWeights::make(shape, narrowed(train_gate(task, steps, json["gate_progress"])));
+  const kvmeld::GateShape shape{
+      .key_channels = channels, .value_channels = channels, .hidden = hidden};
+  const auto gate =
+      kvmeld::GateWeights::make(shape, narrowed(train_gate(task, steps, json["gate_progress"])));
   if (!gate) return std::fprintf(stderr, "%s\n", gate.error().message().c_str()), 1;
   const auto gate_file = through_file("build/gate.safetensors", *gate);
   const auto gate_back = kvmeld::gate_from_safetensors(gate_file);
-  const auto predictor = kvmeld::WeightPredictor::make(static_cast<std::int32_t>(predictor_inputs), static_cast<std::int32_t>(predictor_hidden),
-                                                       narrowed(train_predictor(task, geometry, steps, json["predictor_progress"])));
+  const auto predictor = kvmeld::WeightPredictor::make(
+      static_cast<std::int32_t>(predictor_inputs), static_cast<std::int32_t>(predictor_hidden),
+      narrowed(train_predictor(task, geometry, steps, json["predictor_progress"])));
   if (!predictor) return std::fprintf(stderr, "%s\n", predictor.error().message().c_str()), 1;
   const auto predictor_file = through_file("build/predictor.safetensors", *predictor);
   const auto predictor_back = kvmeld::predictor_from_safetensors(predictor_file);
-  const bool same_files = gate_back && predictor_back && *kvmeld::to_safetensors(**gate_back) == gate_file &&
+  const bool same_files = gate_back && predictor_back &&
+                          *kvmeld::to_safetensors(**gate_back) == gate_file &&
                           *kvmeld::to_safetensors(**predictor_back) == predictor_file;
   if (!same_files) return std::fprintf(stderr, "the files do not read back as what they were\n"), 1;
 
   // ---- Held out: renders by the library.
   bool better = true;
-  const auto report = [&](const char* name, bool by_token, const auto& learned, const char* learned_name) {
+  const auto report = [&](const char* name, bool by_token, const auto& learned,
+                          const char* learned_name) {
     double uniform = 0, medoid = 0, trained = 0, best = 0;
     constexpr int sets = 40;
     for (std::uint64_t s = 0; s < sets; ++s) {
@@ -392,7 +436,10 @@ int main(int argc, char** argv) {
       best += best_error(data) / sets;
     }
     std::printf("\n%s, %d held-out sets of 32 tokens: mean squared error\n", name, sets);
-    for (const auto& [method, error] : {std::pair<const char*, double>{"uniform mean", uniform}, {"medoid", medoid}, {learned_name, trained}, {"best shares, 1/sigma^2", best}}) {
+    for (const auto& [method, error] : {std::pair<const char*, double>{"uniform mean", uniform},
+                                        {"medoid", medoid},
+                                        {learned_name, trained},
+                                        {"best shares, 1/sigma^2", best}}) {
       std::printf("  %-24s %.4f\n", method, error);
       json["rows"].push_back({{"task", name}, {"method", method}, {"error", error}});
     }
@@ -406,6 +453,8 @@ int main(int argc, char** argv) {
   json["predictor_digest"] = (*predictor_back)->digest().hex();
   json["better_than_uniform_and_medoid"] = better;
   std::ofstream("build/train_gate.json") << json.dump(2) << '\n';
-  std::printf("\n%s; build/train_gate.json\n", better ? "what was trained beats the uniform mean and the medoid" : "what was trained does NOT beat the uniform mean and the medoid");
+  std::printf("\n%s; build/train_gate.json\n",
+              better ? "what was trained beats the uniform mean and the medoid"
+                     : "what was trained does NOT beat the uniform mean and the medoid");
   return better || steps < 1000 ? 0 : 1;
 }

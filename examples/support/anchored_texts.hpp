@@ -1,5 +1,6 @@
 #pragma once
-// What agents with different prefixes read alike: documents of one template, documents of free text, and the agents' own instructions.
+// What agents with different prefixes read alike: documents of one template, documents of free
+// text, and the agents' own instructions.
 
 #include "engine.hpp"
 #include "fact_text.hpp"
@@ -18,12 +19,16 @@ namespace example {
 inline constexpr std::string_view base_instructions = "You are a helpful assistant. Document:";
 inline constexpr std::array<std::string_view, 5> agent_instructions{
     "You answer questions about the document below. Document:",
-    "You are a careful archivist who looks up where things are kept. Read the document and answer in one word. Document:",
-    "You are a critic. Other agents make claims about the document. Check each of them against the text, quote names exactly, and never "
+    "You are a careful archivist who looks up where things are kept. Read the document and answer "
+    "in one word. Document:",
+    "You are a critic. Other agents make claims about the document. Check each of them against the "
+    "text, quote names exactly, and never "
     "guess what the text does not say. The text follows. Document:",
     "Notes:",
-    "You plan errands in a small town. Somebody will ask you where to fetch a thing; the only source is the record that the office keeps, "
-    "which is printed here in full, one entry after the other, as it was written down by those who came by during the week. Some entries do "
+    "You plan errands in a small town. Somebody will ask you where to fetch a thing; the only "
+    "source is the record that the office keeps, "
+    "which is printed here in full, one entry after the other, as it was written down by those who "
+    "came by during the week. Some entries do "
     "not matter today. Read all of it before you answer. Document:"};
 
 /// A document and a question about each of its facts.
@@ -38,18 +43,21 @@ inline constexpr std::array<std::string_view, 32> free_sentences{
     " It rained for most of the week, and the road to the mill was closed until Thursday.",
     " Nobody remembers who painted the sign above the door.",
     " The council met twice; both times the heating failed and everyone went home early.",
-    " \"We should have asked before the harvest,\" said the woman at the counter, \"not after it.\"",
+    " \"We should have asked before the harvest,\" said the woman at the counter, \"not after "
+    "it.\"",
     " A box of letters turned up under the stairs, most of them unopened.",
     " Prices rose a little: bread by two cents, lamp oil by five.",
     " The ferry runs at seven, at noon, and once more before dark.",
     " Old maps show a well where the bus stop is now.",
     " Please return the long table to the hall after the fair.",
     " The choir needs two more voices, low ones if possible.",
-    " There was a short argument about the fence, which ended when the dog lay down in front of it.",
+    " There was a short argument about the fence, which ended when the dog lay down in front of "
+    "it.",
     " On the whole it has been a quiet month.",
     " The new clock strikes eleven when it ought to strike ten.",
     " Three windows were mended and one was forgotten.",
-    " What the inspector wrote about the bridge fills nine pages, none of which says whether it is safe.",
+    " What the inspector wrote about the bridge fills nine pages, none of which says whether it is "
+    "safe.",
     " Snow is expected in the hills by the end of the week.",
     " Tickets for the play are sold at the usual place, but only in the morning.",
     " Somebody left the gate open again.",
@@ -58,7 +66,8 @@ inline constexpr std::array<std::string_view, 32> free_sentences{
     " Her grandfather built the first of these boats in the winter of the great frost.",
     " The recipe asks for butter, but oil does as well, and costs less.",
     " Two of the lights in the square have gone out since Sunday.",
-    " They say that the river was moved once, by a whole field, and that it has wanted to go back ever since.",
+    " They say that the river was moved once, by a whole field, and that it has wanted to go back "
+    "ever since.",
     " A parcel without a name lies on the second shelf.",
     " The bakers' dance is on Friday; masks are welcome.",
     " Repairs to the roof will take longer than we thought.",
@@ -89,7 +98,8 @@ inline Document structured_document(const Engine& engine, std::uint64_t seed, st
   return out;
 }
 
-/// Document `index` of free text: four facts in mixed forms between sentences of other matters, of some 50 to 130 tokens.
+/// Document `index` of free text: four facts in mixed forms between sentences of other matters, of
+/// some 50 to 130 tokens.
 inline Document free_document(const Engine& engine, std::uint64_t seed, std::size_t index) {
   Document out;
   const std::vector<Fact> facts = make_facts(seed * 7919u + 77000 + index, 16);

@@ -1,5 +1,6 @@
 #pragma once
-// Questions put to one finished cache: next-token logits, greedy answer, and the candidates ranked by log-probability.
+// Questions put to one finished cache: next-token logits, greedy answer, and the candidates ranked
+// by log-probability.
 
 #include "engine.hpp"
 
@@ -14,16 +15,16 @@
 namespace example {
 
 struct Prompt {
-  Tokens tokens;                         ///< Everything after the notes.
+  Tokens tokens;  ///< Everything after the notes.
   std::vector<std::string> candidates;
-  std::vector<Tokens> words;             ///< Tokens that each candidate would add.
+  std::vector<Tokens> words;  ///< Tokens that each candidate would add.
 };
 
 struct Answer {
-  std::vector<float> logits;             ///< Of the first answer token.
-  std::string text;                      ///< Greedy, cut at the first candidate named.
-  std::optional<std::size_t> named;      ///< The candidate that `text` names first.
-  std::size_t ranked = 0;                ///< The candidate of highest log-probability.
+  std::vector<float> logits;         ///< Of the first answer token.
+  std::string text;                  ///< Greedy, cut at the first candidate named.
+  std::optional<std::size_t> named;  ///< The candidate that `text` names first.
+  std::size_t ranked = 0;            ///< The candidate of highest log-probability.
 };
 
 /// log(sum(exp(logits))), accumulated in double.
@@ -34,7 +35,8 @@ inline double log_sum_exp(std::span<const float> logits) {
   return top + std::log(sum);
 }
 
-/// Kullback-Leibler divergence KL(p || q) in nats of two next-token distributions given by their logits.
+/// Kullback-Leibler divergence KL(p || q) in nats of two next-token distributions given by their
+/// logits.
 inline double divergence(std::span<const float> p, std::span<const float> q) {
   const double p_total = log_sum_exp(p);
   const double q_total = log_sum_exp(q);
@@ -55,7 +57,8 @@ inline std::string lower(std::string text) {
 }
 
 /// The candidate whose spelling comes first in `text`, as a whole word at its start.
-inline std::optional<std::size_t> first_named(const std::string& text, const std::vector<std::string>& candidates) {
+inline std::optional<std::size_t> first_named(const std::string& text,
+                                              const std::vector<std::string>& candidates) {
   const std::string in = lower(text);
   std::optional<std::size_t> best;
   std::size_t best_at = std::string::npos;
@@ -73,10 +76,11 @@ inline llama_token top_token(std::span<const float> logits) {
   return static_cast<llama_token>(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }
 
-/// Log-probability of every candidate after the cache of `sequence`; words of several tokens take one decode, all in a
-/// batch over branches of the sequence.
-inline std::size_t rank(Engine& engine, llama_seq_id sequence, llama_pos length, std::span<const float> logits,
-                        const std::vector<Tokens>& words, llama_seq_id first_branch) {
+/// Log-probability of every candidate after the cache of `sequence`; words of several tokens take
+/// one decode, all in a batch over branches of the sequence.
+inline std::size_t rank(Engine& engine, llama_seq_id sequence, llama_pos length,
+                        std::span<const float> logits, const std::vector<Tokens>& words,
+                        llama_seq_id first_branch) {
   const double total = log_sum_exp(logits);
   std::vector<double> score(words.size());
   std::vector<std::vector<std::int32_t>> rows(words.size());
@@ -95,25 +99,28 @@ inline std::size_t rank(Engine& engine, llama_seq_id sequence, llama_pos length,
         const std::span<const float> next = engine.logits(rows[i][k]);
         score[i] += next[static_cast<std::size_t>(words[i][k + 1])] - log_sum_exp(next);
       }
-    for (std::size_t i = 0; i < words.size(); ++i) engine.forget(first_branch + static_cast<llama_seq_id>(i));
+    for (std::size_t i = 0; i < words.size(); ++i)
+      engine.forget(first_branch + static_cast<llama_seq_id>(i));
   }
   return static_cast<std::size_t>(std::max_element(score.begin(), score.end()) - score.begin());
 }
 
 }  // namespace detail
 
-/// Asks every prompt on its own branch of sequence 0, which holds `length` tokens and is left as it was.
+/// Asks every prompt on its own branch of sequence 0, which holds `length` tokens and is left as it
+/// was.
 ///
-/// The first prompt is decoded alone and timed (`first_ms`); the others share one batch, and the tokens that all prompts
-/// begin with. Sequences 1 … prompts.size() and those from `first_branch` on are used and emptied. Empty where the engine
-/// refused a batch.
-inline std::vector<Answer> ask(Engine& engine, llama_pos length, const std::vector<Prompt>& prompts, llama_seq_id first_branch,
-                               double* first_ms, std::size_t greedy_tokens = 8) {
+/// The first prompt is decoded alone and timed (`first_ms`); the others share one batch, and the
+/// tokens that all prompts begin with. Sequences 1 … prompts.size() and those from `first_branch`
+/// on are used and emptied. Empty where the engine refused a batch.
+inline std::vector<Answer> ask(Engine& engine, llama_pos length, const std::vector<Prompt>& prompts,
+                               llama_seq_id first_branch, double* first_ms,
+                               std::size_t greedy_tokens = 8) {
   const std::size_t count = prompts.size();
   std::size_t shared = prompts[0].tokens.size() - 1;
   for (const Prompt& prompt : prompts) {
-    const auto common = std::mismatch(prompt.tokens.begin(), prompt.tokens.end() - 1, prompts[0].tokens.begin(),
-                                      prompts[0].tokens.end() - 1);
+    const auto common = std::mismatch(prompt.tokens.begin(), prompt.tokens.end() - 1,
+                                      prompts[0].tokens.begin(), prompts[0].tokens.end() - 1);
     shared = std::min(shared, static_cast<std::size_t>(common.first - prompt.tokens.begin()));
   }
   std::vector<Answer> answers(count);
@@ -128,16 +135,20 @@ inline std::vector<Answer> ask(Engine& engine, llama_pos length, const std::vect
   Batch batch;
   std::vector<std::int32_t> rows(count);
   for (std::size_t i = 1; i < count; ++i) {
-    llama_memory_seq_cp(engine.memory(), 1, sequence_of(i), 0, length + static_cast<llama_pos>(shared));
+    llama_memory_seq_cp(engine.memory(), 1, sequence_of(i), 0,
+                        length + static_cast<llama_pos>(shared));
     for (std::size_t t = shared; t < prompts[i].tokens.size(); ++t)
-      rows[i] = batch.add(prompts[i].tokens[t], length + static_cast<llama_pos>(t), sequence_of(i), t + 1 == prompts[i].tokens.size());
+      rows[i] = batch.add(prompts[i].tokens[t], length + static_cast<llama_pos>(t), sequence_of(i),
+                          t + 1 == prompts[i].tokens.size());
   }
   if (count > 1) {
     if (!engine.decode(batch)) return {};
-    for (std::size_t i = 1; i < count; ++i) answers[i].logits.assign(engine.logits(rows[i]).begin(), engine.logits(rows[i]).end());
+    for (std::size_t i = 1; i < count; ++i)
+      answers[i].logits.assign(engine.logits(rows[i]).begin(), engine.logits(rows[i]).end());
   }
   for (std::size_t i = 0; i < count; ++i)
-    answers[i].ranked = detail::rank(engine, sequence_of(i), length + static_cast<llama_pos>(prompts[i].tokens.size()),
+    answers[i].ranked = detail::rank(engine, sequence_of(i),
+                                     length + static_cast<llama_pos>(prompts[i].tokens.size()),
                                      answers[i].logits, prompts[i].words, first_branch);
 
   std::vector<llama_token> next(count);
@@ -155,7 +166,9 @@ inline std::vector<Answer> ask(Engine& engine, llama_pos length, const std::vect
       answers[i].named = detail::first_named(answers[i].text, prompts[i].candidates);
       done[i] = answers[i].named.has_value() || step + 1 == greedy_tokens;
       if (!done[i])
-        rows[i] = continued.add(next[i], length + static_cast<llama_pos>(prompts[i].tokens.size() + step), sequence_of(i), true);
+        rows[i] =
+            continued.add(next[i], length + static_cast<llama_pos>(prompts[i].tokens.size() + step),
+                          sequence_of(i), true);
     }
     if (continued.empty()) break;
     if (!engine.decode(continued)) return {};

@@ -1,5 +1,6 @@
 #pragma once
-// Facts split between agents, and questions about them: made from a seed, the same on every machine.
+// Facts split between agents, and questions about them: made from a seed, the same on every
+// machine.
 
 #include <array>
 #include <cstddef>
@@ -11,7 +12,8 @@
 
 namespace example {
 
-/// splitmix64: the standard library's distributions differ between implementations, these draws do not.
+/// splitmix64: the standard library's distributions differ between implementations, these draws do
+/// not.
 class Draw {
  public:
   explicit Draw(std::uint64_t seed) : state_(seed) {}
@@ -53,7 +55,8 @@ struct Ask {
   std::vector<std::string> candidates;  ///< Holds the answer once.
 };
 
-/// One ask; in two steps, `link` is asked first and the name it yields replaces every `@` of `last`.
+/// One ask; in two steps, `link` is asked first and the name it yields replaces every `@` of
+/// `last`.
 struct Question {
   Ask last;
   Ask link;
@@ -66,46 +69,59 @@ struct FactSet {
 
 namespace detail {
 
-// Every place is one token after a space in the default model's vocabulary, so that its rank needs no further decode.
+// Every place is one token after a space in the default model's vocabulary, so that its rank needs
+// no further decode.
 inline constexpr std::array<std::string_view, 32> places{
-    "attic",    "garage", "kitchen", "cellar", "library", "garden",  "office", "tower",  "barn",  "studio", "bedroom",
-    "basement", "chapel", "school",  "stable", "museum",  "bakery",  "harbor", "station", "market", "theater", "hotel",
-    "bank",     "church", "hospital", "warehouse", "temple", "castle", "cabin", "factory", "gallery", "palace"};
+    "attic",    "garage",    "kitchen", "cellar",   "library", "garden",  "office",  "tower",
+    "barn",     "studio",    "bedroom", "basement", "chapel",  "school",  "stable",  "museum",
+    "bakery",   "harbor",    "station", "market",   "theater", "hotel",   "bank",    "church",
+    "hospital", "warehouse", "temple",  "castle",   "cabin",   "factory", "gallery", "palace"};
 inline constexpr std::array<std::string_view, 48> people{
-    "Milo",  "Clara", "Hugo",  "Nadia", "Oscar",  "Petra", "Simon", "Tessa", "Viktor", "Wanda", "Boris", "Elena",
-    "Felix", "Greta", "Henry", "Ivan",  "Julia",  "Kevin", "Laura", "Marco", "Nina",   "Paul",  "Rosa",  "Stefan",
-    "Igor", "Ursula", "Vera", "Walter", "Anna",  "Bruno", "Carmen", "David", "Emma",  "Frank", "Gloria", "Harold",
-    "Irene", "Jack",  "Karen", "Leon",  "Martha", "Nora",  "Oliver", "Peter", "Robert", "Sofia", "Thomas", "Yves"};
+    "Milo",   "Clara",  "Hugo",   "Nadia",  "Oscar",  "Petra", "Simon",  "Tessa",
+    "Viktor", "Wanda",  "Boris",  "Elena",  "Felix",  "Greta", "Henry",  "Ivan",
+    "Julia",  "Kevin",  "Laura",  "Marco",  "Nina",   "Paul",  "Rosa",   "Stefan",
+    "Igor",   "Ursula", "Vera",   "Walter", "Anna",   "Bruno", "Carmen", "David",
+    "Emma",   "Frank",  "Gloria", "Harold", "Irene",  "Jack",  "Karen",  "Leon",
+    "Martha", "Nora",   "Oliver", "Peter",  "Robert", "Sofia", "Thomas", "Yves"};
 inline constexpr std::array<std::string_view, 36> trades{
-    "courier", "doctor",  "painter",  "farmer",  "teacher", "sailor",   "lawyer",  "singer",  "pilot",
-    "writer",  "dancer",  "engineer", "butcher", "dentist", "guard",    "student", "actor",   "hunter",
-    "nurse",   "judge",   "plumber",  "tailor",  "barber",  "chemist",  "captain", "editor",  "fisherman",
-    "driver",  "janitor", "cook",     "poet",    "banker",  "sculptor", "surgeon", "miner",   "waiter"};
+    "courier",  "doctor",  "painter",   "farmer",   "teacher", "sailor",  "lawyer", "singer",
+    "pilot",    "writer",  "dancer",    "engineer", "butcher", "dentist", "guard",  "student",
+    "actor",    "hunter",  "nurse",     "judge",    "plumber", "tailor",  "barber", "chemist",
+    "captain",  "editor",  "fisherman", "driver",   "janitor", "cook",    "poet",   "banker",
+    "sculptor", "surgeon", "miner",     "waiter"};
 inline constexpr std::array<std::string_view, 36> things{
-    "key",    "lamp",   "map",   "ladder", "drum",  "umbrella", "hammer", "violin", "mirror", "blanket", "kettle", "camera",
-    "basket", "helmet", "rope",  "clock",  "flag",  "guitar",   "tent",   "wallet", "vase",   "bicycle", "bucket", "candle",
-    "scarf",  "saddle", "radio", "shovel", "trunk", "compass",  "anchor", "carpet", "statue", "telescope", "hat",  "ring"};
-inline constexpr std::array<std::string_view, 8> colours{"green", "red", "blue", "yellow", "white", "black", "brown", "silver"};
+    "key",    "lamp",      "map",    "ladder", "drum",   "umbrella", "hammer", "violin",
+    "mirror", "blanket",   "kettle", "camera", "basket", "helmet",   "rope",   "clock",
+    "flag",   "guitar",    "tent",   "wallet", "vase",   "bicycle",  "bucket", "candle",
+    "scarf",  "saddle",    "radio",  "shovel", "trunk",  "compass",  "anchor", "carpet",
+    "statue", "telescope", "hat",    "ring"};
+inline constexpr std::array<std::string_view, 8> colours{"green", "red",   "blue",  "yellow",
+                                                         "white", "black", "brown", "silver"};
 
 /// A sentence in the facts' style that answers no question.
 inline std::string neutral(Draw& draw, const std::string& person, const std::string& trade) {
   static constexpr std::array<std::string_view, 12> acts{
-      "reads the newspaper",  "drinks a cup of tea", "talks to a neighbour",  "writes a short letter",
-      "cleans the old boots", "feeds the brown cat", "counts the coins",      "listens to the rain",
-      "folds the clean shirts", "greets the visitors", "repairs the wooden chair", "waters the flowers"};
-  static constexpr std::array<std::string_view, 8> times{"in the morning", "before lunch",  "on Monday",  "after dinner",
-                                                         "every evening", "on weekends", "at noon", "in the spring"};
-  return " The " + trade + " named " + person + " " + std::string(acts[draw.below(acts.size())]) + " " +
-         std::string(times[draw.below(times.size())]) + ".";
+      "reads the newspaper",   "drinks a cup of tea",      "talks to a neighbour",
+      "writes a short letter", "cleans the old boots",     "feeds the brown cat",
+      "counts the coins",      "listens to the rain",      "folds the clean shirts",
+      "greets the visitors",   "repairs the wooden chair", "waters the flowers"};
+  static constexpr std::array<std::string_view, 8> times{
+      "in the morning", "before lunch", "on Monday", "after dinner",
+      "every evening",  "on weekends",  "at noon",   "in the spring"};
+  return " The " + trade + " named " + person + " " + std::string(acts[draw.below(acts.size())]) +
+         " " + std::string(times[draw.below(times.size())]) + ".";
 }
 
 }  // namespace detail
 
-/// One fact set for `agents` agents: `facts` single-hop facts dealt out to them, `questions` questions spread evenly over
-/// the agents, and `neutral_per_agent` sentences beside the facts. Two-hop sets hold two sentences a question.
-inline FactSet make_fact_set(Task task, std::size_t agents, std::uint64_t seed, std::size_t index, std::size_t facts,
-                             std::size_t questions, std::size_t neutral_per_agent) {
-  Draw draw(seed * 1000003u + index * 7919u + agents * 101u + (task == Task::single ? 0u : 1u) * 13u);
+/// One fact set for `agents` agents: `facts` single-hop facts dealt out to them, `questions`
+/// questions spread evenly over the agents, and `neutral_per_agent` sentences beside the facts.
+/// Two-hop sets hold two sentences a question.
+inline FactSet make_fact_set(Task task, std::size_t agents, std::uint64_t seed, std::size_t index,
+                             std::size_t facts, std::size_t questions,
+                             std::size_t neutral_per_agent) {
+  Draw draw(seed * 1000003u + index * 7919u + agents * 101u +
+            (task == Task::single ? 0u : 1u) * 13u);
   draw.next();
   FactSet set;
   set.notes.resize(agents);
@@ -115,7 +131,9 @@ inline FactSet make_fact_set(Task task, std::size_t agents, std::uint64_t seed, 
   const std::vector<std::string> places = draw.pick(detail::places, detail::places.size());
   std::size_t next_person = 0;
   const auto candidates_with = [&draw](const std::vector<std::string>& pool, std::size_t count) {
-    std::vector<std::string> out(pool.begin(), pool.begin() + static_cast<std::ptrdiff_t>(count < pool.size() ? count : pool.size()));
+    std::vector<std::string> out(
+        pool.begin(),
+        pool.begin() + static_cast<std::ptrdiff_t>(count < pool.size() ? count : pool.size()));
     draw.shuffle(out);
     return out;
   };
@@ -126,20 +144,26 @@ inline FactSet make_fact_set(Task task, std::size_t agents, std::uint64_t seed, 
       const std::string colour(detail::colours[draw.below(detail::colours.size())]);
       const std::string object = colour + " " + things[fact % things.size()];
       const std::string& place = places[fact % places.size()];
-      set.notes[agent].push_back(" The " + trades[fact % trades.size()] + " named " + person + " keeps the " + object + " in the " +
-                                 place + ".");
+      set.notes[agent].push_back(" The " + trades[fact % trades.size()] + " named " + person +
+                                 " keeps the " + object + " in the " + place + ".");
       if (set.questions.size() < questions)
-        set.questions.push_back({{person + " keeps the " + object + " in the", place, candidates_with(places, facts > 16 ? facts : 16)}, {}});
+        set.questions.push_back({{person + " keeps the " + object + " in the", place,
+                                  candidates_with(places, facts > 16 ? facts : 16)},
+                                 {}});
     }
   } else {
-    // Chain q: person a works for person b (one agent); b keeps an object in a place (another agent).
+    // Chain q: person a works for person b (one agent); b keeps an object in a place (another
+    // agent).
     const std::vector<std::string> owners(people.begin() + 8, people.begin() + 16);
     for (std::size_t chain = 0; chain < 8; ++chain) {
       const std::string& helper = people[chain];
       const std::string& owner = owners[chain];
-      set.notes[chain % agents].push_back(" The " + trades[chain] + " named " + helper + " works for " + owner + ".");
-      const std::string object = std::string(detail::colours[draw.below(detail::colours.size())]) + " " + things[chain];
-      set.notes[(chain + 1) % agents].push_back(" The " + trades[8 + chain] + " named " + owner + " keeps the " + object + " in the " +
+      set.notes[chain % agents].push_back(" The " + trades[chain] + " named " + helper +
+                                          " works for " + owner + ".");
+      const std::string object =
+          std::string(detail::colours[draw.below(detail::colours.size())]) + " " + things[chain];
+      set.notes[(chain + 1) % agents].push_back(" The " + trades[8 + chain] + " named " + owner +
+                                                " keeps the " + object + " in the " +
                                                 places[chain] + ".");
       if (set.questions.size() >= questions) continue;
       Question question;
@@ -158,10 +182,12 @@ inline FactSet make_fact_set(Task task, std::size_t agents, std::uint64_t seed, 
   for (std::size_t agent = 0; agent < agents; ++agent) {
     draw.shuffle(set.notes[agent]);
     for (std::size_t i = 0; i < neutral_per_agent; ++i) {
-      const std::string& person = people[next_person + (i * agents + agent) % (people.size() - next_person)];
+      const std::string& person =
+          people[next_person + (i * agents + agent) % (people.size() - next_person)];
       const std::string& trade = trades[draw.below(trades.size())];
       std::vector<std::string>& notes = set.notes[agent];
-      notes.insert(notes.begin() + static_cast<std::ptrdiff_t>(draw.below(notes.size() + 1)), detail::neutral(draw, person, trade));
+      notes.insert(notes.begin() + static_cast<std::ptrdiff_t>(draw.below(notes.size() + 1)),
+                   detail::neutral(draw, person, trade));
     }
   }
   return set;

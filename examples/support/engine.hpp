@@ -59,9 +59,9 @@ class Engine {
   struct Options {
     std::string model;
     int threads = 2;
-    std::uint32_t cells = 4096;     ///< Cache cells shared by all sequences.
+    std::uint32_t cells = 4096;  ///< Cache cells shared by all sequences.
     std::uint32_t sequences = 64;
-    std::uint32_t batch = 2048;     ///< Tokens a decode may carry.
+    std::uint32_t batch = 2048;  ///< Tokens a decode may carry.
   };
 
   /// Null where the file is not a model that llama.cpp reads, or memory is short.
@@ -74,15 +74,19 @@ class Engine {
 
   [[nodiscard]] llama_context* context() const { return context_.get(); }
   [[nodiscard]] const llama_model* model() const { return model_.get(); }
-  [[nodiscard]] const llama_vocab* vocabulary() const { return llama_model_get_vocab(model_.get()); }
+  [[nodiscard]] const llama_vocab* vocabulary() const {
+    return llama_model_get_vocab(model_.get());
+  }
   [[nodiscard]] const llama_context_params& parameters() const { return parameters_; }
   [[nodiscard]] llama_memory_t memory() const { return llama_get_memory(context_.get()); }
   [[nodiscard]] std::size_t vocabulary_size() const {
     return static_cast<std::size_t>(llama_vocab_n_tokens(vocabulary()));
   }
 
-  /// `special`: control-token spellings in `text` become control tokens; `begin`: the model's BOS, if it wants one, goes first.
-  [[nodiscard]] Tokens tokens(std::string_view text, bool special = false, bool begin = false) const {
+  /// `special`: control-token spellings in `text` become control tokens; `begin`: the model's BOS,
+  /// if it wants one, goes first.
+  [[nodiscard]] Tokens tokens(std::string_view text, bool special = false,
+                              bool begin = false) const {
     Tokens out(text.size() + 8);
     const auto length = static_cast<std::int32_t>(text.size());
     std::int32_t count = llama_tokenize(vocabulary(), text.data(), length, out.data(),
@@ -97,11 +101,14 @@ class Engine {
 
   [[nodiscard]] std::string text(llama_token token) const {
     char buffer[256];
-    const std::int32_t count = llama_token_to_piece(vocabulary(), token, buffer, sizeof buffer, 0, false);
+    const std::int32_t count =
+        llama_token_to_piece(vocabulary(), token, buffer, sizeof buffer, 0, false);
     return count > 0 ? std::string(buffer, static_cast<std::size_t>(count)) : std::string();
   }
 
-  [[nodiscard]] bool ends(llama_token token) const { return llama_vocab_is_eog(vocabulary(), token); }
+  [[nodiscard]] bool ends(llama_token token) const {
+    return llama_vocab_is_eog(vocabulary(), token);
+  }
 
   /// True where the engine accepted the batch; its outputs are then read through `logits`.
   [[nodiscard]] bool decode(Batch& batch) {
@@ -122,9 +129,10 @@ class Engine {
     return true;
   }
 
-  /// Decodes `tokens` at positions `first`, `first + 1`, … of `sequence`; only the last one has an output, if any.
-  [[nodiscard]] bool prefill(std::span<const llama_token> tokens, llama_pos first, llama_seq_id sequence,
-                             bool output_last = false) {
+  /// Decodes `tokens` at positions `first`, `first + 1`, … of `sequence`; only the last one has an
+  /// output, if any.
+  [[nodiscard]] bool prefill(std::span<const llama_token> tokens, llama_pos first,
+                             llama_seq_id sequence, bool output_last = false) {
     for (std::size_t begin = 0; begin < tokens.size(); begin += batch_) {
       const std::size_t end = begin + batch_ < tokens.size() ? begin + batch_ : tokens.size();
       Batch batch;
@@ -144,7 +152,9 @@ class Engine {
   void forget(llama_seq_id sequence) { llama_memory_seq_rm(memory(), sequence, -1, -1); }
   void forget_all() { llama_memory_clear(memory(), false); }
   /// `to` becomes what `from` is; the cells are shared, so this costs no copy.
-  void branch(llama_seq_id from, llama_seq_id to) { llama_memory_seq_cp(memory(), from, to, -1, -1); }
+  void branch(llama_seq_id from, llama_seq_id to) {
+    llama_memory_seq_cp(memory(), from, to, -1, -1);
+  }
 
   /// All tokens decoded so far, to tell what a method prefilled.
   [[nodiscard]] std::size_t decoded() const { return decoded_; }
@@ -171,8 +181,9 @@ class Engine {
     parameters.n_seq_max = options.sequences;
     parameters.n_threads = options.threads;
     parameters.n_threads_batch = options.threads;
-    parameters.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;  // V stays (token, channel) in the exported state
-    parameters.kv_unified = true;                                // branches share cells; exported states hold one stream
+    // V stays (token, channel) in the exported state
+    parameters.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
+    parameters.kv_unified = true;  // branches share cells; exported states hold one stream
     parameters.swa_full = true;
     context_.reset(llama_init_from_model(model_.get(), parameters));
   }

@@ -1,5 +1,6 @@
 #pragma once
-// The lead-in: neutral sentences in the style of the notes, encoded before an agent's notes and then dropped.
+// The lead-in: neutral sentences in the style of the notes, encoded before an agent's notes and
+// then dropped.
 
 #include <array>
 #include <cstddef>
@@ -29,7 +30,8 @@ inline constexpr std::array<std::string_view, 16> lead_in_sentences{
 /// The first `count` sentences as one text.
 inline std::string lead_in(std::size_t count) {
   std::string out;
-  for (std::size_t i = 0; i < count && i < lead_in_sentences.size(); ++i) out += lead_in_sentences[i];
+  for (std::size_t i = 0; i < count && i < lead_in_sentences.size(); ++i)
+    out += lead_in_sentences[i];
   return out;
 }
 

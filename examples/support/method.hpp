@@ -17,7 +17,8 @@ struct Method {
   bool lead_in = false;
   Order order = Order::given;
   bool rotate = true;
-  float seam = 0;            ///< Share of every later fragment's tokens that the engine recomputes, up to a sentence end.
+  /// Share of every later fragment's tokens that the engine recomputes, up to a sentence end.
+  float seam = 0;
   bool seam_inside = false;  ///< The cut lies five tokens into the next sentence.
 };
 

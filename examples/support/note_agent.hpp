@@ -1,6 +1,6 @@
 #pragma once
-// One agent with a model of its own: reads notes behind the shared prefix and a lead-in, seals them, and answers questions
-// from whatever set of fragments it is given.
+// One agent with a model of its own: reads notes behind the shared prefix and a lead-in, seals
+// them, and answers questions from whatever set of fragments it is given.
 
 #include "asking.hpp"
 #include "dataset.hpp"
@@ -34,22 +34,28 @@ class NoteAgent {
 
   static kvmeld::Result<std::unique_ptr<NoteAgent>> open(const std::string& model, int threads) {
     auto agent = std::unique_ptr<NoteAgent>(new NoteAgent);
-    agent->engine_ = Engine::open({.model = model, .threads = threads, .cells = 4096, .sequences = 64});
+    agent->engine_ =
+        Engine::open({.model = model, .threads = threads, .cells = 4096, .sequences = 64});
     if (!agent->engine_) return refused("llama.cpp cannot open " + model);
     auto geometry =
         kvmeld::llama::geometry(agent->engine_->model(), agent->engine_->parameters(),
                                 {.adapters = kvmeld::Adapters::none(), .gguf_path = model});
     if (!geometry) return geometry.error();
     agent->geometry_ = std::make_shared<const kvmeld::Geometry>(*std::move(geometry));
-    agent->frame_ = make_frame(*agent->engine_, "You answer questions about the notes below. Notes:", "Complete the statement as the notes say.");
+    agent->frame_ =
+        make_frame(*agent->engine_, "You answer questions about the notes below. Notes:",
+                   "Complete the statement as the notes say.");
     agent->prefix_ = agent->engine_->tokens(agent->frame_.prefix, true, true);
     agent->lead_in_ = agent->engine_->tokens(lead_in(8));
     if (kvmeld::Status status = agent->read_prefix(); !status) return status;
     return agent;
   }
 
-  [[nodiscard]] const std::shared_ptr<const kvmeld::Geometry>& geometry() const { return geometry_; }
-  /// What every agent sees first. Agents on one kind of machine compute the same bytes, so it is one fragment in their set.
+  [[nodiscard]] const std::shared_ptr<const kvmeld::Geometry>& geometry() const {
+    return geometry_;
+  }
+  /// What every agent sees first. Agents on one kind of machine compute the same bytes, so it is
+  /// one fragment in their set.
   [[nodiscard]] const kvmeld::Fragment& prefix() const { return prefix_fragment_; }
 
   [[nodiscard]] const Engine& engine() const { return *engine_; }
@@ -62,20 +68,28 @@ class NoteAgent {
     return out;
   }
 
-  /// Reads notes and seals them: behind the lead-in, which is dropped, and once more without it for whoever comes first.
-  kvmeld::Result<kvmeld::Fragment> read(const std::vector<std::string>& sentences) { return read(tokens(sentences), lead_in_, true); }
+  /// Reads notes and seals them: behind the lead-in, which is dropped, and once more without it for
+  /// whoever comes first.
+  kvmeld::Result<kvmeld::Fragment> read(const std::vector<std::string>& sentences) {
+    return read(tokens(sentences), lead_in_, true);
+  }
   /// Likewise behind another lead-in, or none; `variant`: with the second encoding.
   kvmeld::Result<kvmeld::Fragment> read(const Tokens& notes, const Tokens& lead_in, bool variant) {
-    const auto encoded = [&](const Tokens& before, const kvmeld::Fragment* first) -> kvmeld::Result<kvmeld::Fragment> {
+    const auto encoded = [&](const Tokens& before,
+                             const kvmeld::Fragment* first) -> kvmeld::Result<kvmeld::Fragment> {
       auto state = encode(notes, before);
       if (!state) return state.error();
       const auto view = kvmeld::llama::view_state(state->bytes(), geometry_);
       if (!view) return view.error();
       Tokens all = head(before);
       append(all, notes);
-      const kvmeld::SealOptions options{.tokens = all, .positions = state->positions(), .drop_first = static_cast<std::int64_t>(all.size() - notes.size()),
-                                        .context = {prefix_fragment_.id(), kvmeld::lead_in_digest(before)}};
-      return first == nullptr ? kvmeld::seal(view->cache, options) : kvmeld::with_variant(*first, view->cache, options);
+      const kvmeld::SealOptions options{
+          .tokens = all,
+          .positions = state->positions(),
+          .drop_first = static_cast<std::int64_t>(all.size() - notes.size()),
+          .context = {prefix_fragment_.id(), kvmeld::lead_in_digest(before)}};
+      return first == nullptr ? kvmeld::seal(view->cache, options)
+                              : kvmeld::with_variant(*first, view->cache, options);
     };
     const auto led = encoded(lead_in, nullptr);
     return led && variant ? encoded({}, &*led) : led;
@@ -91,16 +105,19 @@ class NoteAgent {
     auto blob = make_state(plan->positions(), plan->token_ids());
     if (!blob) return blob.error();
     std::vector<std::byte> workspace(plan->workspace_bytes());
-    const auto report = kvmeld::run(kvmeld::exec::seq, *plan, workspace, blob->mutable_ref(), {.content_digest = true});
+    const auto report = kvmeld::run(kvmeld::exec::seq, *plan, workspace, blob->mutable_ref(),
+                                    {.content_digest = true});
     if (!report) return report.error();
-    Taken taken{*report->content_digest, static_cast<llama_pos>(report->tokens), render.milliseconds(), 0};
+    Taken taken{*report->content_digest, static_cast<llama_pos>(report->tokens),
+                render.milliseconds(), 0};
     const Stopwatch import;
     if (kvmeld::Status status = load(*blob); !status) return status;
     taken.import_ms = import.milliseconds();
     return taken;
   }
   /// Bytes to render into, for `load`.
-  [[nodiscard]] kvmeld::Result<kvmeld::llama::StateBlob> make_state(std::span<const std::int64_t> positions, std::span<const kvmeld::TokenId> ids) const {
+  [[nodiscard]] kvmeld::Result<kvmeld::llama::StateBlob> make_state(
+      std::span<const std::int64_t> positions, std::span<const kvmeld::TokenId> ids) const {
     return kvmeld::llama::make_state(geometry_, form_->form(), positions, ids);
   }
   /// Puts rendered bytes into the engine, in the place of whatever was there.
@@ -117,28 +134,38 @@ class NoteAgent {
     return static_cast<llama_pos>(all.size());
   }
 
-  /// Asks on the cache in place, which holds `length` tokens; `greedy_tokens` 0: only logits and ranks.
-  kvmeld::Result<std::vector<Answer>> answers(const std::vector<Question>& questions, llama_pos length, std::size_t greedy_tokens = 8) {
+  /// Asks on the cache in place, which holds `length` tokens; `greedy_tokens` 0: only logits and
+  /// ranks.
+  kvmeld::Result<std::vector<Answer>> answers(const std::vector<Question>& questions,
+                                              llama_pos length, std::size_t greedy_tokens = 8) {
     std::vector<Prompt> prompts;
-    for (const Question& question : questions) prompts.push_back(make_prompt(*engine_, frame_, question.last));
+    for (const Question& question : questions)
+      prompts.push_back(make_prompt(*engine_, frame_, question.last));
     std::vector<Answer> out = ask(*engine_, length, prompts, 16, nullptr, greedy_tokens);
     if (out.empty()) return refused("the engine refused a question");
     return out;
   }
-  /// Questions of a set that are answered right (greedily) from the cache in place, which holds `length` tokens.
-  kvmeld::Result<std::size_t> right_answers(const std::vector<Question>& questions, llama_pos length) {
+  /// Questions of a set that are answered right (greedily) from the cache in place, which holds
+  /// `length` tokens.
+  kvmeld::Result<std::size_t> right_answers(const std::vector<Question>& questions,
+                                            llama_pos length) {
     const auto given = answers(questions, length);
     if (!given) return given.error();
     std::size_t right = 0;
     for (std::size_t i = 0; i < given->size(); ++i) {
-      right += (*given)[i].named && questions[i].last.candidates[*(*given)[i].named] == questions[i].last.answer ? 1U : 0U;
+      right += (*given)[i].named &&
+                       questions[i].last.candidates[*(*given)[i].named] == questions[i].last.answer
+                   ? 1U
+                   : 0U;
     }
     return right;
   }
 
  private:
   NoteAgent() = default;
-  static kvmeld::Status refused(const std::string& why) { return {kvmeld::ErrorCode::engine_failure, why}; }
+  static kvmeld::Status refused(const std::string& why) {
+    return {kvmeld::ErrorCode::engine_failure, why};
+  }
 
   void forget() {
     engine_->forget_all();
@@ -149,19 +176,22 @@ class NoteAgent {
     append(all, lead_in);
     return all;
   }
-  /// Fragments behind one lead-in share its encoding, which stays in a sequence of its own until something else is loaded.
+  /// Fragments behind one lead-in share its encoding, which stays in a sequence of its own until
+  /// something else is loaded.
   kvmeld::Result<kvmeld::llama::SequenceState> encode(const Tokens& notes, const Tokens& lead_in) {
     constexpr llama_seq_id kept = 60;  // beyond those that questions use
     const Tokens before = head(lead_in);
     if (head_ != before) {
       forget();
       if (!engine_->prefill(prefix_, 0, kept)) return refused("the engine refused the prefix");
-      if (!engine_->prefill(lead_in, static_cast<llama_pos>(prefix_.size()), kept)) return refused("the engine refused the lead-in");
+      if (!engine_->prefill(lead_in, static_cast<llama_pos>(prefix_.size()), kept))
+        return refused("the engine refused the lead-in");
       head_ = before;
     }
     engine_->forget(0);
     engine_->branch(kept, 0);
-    if (!engine_->prefill(notes, static_cast<llama_pos>(before.size()), 0)) return refused("the engine refused the notes");
+    if (!engine_->prefill(notes, static_cast<llama_pos>(before.size()), 0))
+      return refused("the engine refused the notes");
     auto state = kvmeld::llama::read(engine_->context(), 0, geometry_);
     engine_->forget(0);
     return state;
@@ -174,7 +204,9 @@ class NoteAgent {
     form_ = std::make_unique<kvmeld::llama::SequenceState>(*std::move(state));
     const auto view = kvmeld::llama::view_state(form_->bytes(), geometry_);
     if (!view) return view.error();
-    auto sealed = kvmeld::seal(view->cache, {.role = kvmeld::Role::prefix, .tokens = prefix_, .positions = form_->positions()});
+    auto sealed = kvmeld::seal(
+        view->cache,
+        {.role = kvmeld::Role::prefix, .tokens = prefix_, .positions = form_->positions()});
     if (!sealed) return sealed.error();
     prefix_fragment_ = *std::move(sealed);
     return {};

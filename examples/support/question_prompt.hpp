@@ -20,7 +20,8 @@ inline Prompt make_prompt(const Engine& engine, const Frame& frame, const Ask& a
   prompt.candidates = ask.candidates;
   for (const std::string& candidate : ask.candidates) {
     Tokens word = engine.tokens(ask.start + " " + candidate);
-    word.erase(word.begin(), word.begin() + static_cast<std::ptrdiff_t>(std::min(started.size(), word.size() - 1)));
+    word.erase(word.begin(), word.begin() + static_cast<std::ptrdiff_t>(
+                                                std::min(started.size(), word.size() - 1)));
     prompt.words.push_back(std::move(word));
   }
   return prompt;

@@ -1,5 +1,6 @@
 #pragma once
-// One model that reads notes behind the shared prefix: what it holds of them then, as a fragment, and what it answers.
+// One model that reads notes behind the shared prefix: what it holds of them then, as a fragment,
+// and what it answers.
 
 #include "asking.hpp"
 #include "engine.hpp"
@@ -23,20 +24,25 @@ class Reader {
  public:
   static kvmeld::Result<std::unique_ptr<Reader>> open(const std::string& model, int threads) {
     auto reader = std::unique_ptr<Reader>(new Reader);
-    reader->engine_ = Engine::open({.model = model, .threads = threads, .cells = 4096, .sequences = 64});
+    reader->engine_ =
+        Engine::open({.model = model, .threads = threads, .cells = 4096, .sequences = 64});
     if (!reader->engine_) return refused("llama.cpp cannot open " + model);
     auto geometry =
         kvmeld::llama::geometry(reader->engine_->model(), reader->engine_->parameters(),
                                 {.adapters = kvmeld::Adapters::none(), .gguf_path = model});
     if (!geometry) return geometry.error();
     reader->geometry_ = std::make_shared<const kvmeld::Geometry>(*std::move(geometry));
-    reader->frame_ = make_frame(*reader->engine_, "You answer questions about the notes below. Notes:", "Complete the statement as the notes say.");
+    reader->frame_ =
+        make_frame(*reader->engine_, "You answer questions about the notes below. Notes:",
+                   "Complete the statement as the notes say.");
     reader->prefix_ = reader->engine_->tokens(reader->frame_.prefix, true, true);
     return reader;
   }
 
   [[nodiscard]] Engine& engine() { return *engine_; }
-  [[nodiscard]] const std::shared_ptr<const kvmeld::Geometry>& geometry() const { return geometry_; }
+  [[nodiscard]] const std::shared_ptr<const kvmeld::Geometry>& geometry() const {
+    return geometry_;
+  }
 
   [[nodiscard]] Tokens tokens(const std::vector<std::string>& sentences) const {
     Tokens out;
@@ -58,7 +64,8 @@ class Reader {
   /// Reads notes behind the prefix; sequence 0 holds both then. Returns its length.
   kvmeld::Result<llama_pos> read(const Tokens& notes) {
     if (kvmeld::Status status = only_prefix(); !status) return status;
-    if (!engine_->prefill(notes, static_cast<llama_pos>(prefix_.size()), 0)) return refused("the engine refused the notes");
+    if (!engine_->prefill(notes, static_cast<llama_pos>(prefix_.size()), 0))
+      return refused("the engine refused the notes");
     return static_cast<llama_pos>(prefix_.size() + notes.size());
   }
   /// Reads notes and seals what the cache holds of them, without the prefix.
@@ -68,10 +75,13 @@ class Reader {
     if (!state) return state.error();
     Tokens all = prefix_;
     append(all, notes);
-    return kvmeld::seal(state->view(), {.tokens = all, .positions = state->positions(), .drop_first = static_cast<std::int64_t>(prefix_.size())});
+    return kvmeld::seal(state->view(), {.tokens = all,
+                                        .positions = state->positions(),
+                                        .drop_first = static_cast<std::int64_t>(prefix_.size())});
   }
 
-  /// Renders a set of fragments behind this model's own prefix, which it reads itself. Returns the length of the sequence.
+  /// Renders a set of fragments behind this model's own prefix, which it reads itself. Returns the
+  /// length of the sequence.
   template <class M>
   kvmeld::Result<llama_pos> take(const kvmeld::FragmentSet& set, const M& merger) {
     if (kvmeld::Status status = only_prefix(); !status) return status;
@@ -82,12 +92,14 @@ class Reader {
     target.prefix_in_place = true;
     const auto plan = kvmeld::plan(set, merger, target);
     if (!plan) return plan.error();
-    auto blob = kvmeld::llama::make_state(geometry_, form->form(), plan->positions(), plan->token_ids());
+    auto blob =
+        kvmeld::llama::make_state(geometry_, form->form(), plan->positions(), plan->token_ids());
     if (!blob) return blob.error();
     std::vector<std::byte> workspace(plan->workspace_bytes());
     const auto report = kvmeld::run(kvmeld::exec::seq, *plan, workspace, blob->mutable_ref());
     if (!report) return report.error();
-    if (kvmeld::Status status = kvmeld::llama::append(engine_->context(), 0, 1, *blob); !status) return status;
+    if (kvmeld::Status status = kvmeld::llama::append(engine_->context(), 0, 1, *blob); !status)
+      return status;
     return static_cast<llama_pos>(prefix_.size()) + static_cast<llama_pos>(report->tokens);
   }
   kvmeld::Result<llama_pos> forget() {
@@ -106,7 +118,8 @@ class Reader {
       prompt.candidates = question.candidates;
       for (const std::string& candidate : question.candidates) {
         Tokens word = engine_->tokens(question.start + " " + candidate);
-        word.erase(word.begin(), word.begin() + static_cast<std::ptrdiff_t>(std::min(started.size(), word.size() - 1)));
+        word.erase(word.begin(), word.begin() + static_cast<std::ptrdiff_t>(
+                                                    std::min(started.size(), word.size() - 1)));
         prompt.words.push_back(std::move(word));
       }
       prompts.push_back(std::move(prompt));
@@ -118,10 +131,13 @@ class Reader {
 
  private:
   Reader() = default;
-  static kvmeld::Status refused(const std::string& why) { return {kvmeld::ErrorCode::engine_failure, why}; }
+  static kvmeld::Status refused(const std::string& why) {
+    return {kvmeld::ErrorCode::engine_failure, why};
+  }
   kvmeld::Status only_prefix() {
     engine_->forget_all();
-    return engine_->prefill(prefix_, 0, 0) ? kvmeld::Status() : refused("the engine refused the prefix");
+    return engine_->prefill(prefix_, 0, 0) ? kvmeld::Status()
+                                           : refused("the engine refused the prefix");
   }
 
   std::unique_ptr<Engine> engine_;

@@ -1,5 +1,6 @@
 #pragma once
-// Rows of an example's table: kept in one JSON file, so that a stopped run goes on where it was, and summed up with intervals.
+// Rows of an example's table: kept in one JSON file, so that a stopped run goes on where it was,
+// and summed up with intervals.
 
 #include "dataset.hpp"
 
@@ -26,21 +27,25 @@ struct Row {
   std::string task, method;
   std::uint64_t seed = 0;
   std::size_t fact_set = 0;
-  std::size_t context_tokens = 0;      ///< Asked for, a prompt; 0: the facts alone.
-  std::size_t facts = 0;               ///< In the set.
+  std::size_t context_tokens = 0;  ///< Asked for, a prompt; 0: the facts alone.
+  std::size_t facts = 0;           ///< In the set.
   std::size_t lead_in_sentences = 0;
-  std::size_t variants = 1;            ///< 2: whoever comes first is read in its encoding without lead-in.
+  std::size_t variants = 1;  ///< 2: whoever comes first is read in its encoding without lead-in.
   std::size_t right = 0, total = 0, ranked_right = 0;
   double kl = 0;
   std::size_t prefilled_tokens = 0, bytes = 0, length = 0;
-  double first_token_ms = 0, export_ms = 0, merge_ms = 0, import_ms = 0, recompute_ms = 0, prefill_ms = 0, decode_ms = 0;
+  double first_token_ms = 0, export_ms = 0, merge_ms = 0, import_ms = 0, recompute_ms = 0,
+         prefill_ms = 0, decode_ms = 0;
 
-  NLOHMANN_DEFINE_TYPE_INTRUSIVE(Row, agents, task, method, seed, fact_set, context_tokens, facts, lead_in_sentences, variants, right, total,
-                                 ranked_right, kl, prefilled_tokens, bytes, length, first_token_ms, export_ms, merge_ms, import_ms,
-                                 recompute_ms, prefill_ms, decode_ms)
+  NLOHMANN_DEFINE_TYPE_INTRUSIVE(Row, agents, task, method, seed, fact_set, context_tokens, facts,
+                                 lead_in_sentences, variants, right, total, ranked_right, kl,
+                                 prefilled_tokens, bytes, length, first_token_ms, export_ms,
+                                 merge_ms, import_ms, recompute_ms, prefill_ms, decode_ms)
 
   /// What rows must share to be summed up together.
-  [[nodiscard]] auto group() const { return std::tie(agents, task, context_tokens, facts, lead_in_sentences, variants); }
+  [[nodiscard]] auto group() const {
+    return std::tie(agents, task, context_tokens, facts, lead_in_sentences, variants);
+  }
   [[nodiscard]] auto set() const { return std::pair(seed, fact_set); }
 };
 
@@ -49,16 +54,20 @@ struct Summary {
   std::string task, method;
   std::size_t context_tokens = 0, facts = 0, lead_in_sentences = 0, variants = 1, fact_sets = 0;
   std::size_t right = 0, total = 0, ranked_right = 0;
-  double ratio = 0, low = 0, high = 0;  ///< right ÷ full text's right on the same questions, and its 95 % interval
-  double kl = 0, first_token_ms = 0, export_ms = 0, merge_ms = 0, import_ms = 0, recompute_ms = 0, prefill_ms = 0, decode_ms = 0,
-         prefilled_tokens = 0, bytes = 0;
+  /// Right ÷ full text's right on the same questions, and its 95 % interval.
+  double ratio = 0, low = 0, high = 0;
+  double kl = 0, first_token_ms = 0, export_ms = 0, merge_ms = 0, import_ms = 0, recompute_ms = 0,
+         prefill_ms = 0, decode_ms = 0, prefilled_tokens = 0, bytes = 0;
 
-  NLOHMANN_DEFINE_TYPE_INTRUSIVE(Summary, agents, task, method, context_tokens, facts, lead_in_sentences, variants, fact_sets, right, total,
-                                 ranked_right, ratio, low, high, kl, first_token_ms, export_ms, merge_ms, import_ms, recompute_ms,
-                                 prefill_ms, decode_ms, prefilled_tokens, bytes)
+  NLOHMANN_DEFINE_TYPE_INTRUSIVE(Summary, agents, task, method, context_tokens, facts,
+                                 lead_in_sentences, variants, fact_sets, right, total, ranked_right,
+                                 ratio, low, high, kl, first_token_ms, export_ms, merge_ms,
+                                 import_ms, recompute_ms, prefill_ms, decode_ms, prefilled_tokens,
+                                 bytes)
 };
 
-/// Bootstrap over fact sets, each drawn with both its counts: (right, full text's right) pairs to a ratio's 95 % interval.
+/// Bootstrap over fact sets, each drawn with both its counts: (right, full text's right) pairs to a
+/// ratio's 95 % interval.
 inline std::pair<double, double> interval(const std::vector<std::pair<double, double>>& sets) {
   constexpr std::size_t draws = 4000;
   Draw draw(20);
@@ -79,7 +88,9 @@ inline std::pair<double, double> interval(const std::vector<std::pair<double, do
 class Results {
  public:
   /// Takes over the rows of `path` if they are of the same model; otherwise starts anew.
-  Results(std::string path, std::string model) : path_(std::move(path)), model_(std::move(model)) { take(path_); }
+  Results(std::string path, std::string model) : path_(std::move(path)), model_(std::move(model)) {
+    take(path_);
+  }
 
   /// Adds the rows of another file of the same model, but for those that are there.
   void take(const std::string& path) {
@@ -89,7 +100,8 @@ class Results {
     if (json.is_discarded() || json.value("model", "") != model_) return;
     for (const Json& entry : json.at("rows"))
       if (const Row row = entry.get<Row>(); !has(row)) rows_.push_back(row);
-    equal_ = equal_ && (json.value("content_digests_equal_under_permutation", true) || json.value("permuted_renders", 0) == 0);
+    equal_ = equal_ && (json.value("content_digests_equal_under_permutation", true) ||
+                        json.value("permuted_renders", 0) == 0);
     for (const Json& what : json.value("permuted", Json::array())) {
       if (permuted(what.at("what"))) continue;
       renders_ += what.at("renders").get<std::size_t>();
@@ -105,7 +117,8 @@ class Results {
   void add(Row row) { rows_.push_back(std::move(row)); }
 
   [[nodiscard]] bool permuted(const std::string& what) const {
-    return std::any_of(checked_.begin(), checked_.end(), [&](const Json& entry) { return entry.at("what") == what; });
+    return std::any_of(checked_.begin(), checked_.end(),
+                       [&](const Json& entry) { return entry.at("what") == what; });
   }
   void add_permutations(const std::string& what, std::size_t renders, bool equal) {
     checked_.push_back({{"what", what}, {"renders", renders}});
@@ -120,12 +133,15 @@ class Results {
     std::vector<Summary> out;
     for (const Row& first : rows_) {
       const bool seen = std::any_of(out.begin(), out.end(), [&](const Summary& s) {
-        return s.method == first.method && std::tie(s.agents, s.task, s.context_tokens, s.facts, s.lead_in_sentences, s.variants) == first.group();
+        return s.method == first.method &&
+               std::tie(s.agents, s.task, s.context_tokens, s.facts, s.lead_in_sentences,
+                        s.variants) == first.group();
       });
       if (!seen) out.push_back(sum(first));
     }
     std::stable_sort(out.begin(), out.end(), [](const Summary& a, const Summary& b) {
-      return std::tie(a.task, a.context_tokens, a.facts, a.lead_in_sentences, a.variants, a.agents) <
+      return std::tie(a.task, a.context_tokens, a.facts, a.lead_in_sentences, a.variants,
+                      a.agents) <
              std::tie(b.task, b.context_tokens, b.facts, b.lead_in_sentences, b.variants, b.agents);
     });
     return out;
@@ -151,33 +167,49 @@ class Results {
   void print() const {
     std::string group;
     for (const Summary& s : summary()) {
-      const std::string now = s.task + ", " + std::to_string(s.agents) + " agents, " + std::to_string(s.facts) + " facts a set" +
-                              (s.context_tokens > 0 ? ", prompts of " + std::to_string(s.context_tokens) + " tokens" : "") +
-                              ", lead-in of " + std::to_string(s.lead_in_sentences) + " sentences" + (s.variants == 2 ? ", none for the first" : "");
+      const std::string now =
+          s.task + ", " + std::to_string(s.agents) + " agents, " + std::to_string(s.facts) +
+          " facts a set" +
+          (s.context_tokens > 0 ? ", prompts of " + std::to_string(s.context_tokens) + " tokens"
+                                : "") +
+          ", lead-in of " + std::to_string(s.lead_in_sentences) + " sentences" +
+          (s.variants == 2 ? ", none for the first" : "");
       if (now != group)
-        std::printf("\n%s\n%-20s %5s %6s %6s %6s %15s %7s %9s %7s %7s %7s %7s %9s %9s\n", now.c_str(), "method", "asked", "right", "ranked", "ratio",
-                    "95 % interval", "KL", "prefilled", "export", "merge", "import", "seam", "1st token", "KiB moved");
+        std::printf("\n%s\n%-20s %5s %6s %6s %6s %15s %7s %9s %7s %7s %7s %7s %9s %9s\n",
+                    now.c_str(), "method", "asked", "right", "ranked", "ratio", "95 % interval",
+                    "KL", "prefilled", "export", "merge", "import", "seam", "1st token",
+                    "KiB moved");
       group = now;
-      const auto share = [&](std::size_t count) { return static_cast<double>(count) / static_cast<double>(s.total); };
-      std::printf("%-20s %5zu %6.3f %6.3f %6.3f  %6.3f - %5.3f %7.3f %9.0f %7.1f %7.1f %7.1f %7.1f %6.0f ms %9.0f\n", s.method.c_str(),
-                  s.total, share(s.right), share(s.ranked_right), s.ratio, s.low, s.high, s.kl, s.prefilled_tokens, s.export_ms, s.merge_ms,
-                  s.import_ms, s.recompute_ms, s.first_token_ms, s.bytes / 1024);
+      const auto share = [&](std::size_t count) {
+        return static_cast<double>(count) / static_cast<double>(s.total);
+      };
+      std::printf(
+          "%-20s %5zu %6.3f %6.3f %6.3f  %6.3f - %5.3f %7.3f %9.0f %7.1f %7.1f %7.1f %7.1f %6.0f "
+          "ms %9.0f\n",
+          s.method.c_str(), s.total, share(s.right), share(s.ranked_right), s.ratio, s.low, s.high,
+          s.kl, s.prefilled_tokens, s.export_ms, s.merge_ms, s.import_ms, s.recompute_ms,
+          s.first_token_ms, s.bytes / 1024);
     }
-    std::printf("\ncontent digests of %zu renders after permuted insertion and joins: %s\n", renders_,
-                renders_ == 0 ? "not checked" : equal_ ? "equal" : "DIFFERENT");
+    std::printf("\ncontent digests of %zu renders after permuted insertion and joins: %s\n",
+                renders_,
+                renders_ == 0 ? "not checked"
+                : equal_      ? "equal"
+                              : "DIFFERENT");
   }
 
  private:
   [[nodiscard]] Summary sum(const Row& first) const {
     Summary s;
-    std::tie(s.agents, s.task, s.context_tokens, s.facts, s.lead_in_sentences, s.variants) = first.group();
+    std::tie(s.agents, s.task, s.context_tokens, s.facts, s.lead_in_sentences, s.variants) =
+        first.group();
     s.method = first.method;
     std::vector<std::pair<double, double>> pairs;
     double full_right = 0;
     for (const Row& row : rows_) {
       if (row.group() != first.group() || row.method != first.method) continue;
       const auto full = std::find_if(rows_.begin(), rows_.end(), [&](const Row& other) {
-        return other.method == "full_text" && other.group() == row.group() && other.set() == row.set();
+        return other.method == "full_text" && other.group() == row.group() &&
+               other.set() == row.set();
       });
       ++s.fact_sets;
       s.right += row.right;
@@ -197,8 +229,9 @@ class Results {
       full_right += static_cast<double>(full->right);
       pairs.emplace_back(static_cast<double>(row.right), static_cast<double>(full->right));
     }
-    for (double* mean : {&s.kl, &s.first_token_ms, &s.export_ms, &s.merge_ms, &s.import_ms, &s.recompute_ms, &s.prefill_ms,
-                         &s.decode_ms, &s.prefilled_tokens, &s.bytes})
+    for (double* mean :
+         {&s.kl, &s.first_token_ms, &s.export_ms, &s.merge_ms, &s.import_ms, &s.recompute_ms,
+          &s.prefill_ms, &s.decode_ms, &s.prefilled_tokens, &s.bytes})
       *mean /= static_cast<double>(s.fact_sets);
     double paired_right = 0;
     for (const auto& pair : pairs) paired_right += pair.first;

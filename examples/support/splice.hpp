@@ -1,5 +1,6 @@
 #pragma once
-// Caches of agents put together in sequence 0 by the library, one way a method; everything an agent encodes is encoded once.
+// Caches of agents put together in sequence 0 by the library, one way a method; everything an agent
+// encodes is encoded once.
 
 #include "engine.hpp"
 #include "method.hpp"
@@ -20,24 +21,29 @@ namespace example {
 
 /// What a method took to fill sequence 0, and how many tokens it holds then.
 struct Cost {
-  double export_ms = 0;     ///< Engine to sealed fragments, all agents; for `text_summary` the writing of the summaries.
+  /// Engine to sealed fragments, all agents; for `text_summary` the writing of the summaries.
+  double export_ms = 0;
   double merge_ms = 0;      ///< Plan and run.
   double import_ms = 0;     ///< Rendered bytes into the engine.
   double recompute_ms = 0;  ///< Seams.
   double prefill_ms = 0;    ///< Text that the answering agent reads itself.
-  std::size_t prefilled_tokens = 0;  ///< Tokens that the answering agent computes beside the question.
-  std::size_t bytes = 0;    ///< Of K/V moved, or of text.
+  /// Tokens that the answering agent computes beside the question.
+  std::size_t prefilled_tokens = 0;
+  std::size_t bytes = 0;  ///< Of K/V moved, or of text.
   llama_pos length = 0;
 };
 
-/// A model context as the library sees it, and the same one declared to have no positions in its keys.
+/// A model context as the library sees it, and the same one declared to have no positions in its
+/// keys.
 struct Geometries {
   std::shared_ptr<const kvmeld::Geometry> declared;
-  /// Moves rows without rotating them: a wrong declaration, made on purpose to show what a forgotten rotation does.
+  /// Moves rows without rotating them: a wrong declaration, made on purpose to show what a
+  /// forgotten rotation does.
   std::shared_ptr<const kvmeld::Geometry> unrotated;
 };
 
-inline kvmeld::Result<Geometries> make_geometries(const Engine& engine, const std::string& model_path) {
+inline kvmeld::Result<Geometries> make_geometries(const Engine& engine,
+                                                  const std::string& model_path) {
   kvmeld::Result<kvmeld::Geometry> geometry =
       kvmeld::llama::geometry(engine.model(), engine.parameters(),
                               {.adapters = kvmeld::Adapters::none(), .gguf_path = model_path});
@@ -55,8 +61,9 @@ inline kvmeld::Result<Geometries> make_geometries(const Engine& engine, const st
 /// The agents' caches of one fact set, sealed behind the shared prefix with or without a lead-in.
 class Splicer {
  public:
-  Splicer(Engine& engine, const Geometries& geometries, Tokens prefix, Tokens lead_in, std::vector<Tokens> notes,
-          std::vector<kvmeld::TokenId> sentence_ends, bool two_variants, int threads)
+  Splicer(Engine& engine, const Geometries& geometries, Tokens prefix, Tokens lead_in,
+          std::vector<Tokens> notes, std::vector<kvmeld::TokenId> sentence_ends, bool two_variants,
+          int threads)
       : engine_(engine),
         geometries_(geometries),
         prefix_(std::move(prefix)),
@@ -73,16 +80,23 @@ class Splicer {
     if (!set) return set.error();
     using namespace kvmeld;
     const ByProvenance given{.reversed = method.order == Method::Order::reversed};
-    const SeamShare seam{.share = method.seam, .boundary_tokens = sentence_ends_, .past_boundary = method.seam_inside ? 5 : 0};
+    const SeamShare seam{.share = method.seam,
+                         .boundary_tokens = sentence_ends_,
+                         .past_boundary = method.seam_inside ? 5 : 0};
     const auto& geometry = method.rotate ? geometries_.declared : geometries_.unrotated;
     if (method.source == Method::Source::mean)
-      return render(*set, merger(given, Aligner{TokenMatch{.mode = MatchMode::index}}, Fuser{WeightedMean{}}), geometry, cost);
-    if (method.order == Method::Order::canonical) return render(*set, merger(ByKeyNorm{}), geometry, cost);
-    return method.seam > 0 ? render(*set, merger(given, seam), geometry, cost) : render(*set, merger(given), geometry, cost);
+      return render(
+          *set, merger(given, Aligner{TokenMatch{.mode = MatchMode::index}}, Fuser{WeightedMean{}}),
+          geometry, cost);
+    if (method.order == Method::Order::canonical)
+      return render(*set, merger(ByKeyNorm{}), geometry, cost);
+    return method.seam > 0 ? render(*set, merger(given, seam), geometry, cost)
+                           : render(*set, merger(given), geometry, cost);
   }
 
   /// Renders canonically after inserting the fragments in the order given; says what came out.
-  kvmeld::Result<kvmeld::Digest128> digest_of(bool lead_in, const std::vector<std::size_t>& insertion) {
+  kvmeld::Result<kvmeld::Digest128> digest_of(bool lead_in,
+                                              const std::vector<std::size_t>& insertion) {
     if (kvmeld::Status status = encode(lead_in); !status) return status;
     kvmeld::Result<kvmeld::FragmentSet> sealed = seal(lead_in, true, nullptr);
     if (!sealed) return sealed.error();
@@ -90,18 +104,21 @@ class Splicer {
     kvmeld::FragmentSet set;
     for (const std::size_t i : insertion) {
       kvmeld::FragmentSet one;
-      if (kvmeld::Status status = one.insert(spans[i], kvmeld::Provenance{i, 0}); !status) return status;
+      if (kvmeld::Status status = one.insert(spans[i], kvmeld::Provenance{i, 0}); !status)
+        return status;
       kvmeld::Result<kvmeld::FragmentSet> both = join(set, one);
       if (!both) return both.error();
       set = *std::move(both);
     }
     if (kvmeld::Status status = set.insert(prefix_fragment_[0]); !status) return status;
-    const auto plan = kvmeld::plan(set, kvmeld::merger(kvmeld::ByKeyNorm{}), {.geometry = *geometries_.declared});
+    const auto plan =
+        kvmeld::plan(set, kvmeld::merger(kvmeld::ByKeyNorm{}), {.geometry = *geometries_.declared});
     if (!plan) return plan.error();
     kvmeld::Result<kvmeld::llama::StateBlob> blob = make_blob(*plan, geometries_.declared);
     if (!blob) return blob.error();
     std::vector<std::byte> workspace(plan->workspace_bytes());
-    const auto report = kvmeld::run(exec_, *plan, workspace, blob->mutable_ref(), {.content_digest = true});
+    const auto report =
+        kvmeld::run(exec_, *plan, workspace, blob->mutable_ref(), {.content_digest = true});
     if (!report) return report.error();
     return *report->content_digest;
   }
@@ -113,7 +130,8 @@ class Splicer {
     double read_ms = 0;
   };
 
-  /// Prefills prefix, lead-in and notes of every agent, and takes each sequence out of the engine; empties the context.
+  /// Prefills prefix, lead-in and notes of every agent, and takes each sequence out of the engine;
+  /// empties the context.
   kvmeld::Status encode(bool lead_in) {
     if (lead_in && two_variants_)
       if (kvmeld::Status status = encode(false); !status) return status;
@@ -123,7 +141,8 @@ class Splicer {
     Tokens head = prefix_;
     if (!engine_.prefill(prefix_, 0, 0)) return refused();
     if (!prefix_state_) {
-      kvmeld::Result<kvmeld::llama::SequenceState> state = kvmeld::llama::read(engine_.context(), 0, geometries_.declared);
+      kvmeld::Result<kvmeld::llama::SequenceState> state =
+          kvmeld::llama::read(engine_.context(), 0, geometries_.declared);
       if (!state) return state.error();
       prefix_state_ = *std::move(state);
     }
@@ -135,7 +154,8 @@ class Splicer {
       engine_.branch(0, 1);
       if (!engine_.prefill(notes, static_cast<llama_pos>(head.size()), 1)) return refused();
       const Stopwatch watch;
-      kvmeld::Result<kvmeld::llama::SequenceState> state = kvmeld::llama::read(engine_.context(), 1, geometries_.declared);
+      kvmeld::Result<kvmeld::llama::SequenceState> state =
+          kvmeld::llama::read(engine_.context(), 1, geometries_.declared);
       if (!state) return state.error();
       Tokens tokens = head;
       append(tokens, notes);
@@ -156,7 +176,9 @@ class Splicer {
     if (!prefix.valid()) {
       const auto view = llama::view_state(prefix_state_->bytes(), geometry);
       if (!view) return view.error();
-      Result<Fragment> sealed = kvmeld::seal(view->cache, {.role = Role::prefix, .tokens = prefix_, .positions = prefix_state_->positions()});
+      Result<Fragment> sealed = kvmeld::seal(
+          view->cache,
+          {.role = Role::prefix, .tokens = prefix_, .positions = prefix_state_->positions()});
       if (!sealed) return sealed.error();
       prefix = *std::move(sealed);
     }
@@ -166,7 +188,8 @@ class Splicer {
         const Exported& one = exported_[lead_in ? 1 : 0][i];
         const Exported* const other = lead_in && two_variants_ ? &exported_[0][i] : nullptr;
         SealOptions options{.context = {.prefix = prefix.id()}};
-        const SealOptions plain = options_for(other != nullptr ? *other : one, notes_[i].size(), options);
+        const SealOptions plain =
+            options_for(other != nullptr ? *other : one, notes_[i].size(), options);
         if (lead_in) options.context.lead_in = lead_in_digest(lead_in_);
         options = options_for(one, notes_[i].size(), options);
         const auto view = llama::view_state(one.state.bytes(), geometry);
@@ -191,7 +214,8 @@ class Splicer {
   }
 
   /// `options` for the last `keep` tokens of an exported sequence.
-  static kvmeld::SealOptions options_for(const Exported& one, std::size_t keep, kvmeld::SealOptions options) {
+  static kvmeld::SealOptions options_for(const Exported& one, std::size_t keep,
+                                         kvmeld::SealOptions options) {
     options.tokens = one.tokens;
     options.positions = one.state.positions();
     options.drop_first = static_cast<std::int64_t>(one.tokens.size() - keep);
@@ -199,13 +223,15 @@ class Splicer {
   }
 
   template <class Plan>
-  kvmeld::Result<kvmeld::llama::StateBlob> make_blob(const Plan& plan, const std::shared_ptr<const kvmeld::Geometry>& geometry) const {
-    return kvmeld::llama::make_state(geometry, prefix_state_->form(), plan.positions(), plan.token_ids());
+  kvmeld::Result<kvmeld::llama::StateBlob> make_blob(
+      const Plan& plan, const std::shared_ptr<const kvmeld::Geometry>& geometry) const {
+    return kvmeld::llama::make_state(geometry, prefix_state_->form(), plan.positions(),
+                                     plan.token_ids());
   }
 
   template <class M>
-  kvmeld::Status render(const kvmeld::FragmentSet& set, const M& merger, const std::shared_ptr<const kvmeld::Geometry>& geometry,
-                        Cost& cost) {
+  kvmeld::Status render(const kvmeld::FragmentSet& set, const M& merger,
+                        const std::shared_ptr<const kvmeld::Geometry>& geometry, Cost& cost) {
     const Stopwatch merge;
     const auto plan = kvmeld::plan(set, merger, {.geometry = *geometry});
     if (!plan) return plan.error();
@@ -217,7 +243,8 @@ class Splicer {
     cost.merge_ms = merge.milliseconds();
 
     const Stopwatch import;
-    if (kvmeld::Status status = kvmeld::llama::write(engine_.context(), 0, 1, *blob); !status) return status;
+    if (kvmeld::Status status = kvmeld::llama::write(engine_.context(), 0, 1, *blob); !status)
+      return status;
     cost.import_ms = import.milliseconds();
 
     const Stopwatch recompute;
@@ -231,9 +258,12 @@ class Splicer {
   }
 
   static kvmeld::Status refused() {
-    return {kvmeld::ErrorCode::engine_failure, "the engine refused a prompt; is the context too small?"};
+    return {kvmeld::ErrorCode::engine_failure,
+            "the engine refused a prompt; is the context too small?"};
   }
-  std::vector<kvmeld::Fragment>& fragments(bool lead_in, bool rotate) { return spans_[lead_in ? 1 : 0][rotate ? 0 : 1]; }
+  std::vector<kvmeld::Fragment>& fragments(bool lead_in, bool rotate) {
+    return spans_[lead_in ? 1 : 0][rotate ? 0 : 1];
+  }
 
   Engine& engine_;
   const Geometries& geometries_;

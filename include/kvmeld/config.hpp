@@ -9,7 +9,7 @@
 #if defined(__clang__) && !defined(__apple_build_version__) && __clang_major__ < 14
 #error "kvmeld needs clang 14 or newer"
 #elif defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
-#error "kvmeld needs g++ 12 or newer: older ones lack what it uses of C++20 (Debian: apt install g++-12, then -DCMAKE_CXX_COMPILER=g++-12)"
+#error "kvmeld needs g++ 12 or newer (Debian: apt install g++-12, then -DCMAKE_CXX_COMPILER=g++-12)"
 #endif
 
 #if defined(__FAST_MATH__)
@@ -22,9 +22,11 @@
 
 #include <kvmeld/version.hpp>
 
-static_assert(std::endian::native == std::endian::little, "kvmeld stores little-endian bytes as they lie in memory");
+static_assert(std::endian::native == std::endian::little,
+              "kvmeld stores little-endian bytes as they lie in memory");
 
-/// Everything public lives in `kvmeld::v0`, inlined into `kvmeld`, so that two versions can share a process.
+/// Everything public lives in `kvmeld::v0`, inlined into `kvmeld`, so that two versions can share a
+/// process.
 #define KVMELD_NAMESPACE_BEGIN \
   namespace kvmeld {           \
   inline namespace v0 {
@@ -39,7 +41,8 @@ static_assert(std::endian::native == std::endian::little, "kvmeld stores little-
 #define KVMELD_HD
 #endif
 
-/// Warns where a value of a class is dropped. Not under nvcc, which takes every assignment for a dropped value.
+/// Warns where a value of a class is dropped. Not under nvcc, which takes every assignment for a
+/// dropped value.
 #if defined(__CUDACC__)
 #define KVMELD_NODISCARD_CLASS
 #else
@@ -50,19 +53,22 @@ static_assert(std::endian::native == std::endian::little, "kvmeld stores little-
 #define KVMELD_ALWAYS_INLINE inline __attribute__((always_inline))
 #define KVMELD_NOINLINE __attribute__((noinline))
 
-/// Makes a function a template of nothing, whose body is instantiated only in files that call it: an inline function has
-/// every vector and sort of its body instantiated in every file that includes the header.
+/// Makes a function a template of nothing, whose body is instantiated only in files that call it:
+/// an inline function has every vector and sort of its body instantiated in every file that
+/// includes the header.
 #define KVMELD_LAZY template <class = void>
 
-/// Keeps clang from unrolling the loop that follows: it unrolls short constant loops before it vectorises them, then finds no
-/// vectors in strided pairs, and takes minutes over a file of blocks.
+/// Keeps clang from unrolling the loop that follows: it unrolls short constant loops before it
+/// vectorises them, then finds no vectors in strided pairs, and takes minutes over a file of
+/// blocks.
 #if defined(__clang__)
 #define KVMELD_KEEP_LOOP _Pragma("clang loop unroll(disable)")
 #else
 #define KVMELD_KEEP_LOOP
 #endif
 
-/// 1 where functions can be compiled for AVX2 and AVX-512 beside the baseline and chosen at run time; define it as 0 to do without.
+/// 1 where functions can be compiled for AVX2 and AVX-512 beside the baseline and chosen at run
+/// time; define it as 0 to do without.
 #ifndef KVMELD_X86_DISPATCH
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__)) && !defined(__CUDA_ARCH__)
 #define KVMELD_X86_DISPATCH 1
@@ -72,7 +78,8 @@ static_assert(std::endian::native == std::endian::little, "kvmeld stores little-
 #endif
 #if KVMELD_X86_DISPATCH
 #define KVMELD_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define KVMELD_TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#define KVMELD_TARGET_AVX512 \
+  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
 #else
 #define KVMELD_TARGET_AVX2
 #define KVMELD_TARGET_AVX512
@@ -82,10 +89,14 @@ KVMELD_NAMESPACE_BEGIN
 
 /// `a * b + c` with one rounding, on every backend.
 ///
-/// The only way in which a product may reach an addition in code that makes cache bytes: compilers contract
-/// `a * b + c` or not as they please, and headers cannot forbid it.
-[[nodiscard]] KVMELD_HD inline float fma(float a, float b, float c) noexcept { return __builtin_fmaf(a, b, c); }
-[[nodiscard]] KVMELD_HD inline double fma(double a, double b, double c) noexcept { return __builtin_fma(a, b, c); }
+/// The only way in which a product may reach an addition in code that makes cache bytes: compilers
+/// contract `a * b + c` or not as they please, and headers cannot forbid it.
+[[nodiscard]] KVMELD_HD inline float fma(float a, float b, float c) noexcept {
+  return __builtin_fmaf(a, b, c);
+}
+[[nodiscard]] KVMELD_HD inline double fma(double a, double b, double c) noexcept {
+  return __builtin_fma(a, b, c);
+}
 
 KVMELD_NAMESPACE_END
 

@@ -18,7 +18,8 @@ namespace detail {
 // `std::to_string` write and read what the process's locale says, and six digits of a double; no
 // header calls them (tests/unit/locale.cpp looks).
 
-/// Appends the shortest digits that read back as the same number, in every locale; `true` is 1. O(digits).
+/// Appends the shortest digits that read back as the same number, in every locale; `true` is 1.
+/// O(digits).
 template <class Number>
 requires std::is_arithmetic_v<Number>
 void append_decimal(std::string& out, Number number) {
@@ -29,7 +30,8 @@ void append_decimal(std::string& out, Number number) {
   } else if constexpr (std::floating_point<Number>) {
     end = std::to_chars(digits, digits + sizeof digits, number);
   } else {
-    end = std::to_chars(digits, digits + sizeof digits, +number);  // characters and truth values as integers
+    // characters and truth values as integers
+    end = std::to_chars(digits, digits + sizeof digits, +number);
   }
   out.append(digits, static_cast<std::size_t>(end.ptr - digits));
 }
@@ -43,8 +45,8 @@ requires std::is_arithmetic_v<Number>
   return out;
 }
 
-/// The number that the whole text spells, with a point where it has one; none where it spells anything else, or too
-/// large a one.
+/// The number that the whole text spells, with a point where it has one; none where it spells
+/// anything else, or too large a one.
 template <class Number>
 requires std::is_arithmetic_v<Number>
 [[nodiscard]] std::optional<Number> parse_decimal(std::string_view text) noexcept {

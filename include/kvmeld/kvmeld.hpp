@@ -1,8 +1,10 @@
 #pragma once
 
-/// kvmeld: merges the KV caches of several agents, so that they share what they have understood as tensors.
+/// kvmeld: merges the KV caches of several agents, so that they share what they have understood as
+/// tensors.
 ///
-/// One include for hosts: needs no nvcc, no engine, no network library. Engines, CUDA and transports have headers of their own.
+/// One include for hosts: needs no nvcc, no engine, no network library. Engines, CUDA and
+/// transports have headers of their own.
 
 #include <kvmeld/config.hpp>
 

@@ -12,7 +12,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Why a call refused. One code per cause; the message of the `Status` carries the offending number.
+/// Why a call refused. One code per cause; the message of the `Status` carries the offending
+/// number.
 enum class ErrorCode : std::uint8_t {
   ok = 0,
   invalid_argument,   ///< a parameter outside its documented range
@@ -71,50 +72,94 @@ enum class ErrorCode : std::uint8_t {
 /// The name of a code as it is written in this header.
 [[nodiscard]] constexpr std::string_view to_string(ErrorCode code) noexcept {
   switch (code) {
-    case ErrorCode::ok: return "ok";
-    case ErrorCode::invalid_argument: return "invalid_argument";
-    case ErrorCode::geometry_mismatch: return "geometry_mismatch";
-    case ErrorCode::unknown_field: return "unknown_field";
-    case ErrorCode::unsupported: return "unsupported";
-    case ErrorCode::unknown_layout: return "unknown_layout";
-    case ErrorCode::truncated: return "truncated";
-    case ErrorCode::oversized: return "oversized";
-    case ErrorCode::corrupt: return "corrupt";
-    case ErrorCode::token_count_mismatch: return "token_count_mismatch";
-    case ErrorCode::duplicate_position: return "duplicate_position";
-    case ErrorCode::position_gap: return "position_gap";
-    case ErrorCode::duplicate_bos: return "duplicate_bos";
-    case ErrorCode::non_finite: return "non_finite";
-    case ErrorCode::aliasing: return "aliasing";
-    case ErrorCode::output_too_small: return "output_too_small";
-    case ErrorCode::workspace_too_small: return "workspace_too_small";
-    case ErrorCode::prefix_conflict: return "prefix_conflict";
-    case ErrorCode::prefix_missing: return "prefix_missing";
-    case ErrorCode::payload_missing: return "payload_missing";
-    case ErrorCode::id_mismatch: return "id_mismatch";
-    case ErrorCode::hash_mismatch: return "hash_mismatch";
-    case ErrorCode::tokens_required: return "tokens_required";
-    case ErrorCode::rope_length_dependent: return "rope_length_dependent";
-    case ErrorCode::rope_unsupported: return "rope_unsupported";
-    case ErrorCode::rope_mismatch: return "rope_mismatch";
-    case ErrorCode::float_environment: return "float_environment";
-    case ErrorCode::engine_failure: return "engine_failure";
-    case ErrorCode::probe_failed: return "probe_failed";
-    case ErrorCode::dot_reused: return "dot_reused";
-    case ErrorCode::quota_exceeded: return "quota_exceeded";
-    case ErrorCode::merger_mismatch: return "merger_mismatch";
-    case ErrorCode::not_found: return "not_found";
-    case ErrorCode::unavailable: return "unavailable";
-    case ErrorCode::timed_out: return "timed_out";
-    case ErrorCode::store_full: return "store_full";
-    case ErrorCode::unauthenticated: return "unauthenticated";
-    case ErrorCode::version_mismatch: return "version_mismatch";
-    case ErrorCode::gate_refused: return "gate_refused";
-    case ErrorCode::template_syntax: return "template_syntax";
-    case ErrorCode::slot_unknown: return "slot_unknown";
-    case ErrorCode::slot_missing: return "slot_missing";
-    case ErrorCode::history_missing: return "history_missing";
-    case ErrorCode::context_exceeded: return "context_exceeded";
+    case ErrorCode::ok:
+      return "ok";
+    case ErrorCode::invalid_argument:
+      return "invalid_argument";
+    case ErrorCode::geometry_mismatch:
+      return "geometry_mismatch";
+    case ErrorCode::unknown_field:
+      return "unknown_field";
+    case ErrorCode::unsupported:
+      return "unsupported";
+    case ErrorCode::unknown_layout:
+      return "unknown_layout";
+    case ErrorCode::truncated:
+      return "truncated";
+    case ErrorCode::oversized:
+      return "oversized";
+    case ErrorCode::corrupt:
+      return "corrupt";
+    case ErrorCode::token_count_mismatch:
+      return "token_count_mismatch";
+    case ErrorCode::duplicate_position:
+      return "duplicate_position";
+    case ErrorCode::position_gap:
+      return "position_gap";
+    case ErrorCode::duplicate_bos:
+      return "duplicate_bos";
+    case ErrorCode::non_finite:
+      return "non_finite";
+    case ErrorCode::aliasing:
+      return "aliasing";
+    case ErrorCode::output_too_small:
+      return "output_too_small";
+    case ErrorCode::workspace_too_small:
+      return "workspace_too_small";
+    case ErrorCode::prefix_conflict:
+      return "prefix_conflict";
+    case ErrorCode::prefix_missing:
+      return "prefix_missing";
+    case ErrorCode::payload_missing:
+      return "payload_missing";
+    case ErrorCode::id_mismatch:
+      return "id_mismatch";
+    case ErrorCode::hash_mismatch:
+      return "hash_mismatch";
+    case ErrorCode::tokens_required:
+      return "tokens_required";
+    case ErrorCode::rope_length_dependent:
+      return "rope_length_dependent";
+    case ErrorCode::rope_unsupported:
+      return "rope_unsupported";
+    case ErrorCode::rope_mismatch:
+      return "rope_mismatch";
+    case ErrorCode::float_environment:
+      return "float_environment";
+    case ErrorCode::engine_failure:
+      return "engine_failure";
+    case ErrorCode::probe_failed:
+      return "probe_failed";
+    case ErrorCode::dot_reused:
+      return "dot_reused";
+    case ErrorCode::quota_exceeded:
+      return "quota_exceeded";
+    case ErrorCode::merger_mismatch:
+      return "merger_mismatch";
+    case ErrorCode::not_found:
+      return "not_found";
+    case ErrorCode::unavailable:
+      return "unavailable";
+    case ErrorCode::timed_out:
+      return "timed_out";
+    case ErrorCode::store_full:
+      return "store_full";
+    case ErrorCode::unauthenticated:
+      return "unauthenticated";
+    case ErrorCode::version_mismatch:
+      return "version_mismatch";
+    case ErrorCode::gate_refused:
+      return "gate_refused";
+    case ErrorCode::template_syntax:
+      return "template_syntax";
+    case ErrorCode::slot_unknown:
+      return "slot_unknown";
+    case ErrorCode::slot_missing:
+      return "slot_missing";
+    case ErrorCode::history_missing:
+      return "history_missing";
+    case ErrorCode::context_exceeded:
+      return "context_exceeded";
     case ErrorCode::memory_space:
       return "memory_space";
   }
@@ -135,14 +180,17 @@ class KVMELD_NODISCARD_CLASS Status {
   [[nodiscard]] const std::string& message() const noexcept { return message_; }
 
   /// What becomes of a success that was given where a value was due.
-  static Status no_value() { return {ErrorCode::invalid_argument, "a Result was made of a success without a value"}; }
+  static Status no_value() {
+    return {ErrorCode::invalid_argument, "a Result was made of a success without a value"};
+  }
 
  private:
   ErrorCode code_ = ErrorCode::ok;
   std::string message_;
 };
 
-/// A value, or the `Status` that says why there is none. Reading the value of an error is undefined.
+/// A value, or the `Status` that says why there is none. Reading the value of an error is
+/// undefined.
 template <class T>
 class KVMELD_NODISCARD_CLASS Result {
  public:
@@ -154,17 +202,14 @@ class KVMELD_NODISCARD_CLASS Result {
   }
   Result(ErrorCode code, std::string message) : status_(code, std::move(message)) {}
 
-  Result(const Result& other)
-    requires std::is_copy_constructible_v<T>
-      : status_(other.status_) {
+  Result(const Result& other) requires std::is_copy_constructible_v<T> : status_(other.status_) {
     if (other.has_value_) hold(other.value_);
   }
-  Result(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>) : status_(std::move(other.status_)) {
+  Result(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>)
+      : status_(std::move(other.status_)) {
     if (other.has_value_) hold(std::move(other.value_));
   }
-  Result& operator=(const Result& other)
-    requires std::is_copy_constructible_v<T>
-  {
+  Result& operator=(const Result& other) requires std::is_copy_constructible_v<T> {
     return *this = Result(other);
   }
   Result& operator=(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>) {
@@ -186,7 +231,9 @@ class KVMELD_NODISCARD_CLASS Result {
   [[nodiscard]] const T& operator*() const& noexcept { return expect(), value_; }
   [[nodiscard]] T&& operator*() && noexcept { return expect(), std::move(value_); }
   [[nodiscard]] T* operator->() noexcept { return expect(), __builtin_addressof(value_); }
-  [[nodiscard]] const T* operator->() const noexcept { return expect(), __builtin_addressof(value_); }
+  [[nodiscard]] const T* operator->() const noexcept {
+    return expect(), __builtin_addressof(value_);
+  }
 
  private:
   static_assert(!std::is_const_v<T> && !std::is_reference_v<T>);
@@ -207,7 +254,8 @@ class KVMELD_NODISCARD_CLASS Result {
     has_value_ = false;
   }
 
-  // Not std::optional: every function that returns a Result would have the compiler build its five classes.
+  // Not std::optional: every function that returns a Result would have the compiler build its five
+  // classes.
   union {
     T value_;
   };
@@ -219,13 +267,11 @@ namespace detail {
 
 inline void append(std::string& out, std::string_view text) { out += text; }
 template <class Number>
-  requires std::is_arithmetic_v<Number>
-void append(std::string& out, Number number) {
-  append_decimal(out, number);
-}
+requires std::is_arithmetic_v<Number>
+void append(std::string& out, Number number) { append_decimal(out, number); }
 /// An enumerator by its name, and by its number too where this build has no name for it.
 template <class Enum>
-  requires std::is_enum_v<Enum>
+requires std::is_enum_v<Enum>
 void append(std::string& out, Enum value) {
   const std::string_view name = to_string(value);
   out += name;
@@ -245,7 +291,7 @@ template <class... Parts>
 KVMELD_NAMESPACE_END
 
 /// Returns from the enclosing function with the error of an expression that yields a `Status`.
-#define KVMELD_TRY(expression)                                    \
-  do {                                                            \
+#define KVMELD_TRY(expression)                                                               \
+  do {                                                                                       \
     if (::kvmeld::Status kvmeld_status = (expression); !kvmeld_status) return kvmeld_status; \
   } while (false)

@@ -1,4 +1,5 @@
-// States of attention merged on the device: the bytes of the host's rows, in both bases, with empty parts and in place.
+// States of attention merged on the device: the bytes of the host's rows, in both bases, with empty
+// parts and in place.
 #include <kvmeld/cuda/render.cuh>
 
 #include <kvmeld/align/attention_state.hpp>
@@ -20,20 +21,28 @@ void compare(std::int64_t rows, std::int64_t heads, std::int64_t channels) {
   test::Random random(3);
   for (int i = 0; i < 2; ++i) {
     for (float& x : values[i]) x = random.value();
-    for (float& x : lse[i]) x = random.below(4) == 0 ? -std::numeric_limits<float>::infinity() : 20.0F * random.value();
+    for (float& x : lse[i])
+      x = random.below(4) == 0 ? -std::numeric_limits<float>::infinity() : 20.0F * random.value();
   }
   std::vector<float> expected(outputs), expected_lse(sums), got(outputs), got_lse(sums);
-  const kvmeld::AttentionState<Base> a{values[0], lse[0], rows, heads, channels}, b{values[1], lse[1], rows, heads, channels};
-  REQUIRE(kvmeld::merge_attention_states(a, b, {expected, expected_lse, rows, heads, channels}).ok());
+  const kvmeld::AttentionState<Base> a{values[0], lse[0], rows, heads, channels},
+      b{values[1], lse[1], rows, heads, channels};
+  REQUIRE(
+      kvmeld::merge_attention_states(a, b, {expected, expected_lse, rows, heads, channels}).ok());
 
-  const test::DeviceBytes da(outputs * sizeof(float)), db(outputs * sizeof(float)), la(sums * sizeof(float)), lb(sums * sizeof(float));
+  const test::DeviceBytes da(outputs * sizeof(float)), db(outputs * sizeof(float)),
+      la(sums * sizeof(float)), lb(sums * sizeof(float));
   da.upload(values[0].data());
   db.upload(values[1].data());
   la.upload(lse[0].data());
   lb.upload(lse[1].data());
-  const auto floats = [](const test::DeviceBytes& bytes, std::size_t n) { return std::span<float>(reinterpret_cast<float*>(bytes.data()), n); };
-  const kvmeld::MutableAttentionState<Base> on_a{floats(da, outputs), floats(la, sums), rows, heads, channels};
-  const kvmeld::AttentionState<Base> on_b{floats(db, outputs), floats(lb, sums), rows, heads, channels};
+  const auto floats = [](const test::DeviceBytes& bytes, std::size_t n) {
+    return std::span<float>(reinterpret_cast<float*>(bytes.data()), n);
+  };
+  const kvmeld::MutableAttentionState<Base> on_a{floats(da, outputs), floats(la, sums), rows, heads,
+                                                 channels};
+  const kvmeld::AttentionState<Base> on_b{floats(db, outputs), floats(lb, sums), rows, heads,
+                                          channels};
   const test::TestStream stream;
   const kvmeld::AttentionState<Base> before = on_a;
   const kvmeld::Status status = kvmeld::merge_attention_states(stream.get(), before, on_b, on_a);
@@ -44,8 +53,10 @@ void compare(std::int64_t rows, std::int64_t heads, std::int64_t channels) {
   la.download(got_lse.data());
   CHECK(got == expected);
   CHECK(got_lse == expected_lse);
-  const kvmeld::MutableAttentionState<Base> shorter{floats(da, outputs), floats(la, sums - 1), rows, heads, channels};
-  CHECK(kvmeld::merge_attention_states(stream.get(), before, on_b, shorter).code() == kvmeld::ErrorCode::invalid_argument);
+  const kvmeld::MutableAttentionState<Base> shorter{floats(da, outputs), floats(la, sums - 1), rows,
+                                                    heads, channels};
+  CHECK(kvmeld::merge_attention_states(stream.get(), before, on_b, shorter).code() ==
+        kvmeld::ErrorCode::invalid_argument);
 }
 
 }  // namespace

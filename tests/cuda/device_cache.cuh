@@ -18,16 +18,24 @@ inline void require_cuda(cudaError_t code) {
 /// Device memory that goes with its scope.
 class DeviceBytes {
  public:
-  explicit DeviceBytes(std::size_t bytes) : bytes_(bytes) { require_cuda(cudaMalloc(&data_, bytes + 1)); }
-  DeviceBytes(DeviceBytes&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; }
+  explicit DeviceBytes(std::size_t bytes) : bytes_(bytes) {
+    require_cuda(cudaMalloc(&data_, bytes + 1));
+  }
+  DeviceBytes(DeviceBytes&& other) noexcept : data_(other.data_), bytes_(other.bytes_) {
+    other.data_ = nullptr;
+  }
   DeviceBytes(const DeviceBytes&) = delete;
   DeviceBytes& operator=(const DeviceBytes&) = delete;
   ~DeviceBytes() { cudaFree(data_); }
 
   [[nodiscard]] std::byte* data() const { return static_cast<std::byte*>(data_); }
   [[nodiscard]] std::span<std::byte> span() const { return {data(), bytes_}; }
-  void upload(const void* from) const { require_cuda(cudaMemcpy(data_, from, bytes_, cudaMemcpyHostToDevice)); }
-  void download(void* to) const { require_cuda(cudaMemcpy(to, data_, bytes_, cudaMemcpyDeviceToHost)); }
+  void upload(const void* from) const {
+    require_cuda(cudaMemcpy(data_, from, bytes_, cudaMemcpyHostToDevice));
+  }
+  void download(void* to) const {
+    require_cuda(cudaMemcpy(to, data_, bytes_, cudaMemcpyDeviceToHost));
+  }
 
  private:
   void* data_ = nullptr;
@@ -74,13 +82,15 @@ class DeviceCache {
       }
       planes.push_back(plane);
     }
-    ref_ = kvmeld::MutableKvCacheRef(host.out().shared_geometry(), std::move(planes), host.tokens());
+    ref_ =
+        kvmeld::MutableKvCacheRef(host.out().shared_geometry(), std::move(planes), host.tokens());
   }
 
   [[nodiscard]] const kvmeld::MutableKvCacheRef& out() const { return ref_; }
   /// Host tables may change as soon as a call has returned.
   void spoil_tables() {
-    for (std::vector<std::byte>& table : host_tables_) std::fill(table.begin(), table.end(), std::byte{0x11});
+    for (std::vector<std::byte>& table : host_tables_)
+      std::fill(table.begin(), table.end(), std::byte{0x11});
   }
   [[nodiscard]] std::vector<std::vector<std::byte>> download() const {
     std::vector<std::vector<std::byte>> out;

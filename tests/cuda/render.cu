@@ -1,5 +1,5 @@
-// Renders on the device: the bytes of exec::seq, for every merger, layout and element type, a user's own fuser
-// included.
+// Renders on the device: the bytes of exec::seq, for every merger, layout and element type, a
+// user's own fuser included.
 #include <kvmeld/cuda/render.cuh>
 #include <kvmeld/session/render_worker.hpp>
 
@@ -22,7 +22,8 @@ using test::Layout;
 using test::Tables;
 using test::TestCache;
 
-kvmeld::Target at(const std::shared_ptr<const kvmeld::Geometry>& g, std::int64_t first_position = 7) {
+kvmeld::Target at(const std::shared_ptr<const kvmeld::Geometry>& g,
+                  std::int64_t first_position = 7) {
   kvmeld::Target target;
   target.geometry = *g;
   target.first_position = first_position;
@@ -34,14 +35,15 @@ kvmeld::FragmentSet spans(const std::shared_ptr<const kvmeld::Geometry>& g, std:
   for (const std::int64_t n : {std::int64_t{1}, tokens - 1, tokens}) {
     const auto positions = test::gapped_positions(n, n);
     const auto ids = test::token_ids(n);
-    out.push_back(test::sealed(g, n, static_cast<std::uint64_t>(n), {.tokens = ids, .positions = positions}));
+    out.push_back(
+        test::sealed(g, n, static_cast<std::uint64_t>(n), {.tokens = ids, .positions = positions}));
   }
   return test::set_of(out);
 }
 
 template <class M>
-void compare(const kvmeld::FragmentSet& set, const M& merger, const std::shared_ptr<const kvmeld::Geometry>& g,
-             Layout layout, Tables tables) {
+void compare(const kvmeld::FragmentSet& set, const M& merger,
+             const std::shared_ptr<const kvmeld::Geometry>& g, Layout layout, Tables tables) {
   const auto plan = kvmeld::plan(set, merger, at(g));
   INFO(plan.status().message());
   REQUIRE(plan.ok());
@@ -62,14 +64,16 @@ void compare(const kvmeld::FragmentSet& set, const M& merger, const std::shared_
 }  // namespace
 
 TEST_CASE("every merger renders the host's bytes on the device") {
-  const auto type = GENERATE(ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16,
-                             ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::q8_0);
-  const Layout layout = GENERATE(Layout::canonical, Layout::head_first, Layout::paged, Layout::slot_list,
-                                 Layout::transposed_values, Layout::split_channels);
+  const auto type =
+      GENERATE(ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16,
+               ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::q8_0);
+  const Layout layout =
+      GENERATE(Layout::canonical, Layout::head_first, Layout::paged, Layout::slot_list,
+               Layout::transposed_values, Layout::split_channels);
   const Tables tables = GENERATE(Tables::host, Tables::device);
   CAPTURE(kvmeld::to_string(type), static_cast<int>(layout), static_cast<int>(tables));
-  const auto g =
-      test::geometry({.type = type, .heads = 3, .channels = 96, .value_channels = 64, .first = 8, .rotary = 72});
+  const auto g = test::geometry(
+      {.type = type, .heads = 3, .channels = 96, .value_channels = 64, .first = 8, .rotary = 72});
   const auto set = spans(g, 9);
   const Aligner match{kvmeld::TokenMatch{}};
   compare(set, kvmeld::merger(ById{}), g, layout, tables);
@@ -81,20 +85,27 @@ TEST_CASE("every merger renders the host's bytes on the device") {
 
 TEST_CASE("crowds of contributions are joined by the host's tree on the device") {
   const std::int64_t count = GENERATE(2, 64, 65, 400);
-  const auto g = test::geometry(
-      {.layers = 1, .channels = 96, .first = 8, .rotary = 80, .pairing = kvmeld::RopePairing::interleaved});
+  const auto g = test::geometry({.layers = 1,
+                                 .channels = 96,
+                                 .first = 8,
+                                 .rotary = 80,
+                                 .pairing = kvmeld::RopePairing::interleaved});
   const test::Given given{std::make_shared<const kvmeld::Alignment>(test::crowd(count, 40))};
   const auto positions = test::gapped_positions(40, 1);
-  const auto set = test::set_of(
-      {test::sealed(g, 40, 1, {.positions = positions}), test::sealed(g, 40, 2, {.positions = positions})});
-  compare(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::WeightedMean{}}), g, Layout::paged, Tables::host);
-  compare(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::Max{}}), g, Layout::paged, Tables::host);
+  const auto set = test::set_of({test::sealed(g, 40, 1, {.positions = positions}),
+                                 test::sealed(g, 40, 2, {.positions = positions})});
+  compare(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::WeightedMean{}}), g,
+          Layout::paged, Tables::host);
+  compare(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::Max{}}), g, Layout::paged,
+          Tables::host);
 }
 
-TEST_CASE("gates with their parameters, norm-preserving means and weights by head render on the device") {
+TEST_CASE(
+    "gates with their parameters, norm-preserving means and weights by head render on the device") {
   const auto type = GENERATE(ElementType::f32, ElementType::bf16, ElementType::q8_0);
   CAPTURE(kvmeld::to_string(type));
-  const auto g = test::geometry({.type = type, .heads = 2, .channels = 64, .first = 6, .rotary = 34});
+  const auto g =
+      test::geometry({.type = type, .heads = 2, .channels = 64, .first = 6, .rotary = 34});
   const auto set = spans(g, 5);
   const auto numbers = [](std::size_t n) {
     test::Random random(n);
@@ -103,23 +114,33 @@ TEST_CASE("gates with their parameters, norm-preserving means and weights by hea
     return out;
   };
   kvmeld::GateShape shape{.key_channels = 64, .value_channels = 64, .hidden = 5};
-  const auto gate = kvmeld::GateWeights::make(shape, numbers(static_cast<std::size_t>(shape.size())));
+  const auto gate =
+      kvmeld::GateWeights::make(shape, numbers(static_cast<std::size_t>(shape.size())));
   REQUIRE(gate.ok());
   const Aligner match{kvmeld::TokenMatch{}};
-  compare(set, kvmeld::merger(ById{}, match, Fuser{kvmeld::Gated{*gate}}), g, Layout::paged, Tables::host);
-  compare(set, kvmeld::merger(ById{}, match, Fuser{kvmeld::NormPreservingMean{}}), g, Layout::canonical, Tables::host);
-  // Weights whose products are rounded: a compiler that joined them with the sums of gates would show.
+  compare(set, kvmeld::merger(ById{}, match, Fuser{kvmeld::Gated{*gate}}), g, Layout::paged,
+          Tables::host);
+  compare(set, kvmeld::merger(ById{}, match, Fuser{kvmeld::NormPreservingMean{}}), g,
+          Layout::canonical, Tables::host);
+  // Weights whose products are rounded: a compiler that joined them with the sums of gates would
+  // show.
   auto unequal = test::crowd(4, 5);
-  for (std::size_t i = 0; i < unequal.groups[0].contributions.size(); ++i) unequal.groups[0].contributions[i].weight = i % 2 == 0 ? 0.3F : 0.7F;
+  for (std::size_t i = 0; i < unequal.groups[0].contributions.size(); ++i)
+    unequal.groups[0].contributions[i].weight = i % 2 == 0 ? 0.3F : 0.7F;
   const Aligner given{test::Given{std::make_shared<const kvmeld::Alignment>(unequal)}};
   const auto positions = test::gapped_positions(5, 3);
-  const auto pair = test::set_of({test::sealed(g, 5, 1, {.positions = positions}), test::sealed(g, 5, 2, {.positions = positions})});
-  compare(pair, kvmeld::merger(ById{}, given, Fuser{kvmeld::Gated{*gate}}), g, Layout::canonical, Tables::host);
+  const auto pair = test::set_of({test::sealed(g, 5, 1, {.positions = positions}),
+                                  test::sealed(g, 5, 2, {.positions = positions})});
+  compare(pair, kvmeld::merger(ById{}, given, Fuser{kvmeld::Gated{*gate}}), g, Layout::canonical,
+          Tables::host);
   shape.kind = kvmeld::GateKind::channel;
-  const auto channels = kvmeld::GateWeights::make(shape, numbers(static_cast<std::size_t>(shape.size())));
+  const auto channels =
+      kvmeld::GateWeights::make(shape, numbers(static_cast<std::size_t>(shape.size())));
   REQUIRE(channels.ok());
-  compare(pair, kvmeld::merger(ById{}, given, Fuser{kvmeld::GatedChannels{*channels}}), g, Layout::canonical, Tables::host);
-  kvmeld::Attention attention{.queries = std::make_shared<const std::vector<float>>(numbers(3 * 2 * 2 * 64)), .count = 3};
+  compare(pair, kvmeld::merger(ById{}, given, Fuser{kvmeld::GatedChannels{*channels}}), g,
+          Layout::canonical, Tables::host);
+  kvmeld::Attention attention{
+      .queries = std::make_shared<const std::vector<float>>(numbers(3 * 2 * 2 * 64)), .count = 3};
   compare(set, kvmeld::merger(ById{}, Aligner{attention}), g, Layout::paged, Tables::host);
 }
 
@@ -144,7 +165,8 @@ TEST_CASE("resident payloads, and render with a workspace from the stream's pool
   const std::size_t bytes = kvmeld::gpu::workspace_bytes(*plan, first.out(), {resident});
   CHECK(bytes < payloads[0].span().size() + payloads[1].span().size());
   const test::DeviceBytes workspace(bytes + 3);
-  REQUIRE(kvmeld::run(stream.get(), *plan, workspace.span().subspan(3), first.out(), {resident}).ok());
+  REQUIRE(
+      kvmeld::run(stream.get(), *plan, workspace.span().subspan(3), first.out(), {resident}).ok());
   REQUIRE(kvmeld::render(stream.get(), set, merger, second.out(), at(g)).ok());
   stream.wait();
   CHECK(first.download() == expected->buffers());
@@ -165,7 +187,8 @@ struct DeviceBacking {
   };
   kvmeld::Result<std::unique_ptr<Buffer>> make(const std::shared_ptr<const kvmeld::Geometry>& g,
                                                std::span<const std::int64_t> positions,
-                                               std::span<const kvmeld::TokenId>, std::unique_ptr<Buffer>) const {
+                                               std::span<const kvmeld::TokenId>,
+                                               std::unique_ptr<Buffer>) const {
     return std::make_unique<Buffer>(g, static_cast<std::int64_t>(positions.size()));
   }
 };
@@ -188,7 +211,8 @@ TEST_CASE("a worker renders on the device and hands out what the stream has fini
     REQUIRE(outcome.has_value());
     INFO(outcome->status.message());
     REQUIRE(outcome->status.ok());
-    CHECK(outcome->rendered->buffer->device.download() == expected->buffers());  // nobody waited for the stream here
+    // nobody waited for the stream here
+    CHECK(outcome->rendered->buffer->device.download() == expected->buffers());
     CHECK(outcome->rendered->report.render_id == plan->render_id());
   }
 }
@@ -210,8 +234,9 @@ TEST_CASE("the lines of docs/cuda.md") {
   auto plan = kvmeld::plan(set, merger, target);  // on the host
   REQUIRE(plan.ok());
   std::size_t bytes = kvmeld::gpu::workspace_bytes(*plan, out);
-  std::byte* workspace = device_allocate(bytes);                      // yours, until the stream has passed
-  auto report = kvmeld::run(stream, *plan, {workspace, bytes}, out);  // enqueued; `plan` stays as long
+  std::byte* workspace = device_allocate(bytes);  // yours, until the stream has passed
+  // enqueued; `plan` stays as long
+  auto report = kvmeld::run(stream, *plan, {workspace, bytes}, out);
   // end docs/cuda.md
   REQUIRE(report.ok());
   own.wait();
@@ -268,13 +293,16 @@ TEST_CASE("what a device cannot do is refused with nothing launched") {
   kvmeld::MutableKvCacheRef inside = out.out();
   std::vector<kvmeld::MutablePlaneRef> planes(inside.planes().begin(), inside.planes().end());
   planes[1].data = workspace.data() + 64;
-  CHECK(code({inside.shared_geometry(), planes, inside.tokens()}, workspace.span()) == ErrorCode::aliasing);
+  CHECK(code({inside.shared_geometry(), planes, inside.tokens()}, workspace.span()) ==
+        ErrorCode::aliasing);
   std::vector<std::int32_t> slots(static_cast<std::size_t>(plan->tokens()));
   std::iota(slots.begin(), slots.end(), 0);
   const auto with_slots = [&](std::size_t index, std::int32_t slot) {
-    std::vector<kvmeld::MutablePlaneRef> listed(out.out().planes().begin(), out.out().planes().end());
+    std::vector<kvmeld::MutablePlaneRef> listed(out.out().planes().begin(),
+                                                out.out().planes().end());
     slots[index] = slot;
-    for (auto& plane : listed) plane.slots = {.kind = kvmeld::SlotKind::slot_list_i32, .table = slots.data()};
+    for (auto& plane : listed)
+      plane.slots = {.kind = kvmeld::SlotKind::slot_list_i32, .table = slots.data()};
     return code({out.out().shared_geometry(), listed, plan->tokens()}, workspace.span());
   };
   CHECK(with_slots(1, 0) == ErrorCode::aliasing);

@@ -30,11 +30,13 @@ TEST_CASE("a warp joins its lanes as the lane form does") {
   test::Random random(5);
   for (float& x : values) x = random.value() * random.value();
   std::vector<float> expected(static_cast<std::size_t>(rows)), got(expected.size());
-  REQUIRE(kvmeld::exec::lanes.bulk(rows, test::RowSum{values.data(), expected.data(), channels}).ok());
+  REQUIRE(
+      kvmeld::exec::lanes.bulk(rows, test::RowSum{values.data(), expected.data(), channels}).ok());
   const test::DeviceBytes in(values.size() * sizeof(float)), out(got.size() * sizeof(float));
   in.upload(values.data());
   const test::TestStream stream;
-  const test::RowSum work{reinterpret_cast<const float*>(in.data()), reinterpret_cast<float*>(out.data()), channels};
+  const test::RowSum work{reinterpret_cast<const float*>(in.data()),
+                          reinterpret_cast<float*>(out.data()), channels};
   REQUIRE(stream.get().bulk(0, work).ok());
   REQUIRE(stream.get().bulk(rows, work).ok());
   stream.wait();
@@ -48,7 +50,8 @@ TEST_CASE("a warp joins in the tree 16, 8, 4, 2, 1, and every lane gets the tota
   REQUIRE(kvmeld::exec::lanes.bulk(rows, test::Bracket{expected.data()}).ok());
   const test::DeviceBytes out(got.size() * sizeof(got[0]));
   const test::TestStream stream;
-  REQUIRE(stream.get().bulk(rows, test::Bracket{reinterpret_cast<std::uint64_t*>(out.data())}).ok());
+  REQUIRE(
+      stream.get().bulk(rows, test::Bracket{reinterpret_cast<std::uint64_t*>(out.data())}).ok());
   stream.wait();
   out.download(got.data());
   CHECK(got == expected);
@@ -66,17 +69,26 @@ TEST_CASE("a device finds the nearest anchors of a pool's version that the host 
   for (std::uint64_t& q : queries) q = random.below(1 << 16);
   std::vector<kvmeld::NearestAnchor> expected(asked), got(asked);
   const kvmeld::AnchorPoolRef host{{low.data(), high.data(), count}, tokens.data(), 1};
-  REQUIRE(kvmeld::exec::lanes.bulk(asked, kvmeld::FindNearestAnchor{host, queries.data(), lengths.data(), 3, expected.data()}).ok());
-  const test::DeviceBytes l(4 * count), h(4 * count), t(4 * count), q(8 * asked), n(4 * asked), out(sizeof(got[0]) * asked);
+  REQUIRE(kvmeld::exec::lanes
+              .bulk(asked, kvmeld::FindNearestAnchor{host, queries.data(), lengths.data(), 3,
+                                                     expected.data()})
+              .ok());
+  const test::DeviceBytes l(4 * count), h(4 * count), t(4 * count), q(8 * asked), n(4 * asked),
+      out(sizeof(got[0]) * asked);
   l.upload(low.data());
   h.upload(high.data());
   t.upload(tokens.data());
   q.upload(queries.data());
   n.upload(lengths.data());
-  const auto words = [](const test::DeviceBytes& bytes) { return reinterpret_cast<const std::uint32_t*>(bytes.data()); };
-  const kvmeld::FindNearestAnchor work{{{words(l), words(h), count}, reinterpret_cast<const std::int32_t*>(t.data()), 1},
-                                       reinterpret_cast<const std::uint64_t*>(q.data()), reinterpret_cast<const std::int32_t*>(n.data()), 3,
-                                       reinterpret_cast<kvmeld::NearestAnchor*>(out.data())};
+  const auto words = [](const test::DeviceBytes& bytes) {
+    return reinterpret_cast<const std::uint32_t*>(bytes.data());
+  };
+  const kvmeld::FindNearestAnchor work{
+      {{words(l), words(h), count}, reinterpret_cast<const std::int32_t*>(t.data()), 1},
+      reinterpret_cast<const std::uint64_t*>(q.data()),
+      reinterpret_cast<const std::int32_t*>(n.data()),
+      3,
+      reinterpret_cast<kvmeld::NearestAnchor*>(out.data())};
   const test::TestStream stream;
   REQUIRE(stream.get().bulk(asked, work).ok());
   stream.wait();
@@ -87,7 +99,8 @@ TEST_CASE("a device finds the nearest anchors of a pool's version that the host 
 TEST_CASE("a launch that CUDA refuses says so in CUDA's words") {
   int other_device = 0;
   REQUIRE(cudaGetDeviceCount(&other_device) == cudaSuccess);
-  if (other_device < 2) return test::skip("one CUDA device, where two are needed");  // the one way to be refused without breaking the context: a stream of another device
+  // the one way to be refused without breaking the context: a stream of another device
+  if (other_device < 2) return test::skip("one CUDA device, where two are needed");
   REQUIRE(cudaSetDevice(1) == cudaSuccess);
   const test::TestStream stream;
   REQUIRE(cudaSetDevice(0) == cudaSuccess);
@@ -113,13 +126,16 @@ TEST_CASE("gather by position map: the host's bytes, holes left and reported") {
       test::DeviceCache narrow_out(untouched, tables), wide_out(untouched, tables);
       std::vector<std::int32_t> passing = map;
       const test::TestStream stream;
-      const std::size_t bytes = kvmeld::gpu::gather_workspace_bytes(device_in.out(), map.size(), narrow_out.out());
+      const std::size_t bytes =
+          kvmeld::gpu::gather_workspace_bytes(device_in.out(), map.size(), narrow_out.out());
       const test::DeviceBytes first(bytes), second(bytes);
-      const auto report = kvmeld::gather(stream.get(), device_in.out(), passing, narrow_out.out(), first.span());
+      const auto report =
+          kvmeld::gather(stream.get(), device_in.out(), passing, narrow_out.out(), first.span());
       INFO(report.status().message());
       REQUIRE(report.ok());
       CHECK(report->holes == host_report->holes);
-      REQUIRE(kvmeld::gather(stream.get(), device_in.out(), wide, wide_out.out(), second.span()).ok());
+      REQUIRE(
+          kvmeld::gather(stream.get(), device_in.out(), wide, wide_out.out(), second.span()).ok());
       for (test::DeviceCache* cache : {&device_in, &narrow_out, &wide_out}) cache->spoil_tables();
       passing.assign(passing.size(), 9);
       stream.wait();

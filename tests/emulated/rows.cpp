@@ -1,4 +1,5 @@
-// The device tests on an emulated device (include/cuda_runtime.h), and what no real one can be brought to do.
+// The device tests on an emulated device (include/cuda_runtime.h), and what no real one can be
+// brought to do.
 #include <cuda_runtime.h>
 
 #include "cuda/rows.cu"

@@ -1,4 +1,5 @@
-// The probe on published models: interleaved and half-split pairs, two rope bases with sliding windows.
+// The probe on published models: interleaved and half-split pairs, two rope bases with sliding
+// windows.
 //
 // KVMELD_TEST_MODELS names the files, as NAME=PATH joined by semicolons; tests/run.sh fetches them.
 
@@ -40,13 +41,14 @@ TEST_CASE("probe passes on published models") {
       const Result<Geometry> geometry = llama::geometry(model.get(), parameters, options);
       INFO((geometry ? "" : geometry.error().message()));
       REQUIRE(geometry.ok());
-      const auto report = llama::probe(context.get(), std::make_shared<const Geometry>(*geometry), 0, 1);
+      const auto report =
+          llama::probe(context.get(), std::make_shared<const Geometry>(*geometry), 0, 1);
       INFO(ggml_type_name(type) << ": " << (report ? "" : report.error().message()));
       REQUIRE(report.ok());
       CHECK(report->norm_change < 1e-6);
-      std::printf("%.*s %s: first layer %.2g, above %.2g, engine's shift %.2g\n", static_cast<int>(one.find('=')),
-                  one.data(), ggml_type_name(type), report->first_layer_error, report->deep_error,
-                  report->engine_shift_error);
+      std::printf("%.*s %s: first layer %.2g, above %.2g, engine's shift %.2g\n",
+                  static_cast<int>(one.find('=')), one.data(), ggml_type_name(type),
+                  report->first_layer_error, report->deep_error, report->engine_shift_error);
     }
   }
 }

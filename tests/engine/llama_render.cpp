@@ -1,4 +1,5 @@
-// From two agents' caches in a live engine to one: read, seal, render into the bytes that are imported, recompute.
+// From two agents' caches in a live engine to one: read, seal, render into the bytes that are
+// imported, recompute.
 
 #include <cmath>
 #include <cstddef>
@@ -40,13 +41,14 @@ std::vector<TokenId> operator+(std::vector<TokenId> a, const std::vector<TokenId
 }
 
 struct Agents {
-  std::vector<TokenId> prefix = some_tokens(9, 1), first = some_tokens(31, 2), second = some_tokens(40, 3);
+  std::vector<TokenId> prefix = some_tokens(9, 1), first = some_tokens(31, 2),
+                       second = some_tokens(40, 3);
   std::vector<TokenId> all = prefix + first + second;
 };
 
 template <class M>
-void merge(llama_context* context, const std::shared_ptr<const Geometry>& geometry, const Agents& agents,
-           const M& merger, RenderReport& report, std::int64_t& recomputed) {
+void merge(llama_context* context, const std::shared_ptr<const Geometry>& geometry,
+           const Agents& agents, const M& merger, RenderReport& report, std::int64_t& recomputed) {
   const auto encode = [&](const std::vector<TokenId>& tokens) {
     llama_memory_seq_rm(llama_get_memory(context), 0, -1, -1);
     REQUIRE(llama::detail::decode(context, 0, tokens, 0).ok());
@@ -63,10 +65,11 @@ void merge(llama_context* context, const std::shared_ptr<const Geometry>& geomet
   for (const std::vector<TokenId>* notes : {&agents.first, &agents.second}) {
     const std::vector<TokenId> tokens = agents.prefix + *notes;
     const llama::SequenceState state = encode(tokens);
-    const auto span = seal(state.view(), {.tokens = tokens,
-                                          .positions = state.positions(),
-                                          .drop_first = static_cast<std::int64_t>(agents.prefix.size()),
-                                          .context = {.prefix = prefix->id()}});
+    const auto span =
+        seal(state.view(), {.tokens = tokens,
+                            .positions = state.positions(),
+                            .drop_first = static_cast<std::int64_t>(agents.prefix.size()),
+                            .context = {.prefix = prefix->id()}});
     INFO((span ? "" : span.error().message()));
     REQUIRE(span.ok());
     REQUIRE(set.insert(*span, Provenance{agent++, 0}).ok());
@@ -100,7 +103,8 @@ TEST_CASE("two agents' caches become one") {
       const test::TinyModelFile file(tiny);
       const test::EngineModel model(file.path());
       llama_context_params parameters = test::engine_parameters();
-      parameters.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+      parameters.flash_attn_type =
+          flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
       const test::EngineContext context(model, parameters);
       REQUIRE(context.get() != nullptr);
       const auto geometry = std::make_shared<const Geometry>(
@@ -122,15 +126,17 @@ TEST_CASE("two agents' caches become one") {
       std::int64_t recomputed = 0;
       merge(context.get(), geometry, agents, merger(ByProvenance{}), given, recomputed);
       CHECK(recomputed == 0);
-      // Layer 0 sees only token and position, so a merge is exact there; further up it lacks what the agents did not
-      // read.
+      // Layer 0 sees only token and position, so a merge is exact there; further up it lacks what
+      // the agents did not read.
       CHECK(off(0) < 1e-5);
       CHECK(off(2) > 1e-3);
-      merge(context.get(), geometry, agents, merger(ByProvenance{.reversed = true}), reversed, recomputed);
+      merge(context.get(), geometry, agents, merger(ByProvenance{.reversed = true}), reversed,
+            recomputed);
       CHECK(off(0) > 0.1);
       CHECK(given.content_digest != reversed.content_digest);
 
-      if (tiny.architecture == "gemma3") continue;  // a window shorter than the sequence: holes cannot be recomputed
+      // a window shorter than the sequence: holes cannot be recomputed
+      if (tiny.architecture == "gemma3") continue;
       merge(context.get(), geometry, agents, merger(ByProvenance{}, SeamAll{}), seam, recomputed);
       CHECK(recomputed == 71);  // all but the prefix
       for (std::size_t l = 0; l < 3; ++l) CHECK(off(l) < (flash ? 2e-3 : 1e-5));

@@ -1,4 +1,5 @@
-// Two agents on live engines: what each decodes is said, both import one merged cache, and go on at the right position.
+// Two agents on live engines: what each decodes is said, both import one merged cache, and go on at
+// the right position.
 
 #include <chrono>
 #include <thread>
@@ -18,7 +19,8 @@ using namespace kvmeld;
 namespace {
 
 const auto merging = merger(ByProvenance{});
-using Session = AgentSession<std::remove_const_t<decltype(merging)>, MemoryStore, MemoryTransport, llama::EngineMemory>;
+using Session = AgentSession<std::remove_const_t<decltype(merging)>, MemoryStore, MemoryTransport,
+                             llama::EngineMemory>;
 
 std::vector<TokenId> some_tokens(int count, int salt) {
   std::vector<TokenId> tokens;
@@ -33,7 +35,8 @@ struct Agent {
   MemoryTransport transport;
   std::unique_ptr<Session> session;
 
-  Agent(const test::EngineModel& model, MemoryHub& hub, MemberId self, const std::vector<TokenId>& prefix, llama::MemoryOptions memory = {},
+  Agent(const test::EngineModel& model, MemoryHub& hub, MemberId self,
+        const std::vector<TokenId>& prefix, llama::MemoryOptions memory = {},
         std::uint32_t cells = 512, bool prefix_in_place = false)
       : context(model, parameters(cells)), transport(*hub.join(self)) {
     const auto g = llama::geometry(model.get(), parameters(cells), {.adapters = Adapters::none()});
@@ -51,7 +54,12 @@ struct Agent {
     options.replica.news_interval_ms = 10;
     options.replica.retry_ms = 5;
     options.start = {.context = {.prefix = sealed->id()}, .first_position = std::ssize(prefix)};
-    options.rounds = {.session = 3, .members = {1, 2}, .soft_ms = 100, .cut_ms = 200, .timeout_ms = 400, .retry_ms = 20};
+    options.rounds = {.session = 3,
+                      .members = {1, 2},
+                      .soft_ms = 100,
+                      .cut_ms = 200,
+                      .timeout_ms = 400,
+                      .retry_ms = 20};
     options.background = false;
     if (prefix_in_place) {
       memory.kept_positions = std::ssize(prefix);
@@ -59,7 +67,8 @@ struct Agent {
       options.target.first_position = std::ssize(prefix);
     }
     options.content_digest = true;
-    session = std::make_unique<Session>(merging, store, transport, geometry, options, llama::EngineMemory(context.get(), state->form(), memory));
+    session = std::make_unique<Session>(merging, store, transport, geometry, options,
+                                        llama::EngineMemory(context.get(), state->form(), memory));
     REQUIRE(session->insert(*sealed).ok());
   }
   static llama_context_params parameters(std::uint32_t cells) {
@@ -88,9 +97,12 @@ struct Agent {
 };
 
 // One thread, a clock of the test's own that stands still while a worker renders.
-void run_round(std::vector<Agent*> agents, std::int64_t& now, std::vector<SwapReport>& swaps, std::vector<Status>& refusals) {
+void run_round(std::vector<Agent*> agents, std::int64_t& now, std::vector<SwapReport>& swaps,
+               std::vector<Status>& refusals) {
   for (Agent* a : agents) REQUIRE(a->session->begin_round(now).ok());
-  const auto going_on = [&] { return std::ranges::any_of(agents, [](Agent* a) { return a->session->in_round(); }); };
+  const auto going_on = [&] {
+    return std::ranges::any_of(agents, [](Agent* a) { return a->session->in_round(); });
+  };
   for (int steps = 0; going_on() && steps < 100'000; ++steps) {
     bool renders = false;
     for (Agent* a : agents) {
@@ -99,7 +111,8 @@ void run_round(std::vector<Agent*> agents, std::int64_t& now, std::vector<SwapRe
       if (!swap) refusals.push_back(swap.error());
       if (swap && *swap) swaps.push_back(**swap);
       const Round& round = *a->session->round();
-      renders = renders || (round.state() == RoundState::cut && missing_of(*round.cut(), a->session->set()).empty());
+      renders = renders || (round.state() == RoundState::cut &&
+                            missing_of(*round.cut(), a->session->set()).empty());
     }
     now += renders ? 0 : 2;
     if (renders) std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -116,7 +129,8 @@ TEST_CASE("two engines swap to one merged cache and decode on behind it") {
   const auto prefix = some_tokens(9, 1);
   for (const llama::Verify verify : {llama::Verify::positions, llama::Verify::bytes}) {
     MemoryHub hub;
-    Agent a(model, hub, 1, prefix, {.verify = verify}), b(model, hub, 2, prefix, {.verify = verify});
+    Agent a(model, hub, 1, prefix, {.verify = verify}),
+        b(model, hub, 2, prefix, {.verify = verify});
     std::int64_t now = 0;
     std::vector<SwapReport> swaps;
     std::vector<Status> refusals;
@@ -137,7 +151,8 @@ TEST_CASE("two engines swap to one merged cache and decode on behind it") {
       const std::int64_t tokens = 9 + 11 * (round + 1) + round * (round + 1) / 2 + 7 * (round + 1);
       CHECK(a.session->next_position() == tokens);
       CHECK(llama_memory_seq_pos_max(a.context.memory(), 0) == tokens - 1);
-      for (const llama_seq_id spare : {1, 2}) CHECK(llama_memory_seq_pos_max(a.context.memory(), spare) == -1);
+      for (const llama_seq_id spare : {1, 2})
+        CHECK(llama_memory_seq_pos_max(a.context.memory(), spare) == -1);
     }
     // Words that were not sealed before the barrier are carried, and are the sequence's last.
     a.decode_and_say(some_tokens(5, 40));
@@ -177,7 +192,8 @@ TEST_CASE("a prefix that the engine holds stays where it is") {
       REQUIRE(refusals.empty());
       CHECK(a.session->next_position() == llama_memory_seq_pos_max(a.context.memory(), 0) + 1);
       CHECK(a.session->next_position() == 27 + 4 * round);
-      if (round == 0) whole.push_back(a.digest());  // later words are computed behind cells that lie elsewhere: equal but for roundings
+      // later words are computed behind cells that lie elsewhere: equal but for roundings
+      if (round == 0) whole.push_back(a.digest());
       a.decode_and_say(some_tokens(4, 50));
     }
   }
@@ -191,7 +207,8 @@ TEST_CASE("what cannot be imported leaves the sequence as it was") {
   const auto prefix = some_tokens(9, 1);
   MemoryHub hub;
   // One engine has no room for old and new cells together; the other takes at most 64 bytes.
-  Agent small(model, hub, 1, prefix, {}, 256), strict(model, hub, 2, prefix, {.max_import_bytes = 64});
+  Agent small(model, hub, 1, prefix, {}, 256),
+      strict(model, hub, 2, prefix, {.max_import_bytes = 64});
   small.decode_and_say(some_tokens(110, 2));
   strict.decode_and_say(some_tokens(60, 3));
   (void)small.session->end_span();
@@ -204,8 +221,10 @@ TEST_CASE("what cannot be imported leaves the sequence as it was") {
   run_round({&small, &strict}, now, swaps, refusals);
   CHECK(swaps.empty());
   REQUIRE(refusals.size() == 2);
-  CHECK(std::ranges::any_of(refusals, [](const Status& s) { return s.code() == ErrorCode::engine_failure; }));
-  CHECK(std::ranges::any_of(refusals, [](const Status& s) { return s.code() == ErrorCode::oversized; }));
+  CHECK(std::ranges::any_of(refusals,
+                            [](const Status& s) { return s.code() == ErrorCode::engine_failure; }));
+  CHECK(std::ranges::any_of(refusals,
+                            [](const Status& s) { return s.code() == ErrorCode::oversized; }));
   CHECK(small.session->round()->state() == RoundState::kept);
   CHECK(strict.session->round()->status().code() == ErrorCode::oversized);
   CHECK(small.exported() == before_small);

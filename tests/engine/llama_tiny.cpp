@@ -41,7 +41,8 @@ std::vector<llama_token> made_up_tokens(int count, int vocabulary = 300) {
   return tokens;
 }
 
-std::vector<float> next_logits(const Live& live, llama_seq_id sequence, llama_token token, llama_pos position) {
+std::vector<float> next_logits(const Live& live, llama_seq_id sequence, llama_token token,
+                               llama_pos position) {
   std::int32_t one = 1;
   std::int8_t output = 1;
   llama_seq_id* sequences = &sequence;
@@ -68,7 +69,8 @@ double difference(const std::vector<float>& a, const std::vector<float>& b) {
   return std::sqrt(off / size);
 }
 
-llama::StateBlob copy_of(const llama::SequenceState& state, const std::shared_ptr<const Geometry>& geometry) {
+llama::StateBlob copy_of(const llama::SequenceState& state,
+                         const std::shared_ptr<const Geometry>& geometry) {
   Result<llama::StateBlob> blob = llama::make_state(geometry, state.form(), state.positions());
   REQUIRE(blob.ok());
   llama::detail::copy_rows(state.view(), blob->mutable_ref());
@@ -82,11 +84,12 @@ std::vector<std::byte> exported(const Live& live, llama_seq_id sequence,
   return {state->bytes().begin(), state->bytes().end()};
 }
 
-/// What equal caches may differ by in a decode when cells lie, or batches are cut, elsewhere: sums in another order,
-/// and, with flash attention on the CPU, an accumulator of values in f16.
+/// What equal caches may differ by in a decode when cells lie, or batches are cut, elsewhere: sums
+/// in another order, and, with flash attention on the CPU, an accumulator of values in f16.
 double engine_floor(bool flash) { return flash ? 2e-3 : 1e-5; }
 
-void check_probe(const Live& live, const std::shared_ptr<const Geometry>& geometry, double engine_scale = 1.0) {
+void check_probe(const Live& live, const std::shared_ptr<const Geometry>& geometry,
+                 double engine_scale = 1.0) {
   const Result<llama::ProbeReport> report = llama::probe(live.context.get(), geometry, 0, 1);
   INFO((report ? "" : report.error().message()));
   REQUIRE(report.ok());
@@ -111,7 +114,8 @@ TEST_CASE("the engine prints metadata in the locale of the moment; the geometry 
   CHECK(*other == *plain);
   CHECK(llama::detail::without_locale("10000,000000") == "10000.000000");
   CHECK(llama::detail::without_locale("-1\xd9\xab"
-                                      "5e-05") == "-1.5e-05");  // the Arabic separator is of two bytes
+                                      // the Arabic separator is of two bytes
+                                      "5e-05") == "-1.5e-05");
   for (const char* as_it_is : {"1.000,5", "1,5,5", ",5", "5,", "4", "", "a,b", "llama", "1.5"}) {
     CHECK(llama::detail::without_locale(as_it_is) == as_it_is);
   }
@@ -125,7 +129,8 @@ TEST_CASE("probe passes with both pairings, plain and transposed V, and every el
         tiny.architecture = architecture;
         tiny.channels = 64;
         llama_context_params parameters = test::engine_parameters();
-        parameters.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+        parameters.flash_attn_type =
+            flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
         parameters.type_k = type;
         parameters.type_v = type == GGML_TYPE_Q8_0 && !flash ? GGML_TYPE_F16 : type;
         INFO(architecture << " flash " << flash << " type " << ggml_type_name(type));
@@ -145,12 +150,14 @@ TEST_CASE("probe refuses a rope that is not the engine's") {
   const auto code = [&](auto&& change) {
     Geometry wrong = *live.geometry();
     for (LayerShape& layer : wrong.layers) change(layer.rope);
-    const auto report = llama::probe(live.context.get(), std::make_shared<const Geometry>(wrong), 0, 1);
+    const auto report =
+        llama::probe(live.context.get(), std::make_shared<const Geometry>(wrong), 0, 1);
     return report ? ErrorCode::ok : report.error().code();
   };
   CHECK(code([](RopeSpec&) {}) == ErrorCode::ok);
   CHECK(code([](RopeSpec& rope) { rope.base *= 1.1; }) == ErrorCode::rope_mismatch);
-  CHECK(code([](RopeSpec& rope) { rope.pairing = RopePairing::half_split; }) == ErrorCode::rope_mismatch);
+  CHECK(code([](RopeSpec& rope) { rope.pairing = RopePairing::half_split; }) ==
+        ErrorCode::rope_mismatch);
   CHECK(code([](RopeSpec& rope) { rope.rotary_channels = 16; }) == ErrorCode::rope_mismatch);
   CHECK(code([](RopeSpec& rope) { rope = {}; }) == ErrorCode::invalid_argument);  // nobody said
   CHECK(code([](RopeSpec& rope) { rope = RopeSpec::none(); }) ==
@@ -178,7 +185,8 @@ TEST_CASE("scalings: linear, yarn with norms kept, and factors from the file") {
   CHECK(with_file->layers[0].rope.scaling == RopeScaling::explicit_factors);
   CHECK(with_file->layers[0].rope.factors == tiny.rope_factors);
   check_probe(live, with_file);
-  CHECK(llama::probe(live.context.get(), live.geometry(), 0, 1).error().code() == ErrorCode::rope_mismatch);
+  CHECK(llama::probe(live.context.get(), live.geometry(), 0, 1).error().code() ==
+        ErrorCode::rope_mismatch);
 }
 
 TEST_CASE("sliding windows: two sections, two bases, round trip and a refusal to recompute") {
@@ -189,7 +197,8 @@ TEST_CASE("sliding windows: two sections, two bases, round trip and a refusal to
   tiny.window = 24;
   for (const bool flash : {true, false}) {
     llama_context_params parameters = test::engine_parameters();
-    parameters.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    parameters.flash_attn_type =
+        flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     const Live live(tiny, parameters);
     const auto geometry = live.geometry();
     CHECK(geometry->layers[5].window == 0);
@@ -202,10 +211,13 @@ TEST_CASE("sliding windows: two sections, two bases, round trip and a refusal to
     REQUIRE(state.ok());
     CHECK(state->layout().sections[0].cells() == 60);
     CHECK(state->layout().sections[1].cells() == 24);
-    CHECK(llama::write(live.context.get(), 1, 2, copy_of(*state, geometry), llama::Verify::bytes).ok());
-    CHECK(difference(next_logits(live, 0, 5, 60), next_logits(live, 1, 5, 60)) < engine_floor(flash));
+    CHECK(llama::write(live.context.get(), 1, 2, copy_of(*state, geometry), llama::Verify::bytes)
+              .ok());
+    CHECK(difference(next_logits(live, 0, 5, 60), next_logits(live, 1, 5, 60)) <
+          engine_floor(flash));
     const Hole hole{30, 30, 7};
-    CHECK(llama::recompute(live.context.get(), 1, 2, std::span(&hole, 1)).error().code() == ErrorCode::unsupported);
+    CHECK(llama::recompute(live.context.get(), 1, 2, std::span(&hole, 1)).error().code() ==
+          ErrorCode::unsupported);
   }
 }
 
@@ -221,7 +233,8 @@ TEST_CASE("what the adapter cannot hold is refused by name") {
   CHECK(llama::geometry(live.model.get(), live.parameters, any).error().code() ==
         ErrorCode::unsupported);
   any.any_architecture = true;
-  CHECK(llama::geometry(live.model.get(), live.parameters, any).error().code() == ErrorCode::rope_unsupported);
+  CHECK(llama::geometry(live.model.get(), live.parameters, any).error().code() ==
+        ErrorCode::rope_unsupported);
 
   test::TinyModel large;
   large.rope_base = 500000.0F;
@@ -230,7 +243,8 @@ TEST_CASE("what the adapter cannot hold is refused by name") {
   q4.type_k = GGML_TYPE_Q4_0;
   CHECK(llama::geometry(scaled.model.get(), q4, any).error().code() == ErrorCode::unsupported);
   any.gguf_path = "/nowhere.gguf";
-  CHECK(llama::geometry(scaled.model.get(), scaled.parameters, any).error().code() == ErrorCode::invalid_argument);
+  CHECK(llama::geometry(scaled.model.get(), scaled.parameters, any).error().code() ==
+        ErrorCode::invalid_argument);
 
   // Fingerprints tell adapters, models and tokenizers apart.
   llama::GeometryOptions named;
@@ -253,24 +267,29 @@ TEST_CASE("what the adapter cannot hold is refused by name") {
 TEST_CASE("a state that is written is the state that was read") {
   for (const bool flash : {true, false}) {
     llama_context_params parameters = test::engine_parameters();
-    parameters.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    parameters.flash_attn_type =
+        flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     const Live live(test::TinyModel{}, parameters);
     const auto geometry = live.geometry();
     REQUIRE(llama::detail::decode(live.context.get(), 0, made_up_tokens(80), 0).ok());
     const Result<llama::SequenceState> state = llama::read(live.context.get(), 0, geometry);
     REQUIRE(state.ok());
     CHECK(state->form().transposed_values == !flash);
-    REQUIRE(llama::detail::decode(live.context.get(), 3, made_up_tokens(9), 0).ok());  // something to be replaced
-    CHECK(llama::write(live.context.get(), 3, 2, copy_of(*state, geometry), llama::Verify::bytes).ok());
+    // something to be replaced
+    REQUIRE(llama::detail::decode(live.context.get(), 3, made_up_tokens(9), 0).ok());
+    CHECK(llama::write(live.context.get(), 3, 2, copy_of(*state, geometry), llama::Verify::bytes)
+              .ok());
     CHECK(exported(live, 0, geometry).size() == exported(live, 3, geometry).size());
     CHECK(llama_memory_seq_pos_max(live.context.memory(), 2) == -1);
-    CHECK(difference(next_logits(live, 0, 5, 80), next_logits(live, 3, 5, 80)) < engine_floor(flash));
+    CHECK(difference(next_logits(live, 0, 5, 80), next_logits(live, 3, 5, 80)) <
+          engine_floor(flash));
 
     // Nothing is a state too.
     const Result<llama::SequenceState> nothing = llama::read(live.context.get(), 1, geometry);
     REQUIRE(nothing.ok());
     CHECK(nothing->positions().empty());
-    CHECK(llama::write(live.context.get(), 3, 2, copy_of(*nothing, geometry), llama::Verify::bytes).ok());
+    CHECK(llama::write(live.context.get(), 3, 2, copy_of(*nothing, geometry), llama::Verify::bytes)
+              .ok());
     CHECK(llama_memory_seq_pos_max(live.context.memory(), 3) == -1);
   }
 }
@@ -284,14 +303,16 @@ TEST_CASE("a state is appended where the target ends, and nowhere else") {
   const Result<llama::SequenceState> state = llama::read(live.context.get(), 0, geometry);
   REQUIRE(state.ok());
   const auto tail = [&](std::size_t from) {
-    llama::StateBlob blob = *llama::make_state(geometry, state->form(), state->positions().subspan(from));
+    llama::StateBlob blob =
+        *llama::make_state(geometry, state->form(), state->positions().subspan(from));
     for (std::size_t p = 0; p < blob.mutable_ref().planes().size(); ++p) {
       const PlaneRef& in = state->view().planes()[p];
       const MutablePlaneRef& out = blob.mutable_ref().planes()[p];
       std::vector<std::byte> row(128);
       for (std::int64_t t = 0; t < out.tokens; ++t)
         for (std::int64_t head = 0; head < in.shape.heads; ++head) {
-          ::kvmeld::detail::gather_row(in, in.slots.slot(t + static_cast<std::int64_t>(from)), head, row.data());
+          ::kvmeld::detail::gather_row(in, in.slots.slot(t + static_cast<std::int64_t>(from)), head,
+                                       row.data());
           ::kvmeld::detail::scatter_row(out, out.slots.slot(t), head, row.data());
         }
     }
@@ -318,7 +339,8 @@ TEST_CASE("a failed write leaves the target as it was and the spare empty") {
   REQUIRE(state.ok());
   const std::vector<std::byte> before = exported(live, 1, geometry);
   const auto unchanged = [&] {
-    return exported(live, 1, geometry) == before && llama_memory_seq_pos_max(live.context.memory(), 2) == -1;
+    return exported(live, 1, geometry) == before &&
+           llama_memory_seq_pos_max(live.context.memory(), 2) == -1;
   };
   const auto written = [&](llama::StateBlob blob) {
     return llama::write(live.context.get(), 1, 2, blob, llama::Verify::bytes).code();
@@ -327,7 +349,8 @@ TEST_CASE("a failed write leaves the target as it was and the spare empty") {
   // No room: 100 + 20 cells are taken, 200 are wanted.
   std::vector<std::int64_t> positions(200);
   for (std::size_t i = 0; i < positions.size(); ++i) positions[i] = static_cast<std::int64_t>(i);
-  CHECK(written(*llama::make_state(geometry, state->form(), positions)) == ErrorCode::engine_failure);
+  CHECK(written(*llama::make_state(geometry, state->form(), positions)) ==
+        ErrorCode::engine_failure);
   CHECK(unchanged());
   // The last layer is announced with another type: everything before it has been read by then.
   llama::StateBlob broken = copy_of(*state, geometry);
@@ -337,13 +360,14 @@ TEST_CASE("a failed write leaves the target as it was and the spare empty") {
   // Another model's: one layer too few.
   Geometry fewer = *geometry;
   fewer.layers.pop_back();
-  CHECK(written(*llama::make_state(std::make_shared<const Geometry>(fewer), state->form(), state->positions())) ==
-        ErrorCode::engine_failure);
+  CHECK(written(*llama::make_state(std::make_shared<const Geometry>(fewer), state->form(),
+                                   state->positions())) == ErrorCode::engine_failure);
   CHECK(unchanged());
   // Sequences that cannot be.
   const llama::StateBlob good = copy_of(*state, geometry);
   CHECK(llama::write(live.context.get(), 1, 1, good).code() == ErrorCode::invalid_argument);
-  CHECK(llama::write(live.context.get(), 1, 0, good).code() == ErrorCode::invalid_argument);  // the spare is in use
+  // the spare is in use
+  CHECK(llama::write(live.context.get(), 1, 0, good).code() == ErrorCode::invalid_argument);
   CHECK(llama::write(live.context.get(), 9, 2, good).code() == ErrorCode::invalid_argument);
   CHECK(unchanged());
   CHECK(llama::write(live.context.get(), 1, 2, good).ok());
@@ -360,7 +384,8 @@ TEST_CASE("separate streams are read, and refused for writing") {
   REQUIRE(state.ok());
   CHECK(state->form().streams == 4);
   CHECK(state->positions().size() == 12);
-  CHECK(llama::write(live.context.get(), 0, 1, copy_of(*state, geometry)).code() == ErrorCode::unsupported);
+  CHECK(llama::write(live.context.get(), 0, 1, copy_of(*state, geometry)).code() ==
+        ErrorCode::unsupported);
 }
 
 TEST_CASE("recomputed holes are what one prefill makes") {
@@ -369,7 +394,8 @@ TEST_CASE("recomputed holes are what one prefill makes") {
       test::TinyModel tiny;
       tiny.architecture = architecture;
       llama_context_params parameters = test::engine_parameters();
-      parameters.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+      parameters.flash_attn_type =
+          flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
       parameters.n_batch = 16;  // stretches are longer than a batch
       parameters.n_ubatch = 16;
       const Live live(tiny, parameters);
@@ -381,7 +407,8 @@ TEST_CASE("recomputed holes are what one prefill makes") {
       std::vector<Hole> holes;
       for (const std::int64_t p : {std::int64_t{0}, std::int64_t{1}})
         holes.push_back({p, p, tokens[static_cast<std::size_t>(p)]});
-      for (std::int64_t p = 30; p < 55; ++p) holes.push_back({p, p, tokens[static_cast<std::size_t>(p)]});
+      for (std::int64_t p = 30; p < 55; ++p)
+        holes.push_back({p, p, tokens[static_cast<std::size_t>(p)]});
       holes.push_back({89, 89, tokens[89]});
 
       // The rows of the holes hold nonsense.
@@ -409,7 +436,8 @@ TEST_CASE("recomputed holes are what one prefill makes") {
       CHECK(llama_memory_seq_pos_max(live.context.memory(), 2) == -1);
       for (std::size_t l = 0; l < 3; ++l)
         CHECK(difference(llama::detail::layer_keys(state->view(), after->view(), l),
-                         llama::detail::layer_keys(after->view(), state->view(), l)) < engine_floor(flash));
+                         llama::detail::layer_keys(after->view(), state->view(), l)) <
+              engine_floor(flash));
     }
   }
 }

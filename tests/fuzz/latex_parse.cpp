@@ -1,4 +1,5 @@
-// Hostile formulas. With -DKVMELD_LIBFUZZER and clang's -fsanitize=fuzzer this is a fuzzer; otherwise a test that mutates some formulas.
+// Hostile formulas. With -DKVMELD_LIBFUZZER and clang's -fsanitize=fuzzer this is a fuzzer;
+// otherwise a test that mutates some formulas.
 
 #include <cstdint>
 #include <cstdlib>
@@ -20,7 +21,8 @@ bool try_one(std::string_view bytes) {
   const std::string text(bytes.substr(1));
   FormulaOptions options;
   options.rename_free = (how & 1U) != 0;
-  if ((how & 2U) != 0) options.max_depth = 6, options.max_free = 4, options.max_renaming_steps = 300;
+  if ((how & 2U) != 0)
+    options.max_depth = 6, options.max_free = 4, options.max_renaming_steps = 300;
   const auto formula = parse_formula(text, options);
   if (!formula && formula.error().message().empty()) std::abort();
   if (formula && (formula->normal.empty() || formula->hash == Digest128{})) std::abort();
@@ -28,7 +30,9 @@ bool try_one(std::string_view bytes) {
   options.max_bytes += 2;
   const auto again = parse_formula(" " + text + " ", options);
   if (text.size() + 2 <= options.max_bytes && (text.empty() || text.back() != '\\')) {
-    if (again.ok() != formula.ok() || (formula && (again->normal != formula->normal || again->steps != formula->steps))) std::abort();
+    if (again.ok() != formula.ok() ||
+        (formula && (again->normal != formula->normal || again->steps != formula->steps)))
+      std::abort();
   }
   FormulaIndex index(options, 2);
   FragmentId id;
@@ -62,10 +66,21 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 
 TEST_CASE("mutated formulas end in an error or a normal form") {
   const std::vector<std::string> corpus = {
-      "\\sum_{i=1}^{n} i^2 = \\frac{n(n+1)(2n+1)}{6}", "\\int_0^1 \\int_0^x f(x,y) dy dx - \\iint_D g dx dy", "\\forall x \\in \\mathbb{R}, \\exists! y: x + y = 0",
-      "ab+bc+cd+de+ef+fa", "a+b+c+d+e+f+g+h+u+v+w", "|a-b| \\le \\sqrt[3]{\\hat{x}_{ij}^{2}} < \\|z\\|", "\\lim_{x \\to 0} \\frac{\\sin 2x}{x} = 2", "∑_{k≤n} α² ≠ ∏ x₁ ⊗ ℝ",
-      "\\left\\{ 1, 2, \\dots \\right\\} \\cup \\{x\\}", "$x^2$ and $$\\binom nk$$ or \\(a!b\\) \\[ \\max_{i,j} A_{ij} \\]", "x^{-1} A^T B' : \\text{if } \\operatorname{tr} X"};
-  const std::vector<std::string> words = {"\\frac", "\\sqrt[", "_{", "^{", "}", "{", "(", ")", "|", "\\|", "\\int ", " d x", "\\sum_", "=", "<", ",", "-", "/", "\\forall ", "\\ln_", "²", "\\text{", "$", "\\left.", "'"};
+      "\\sum_{i=1}^{n} i^2 = \\frac{n(n+1)(2n+1)}{6}",
+      "\\int_0^1 \\int_0^x f(x,y) dy dx - \\iint_D g dx dy",
+      "\\forall x \\in \\mathbb{R}, \\exists! y: x + y = 0",
+      "ab+bc+cd+de+ef+fa",
+      "a+b+c+d+e+f+g+h+u+v+w",
+      "|a-b| \\le \\sqrt[3]{\\hat{x}_{ij}^{2}} < \\|z\\|",
+      "\\lim_{x \\to 0} \\frac{\\sin 2x}{x} = 2",
+      "∑_{k≤n} α² ≠ ∏ x₁ ⊗ ℝ",
+      "\\left\\{ 1, 2, \\dots \\right\\} \\cup \\{x\\}",
+      "$x^2$ and $$\\binom nk$$ or \\(a!b\\) \\[ \\max_{i,j} A_{ij} \\]",
+      "x^{-1} A^T B' : \\text{if } \\operatorname{tr} X"};
+  const std::vector<std::string> words = {
+      "\\frac",    "\\sqrt[", "_{",   "^{",      "}", "{",       "(", ")", "|",
+      "\\|",       "\\int ",  " d x", "\\sum_",  "=", "<",       ",", "-", "/",
+      "\\forall ", "\\ln_",   "²",    "\\text{", "$", "\\left.", "'"};
   std::mt19937_64 random(7);
   const auto below = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
   int formulas = 0;
@@ -74,10 +89,17 @@ TEST_CASE("mutated formulas end in an error or a normal form") {
     for (std::size_t edits = 1 + below(4); edits > 0; --edits) {
       const std::size_t at = 1 + below(text.size() - 1);
       switch (below(5)) {
-        case 0: text[at] = static_cast<char>(text[at] ^ static_cast<char>(1U << below(7))); break;
-        case 1: text.erase(at, 1 + below(6)); break;
-        case 2: text += text.substr(at); break;
-        default: text.insert(at, words[below(words.size())]);
+        case 0:
+          text[at] = static_cast<char>(text[at] ^ static_cast<char>(1U << below(7)));
+          break;
+        case 1:
+          text.erase(at, 1 + below(6));
+          break;
+        case 2:
+          text += text.substr(at);
+          break;
+        default:
+          text.insert(at, words[below(words.size())]);
       }
       if (text.size() < 2) text += 'x';
     }

@@ -1,5 +1,6 @@
-// Hostile sequence-state bytes. With -DKVMELD_LIBFUZZER and clang's -fsanitize=fuzzer this is a fuzzer; otherwise a
-// test that mutates a fixed corpus for a fixed number of rounds, the same ones every time.
+// Hostile sequence-state bytes. With -DKVMELD_LIBFUZZER and clang's -fsanitize=fuzzer this is a
+// fuzzer; otherwise a test that mutates a fixed corpus for a fixed number of rounds, the same ones
+// every time.
 
 #include <algorithm>
 #include <cstdint>
@@ -57,8 +58,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 
 TEST_CASE("mutated states never read past their end") {
   std::vector<std::vector<std::byte>> corpus;
-  const auto add = [&](const std::shared_ptr<const Geometry>& geometry, std::int32_t ext, bool basis, bool transposed,
-                       bool two) {
+  const auto add = [&](const std::shared_ptr<const Geometry>& geometry, std::int32_t ext,
+                       bool basis, bool transposed, bool two) {
     test::BlobSpec spec;
     spec.form.prefix = ext != 8;
     spec.form.cell_ext_bytes = ext;
@@ -81,12 +82,14 @@ TEST_CASE("mutated states never read past their end") {
     state ^= state << 17;
     return static_cast<std::size_t>(state % below);
   };
-  static constexpr std::uint32_t words[] = {0, 1, 2, 3, 0x7fffffff, 0x80000000, 0xffffffff, 0xaf143cd8};
+  static constexpr std::uint32_t words[] = {0,          1,          2,          3,
+                                            0x7fffffff, 0x80000000, 0xffffffff, 0xaf143cd8};
   for (int round = 0; round < 20000; ++round) {
     std::vector<std::byte> bytes = corpus[next(corpus.size())];
     for (std::size_t edits = 1 + next(3); edits > 0 && !bytes.empty(); --edits) {
       // Headers are what decides; rows are only data.
-      const std::size_t at = next(next(4) == 0 ? bytes.size() : std::min<std::size_t>(bytes.size(), 120));
+      const std::size_t at =
+          next(next(4) == 0 ? bytes.size() : std::min<std::size_t>(bytes.size(), 120));
       switch (next(4)) {
         case 0:
           bytes[at] ^= static_cast<std::byte>(1U << next(8));

@@ -1,5 +1,6 @@
-// Hostile messages of a reconciliation and hostile cuts of rounds. With -DKVMELD_LIBFUZZER and clang's -fsanitize=fuzzer this is a
-// fuzzer; otherwise a test that mutates the messages of one session.
+// Hostile messages of a reconciliation and hostile cuts of rounds. With -DKVMELD_LIBFUZZER and
+// clang's -fsanitize=fuzzer this is a fuzzer; otherwise a test that mutates the messages of one
+// session.
 
 #include <cstdint>
 #include <cstdlib>
@@ -57,7 +58,8 @@ void try_one(std::span<const std::byte> bytes) {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size == 0) return 0;
-  const std::vector<std::byte> exact(reinterpret_cast<const std::byte*>(data), reinterpret_cast<const std::byte*>(data) + size);
+  const std::vector<std::byte> exact(reinterpret_cast<const std::byte*>(data),
+                                     reinterpret_cast<const std::byte*>(data) + size);
   try_one(exact);
   return 0;
 }
@@ -85,7 +87,10 @@ TEST_CASE("mutated messages of a reconciliation end in an error or an answer") {
     std::vector<std::byte> bytes = corpus[random.below(corpus.size())];
     for (std::uint64_t edits = 1 + random.below(3); edits > 0; --edits) {
       const std::size_t at = random.below(bytes.size());
-      if (random.below(3) == 0) bytes.resize(at + 1); else bytes[at] ^= static_cast<std::byte>(1U << random.below(8));
+      if (random.below(3) == 0)
+        bytes.resize(at + 1);
+      else
+        bytes[at] ^= static_cast<std::byte>(1U << random.below(8));
     }
     try_one(bytes);
   }

@@ -1,5 +1,6 @@
-// Hostile bytes in the place of a store's record log. With -DKVMELD_LIBFUZZER and clang's -fsanitize=fuzzer this is a fuzzer;
-// otherwise a test that mutates a fixed corpus for a fixed number of rounds, the same ones every time.
+// Hostile bytes in the place of a store's record log. With -DKVMELD_LIBFUZZER and clang's
+// -fsanitize=fuzzer this is a fuzzer; otherwise a test that mutates a fixed corpus for a fixed
+// number of rounds, the same ones every time.
 
 #include <algorithm>
 #include <cstdint>
@@ -16,16 +17,20 @@ using namespace kvmeld;
 using Bytes = std::vector<std::byte>;
 
 const test::TempFolder& folder() {
-  static const test::TempFolder one(std::filesystem::exists("/dev/shm") ? "/dev/shm" : std::filesystem::temp_directory_path());
+  static const test::TempFolder one(
+      std::filesystem::exists("/dev/shm") ? "/dev/shm" : std::filesystem::temp_directory_path());
   return one;
 }
 
 std::string log_path() { return folder() / "store/records"; }
 
-Result<FileStore> open_store() { return FileStore::open(folder() / "store", {.durability = Durability::none}); }
+Result<FileStore> open_store() {
+  return FileStore::open(folder() / "store", {.durability = Durability::none});
+}
 
 void write_log(std::span<const std::byte> bytes) {
-  const detail::FileHandle file = detail::open_file(AT_FDCWD, log_path(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
+  const detail::FileHandle file =
+      detail::open_file(AT_FDCWD, log_path(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
   if (detail::write_at(file.get(), bytes, 0) != 0) std::abort();
 }
 
@@ -69,11 +74,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 
 TEST_CASE("a store opens on any log, or says why not, and loses none of what it found there") {
   std::vector<Bytes> corpus{{}};
-  for (const std::vector<std::size_t>& sizes : {std::vector<std::size_t>{}, {0}, {5, 0, 70}, {300, 1, 1, 40}}) {
+  for (const std::vector<std::size_t>& sizes :
+       {std::vector<std::size_t>{}, {0}, {5, 0, 70}, {300, 1, 1, 40}}) {
     std::filesystem::remove_all(folder() / "store");
     auto store = open_store();
     REQUIRE(store.ok());
-    for (const std::size_t size : sizes) REQUIRE(store->add_record(Bytes(size, std::byte{0xC4})).ok());
+    for (const std::size_t size : sizes)
+      REQUIRE(store->add_record(Bytes(size, std::byte{0xC4})).ok());
     Bytes log(std::filesystem::file_size(log_path()));
     const detail::FileHandle file = detail::open_file(AT_FDCWD, log_path(), O_RDONLY);
     REQUIRE(detail::read_at(file.get(), log, 0) == 0);
@@ -107,7 +114,8 @@ TEST_CASE("a store opens on any log, or says why not, and loses none of what it 
           break;
         }
         default:  // lengths near the limits
-          for (std::size_t b = 0; b < 8 && (at & ~std::size_t{7}) + b < bytes.size(); ++b) bytes[(at & ~std::size_t{7}) + b] = std::byte{0xFF};
+          for (std::size_t b = 0; b < 8 && (at & ~std::size_t{7}) + b < bytes.size(); ++b)
+            bytes[(at & ~std::size_t{7}) + b] = std::byte{0xFF};
       }
     }
     LLVMFuzzerTestOneInput(reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size());

@@ -1,5 +1,6 @@
-// Hostile bodies of replica messages, behind frames that are right: what is taken is a set, what is not changes nothing. With
-// -DKVMELD_LIBFUZZER and clang's -fsanitize=fuzzer this is a fuzzer; otherwise a test that mutates a fixed corpus.
+// Hostile bodies of replica messages, behind frames that are right: what is taken is a set, what is
+// not changes nothing. With -DKVMELD_LIBFUZZER and clang's -fsanitize=fuzzer this is a fuzzer;
+// otherwise a test that mutates a fixed corpus.
 
 #include <cstdint>
 #include <cstdlib>
@@ -18,7 +19,9 @@ using Member = Replica<MemoryStore>;
 const std::vector<Fragment>& fragments() {
   static const std::vector<Fragment> all = [] {
     std::vector<Fragment> out;
-    for (std::uint64_t i = 0; i < 4; ++i) out.push_back(test::sealed(test::geometry({.layers = 1, .heads = 1, .channels = 32}), 2, i).fragment);
+    for (std::uint64_t i = 0; i < 4; ++i)
+      out.push_back(
+          test::sealed(test::geometry({.layers = 1, .heads = 1, .channels = 32}), 2, i).fragment);
     return out;
   }();
   return all;
@@ -40,18 +43,23 @@ void try_one(std::span<const std::byte> bytes) {
   if (!replica.open() || !replica.insert(fragments()[0])) std::abort();
   FragmentSet wanting;
   if (!wanting.insert(fragments()[1], {1, 0, 1})) std::abort();
-  if (!replica.receive(1, *encode_replica_frame(ReplicaMessage::delta, Digest128{1, 1}, encode_set(wanting)))) std::abort();
+  if (!replica.receive(
+          1, *encode_replica_frame(ReplicaMessage::delta, Digest128{1, 1}, encode_set(wanting))))
+    std::abort();
   const Digest256 before = replica.set().digest();
   const auto type = static_cast<std::uint8_t>(std::to_integer<unsigned>(bytes[0]) % 8U);
   const auto status = replica.receive(1, *encode_frame(type, bytes.subspan(1))).status();
   const bool may_change = type == static_cast<std::uint8_t>(ReplicaMessage::delta);
   if (!may_change && replica.set().digest() != before) std::abort();
-  const bool in_part = status.code() == ErrorCode::quota_exceeded || status.code() == ErrorCode::dot_reused;
+  const bool in_part =
+      status.code() == ErrorCode::quota_exceeded || status.code() == ErrorCode::dot_reused;
   if (!status && !in_part && replica.set().digest() != before) std::abort();
   if (!status && status.message().empty()) std::abort();
   // Whatever it is now, it is a set: it survives its own bytes, and the replica goes on.
   const auto again = decode_set(encode_set(replica.set()));
-  if (!again || again->digest() != replica.set().digest() || again->context() != replica.set().context()) std::abort();
+  if (!again || again->digest() != replica.set().digest() ||
+      again->context() != replica.set().context())
+    std::abort();
   for (std::int64_t now = 100; now < 500; now += 100) {
     if (!replica.tick(now)) std::abort();
   }
@@ -62,7 +70,8 @@ void try_one(std::span<const std::byte> bytes) {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size == 0) return 0;
-  const std::vector<std::byte> exact(reinterpret_cast<const std::byte*>(data), reinterpret_cast<const std::byte*>(data) + size);
+  const std::vector<std::byte> exact(reinterpret_cast<const std::byte*>(data),
+                                     reinterpret_cast<const std::byte*>(data) + size);
   try_one(exact);
   return 0;
 }
@@ -103,10 +112,19 @@ TEST_CASE("mutated messages of a replica change nothing that they may not") {
     for (std::uint64_t edits = 1 + random.below(3); edits > 0; --edits) {
       const std::size_t at = random.below(bytes.size());
       switch (random.below(4)) {
-        case 0: bytes[at] ^= static_cast<std::byte>(1U << random.below(8)); break;
-        case 1: bytes[at] = static_cast<std::byte>(random.below(4) == 0 ? 0xFF : random.below(256)); break;
-        case 2: bytes.resize(at + 1); break;
-        default: bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(at), static_cast<std::byte>(random.below(256))); break;
+        case 0:
+          bytes[at] ^= static_cast<std::byte>(1U << random.below(8));
+          break;
+        case 1:
+          bytes[at] = static_cast<std::byte>(random.below(4) == 0 ? 0xFF : random.below(256));
+          break;
+        case 2:
+          bytes.resize(at + 1);
+          break;
+        default:
+          bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(at),
+                       static_cast<std::byte>(random.below(256)));
+          break;
       }
     }
     try_one(bytes);

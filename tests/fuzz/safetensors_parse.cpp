@@ -1,5 +1,6 @@
-// Hostile tensor files and maps. With -DKVMELD_LIBFUZZER and clang's -fsanitize=fuzzer this is a fuzzer; otherwise a test that
-// mutates a fixed corpus for a fixed number of rounds, the same ones every time.
+// Hostile tensor files and maps. With -DKVMELD_LIBFUZZER and clang's -fsanitize=fuzzer this is a
+// fuzzer; otherwise a test that mutates a fixed corpus for a fixed number of rounds, the same ones
+// every time.
 
 #include <algorithm>
 #include <cstdint>
@@ -36,7 +37,8 @@ void add_weights(std::vector<Bytes>& out) {
     const std::int32_t hidden = kind == GainKind::lstm ? 2 : 0;
     const std::vector<GainScore> scores(2, {2.0, 1.0});
     const auto parameters = numbers(2 * GainPredictor::size(kind, hidden));
-    const auto gain = GainPredictor::make(kind, hidden, 2, parameters, scores, gain_geometry()->model);
+    const auto gain =
+        GainPredictor::make(kind, hidden, 2, parameters, scores, gain_geometry()->model);
     out.push_back(*to_safetensors(**gain));
   }
   GateShape shapes[3];
@@ -46,22 +48,25 @@ void add_weights(std::vector<Bytes>& out) {
   for (GateShape& shape : shapes) {
     shape.hidden = 2;
     shape.key_channels = shape.value_channels = 3;
-    out.push_back(*to_safetensors(**GateWeights::make(shape, numbers(static_cast<std::size_t>(shape.size())))));
+    out.push_back(*to_safetensors(
+        **GateWeights::make(shape, numbers(static_cast<std::size_t>(shape.size())))));
   }
   const auto weights = numbers(static_cast<std::size_t>(WeightPredictor::size(3, 2)));
   out.push_back(*to_safetensors(**WeightPredictor::make(3, 2, weights)));
 }
 
-/// A file of one linear map of head size 2, one of a permutation, one of odd tensors; then of gains,
-/// gates and weights.
+/// A file of one linear map of head size 2, one of a permutation, one of odd tensors; then of
+/// gains, gates and weights.
 const std::vector<Bytes>& corpus() {
   static const std::vector<Bytes> all = [] {
     std::vector<Bytes> out;
     const auto from = test::geometry({.layers = 1, .heads = 1, .channels = 2});
-    const auto to = test::geometry({.layers = 2, .heads = 2, .channels = 2, .pairing = RopePairing::interleaved});
+    const auto to = test::geometry(
+        {.layers = 2, .heads = 2, .channels = 2, .pairing = RopePairing::interleaved});
     ProjectionParts parts{.source = *from, .target = *to};
-    parts.matrices = {{.outputs = 4, .inputs = 2, .weight = {1, 2, 3, 4, 5, 6, 7, 0.1}, .bias = {1, 2, 3, 4}},
-                      {.outputs = 2, .inputs = 2, .rank = 1, .weight = {0.5, 1}, .inner = {1, 2}}};
+    parts.matrices = {
+        {.outputs = 4, .inputs = 2, .weight = {1, 2, 3, 4, 5, 6, 7, 0.1}, .bias = {1, 2, 3, 4}},
+        {.outputs = 2, .inputs = 2, .rank = 1, .weight = {0.5, 1}, .inner = {1, 2}}};
     parts.layers.resize(2);
     for (LayerMap& layer : parts.layers) {
       layer.key = {{0, 0, {{0, 0}}}};
@@ -70,7 +75,8 @@ const std::vector<Bytes>& corpus() {
     out.push_back(*to_safetensors(**ProjectionMap::make(parts)));
     auto other = *from;
     other.layers[0].rope.pairing = RopePairing::interleaved;
-    out.push_back(*to_safetensors(**ProjectionMap::make({.source = *from, .target = other, .kind = MapKind::permutation})));
+    out.push_back(*to_safetensors(
+        **ProjectionMap::make({.source = *from, .target = other, .kind = MapKind::permutation})));
     SafetensorsWriter odd;
     odd.metadata("\"\\\n\x01", "\xF0\x9F\x98\x80");
     odd.tensor("a", StoredType::i64, {0, 3}, {});
@@ -101,13 +107,14 @@ void try_weights(std::span<const std::byte> bytes) {
 
 /// What is accepted is consistent: tensors lie in the file, and write the same file again.
 void try_file(std::span<const std::byte> bytes) {
-  const auto file =
-      test::within(bytes.size(), 64, 16384, [&] { return parse_safetensors(bytes); });
+  const auto file = test::within(bytes.size(), 64, 16384, [&] { return parse_safetensors(bytes); });
   if (!file) return test::need_reason(file);
   SafetensorsWriter again;
   std::size_t total = 0;
   for (const StoredTensor& tensor : file->tensors) {
-    need(tensor.bytes.empty() || (tensor.bytes.data() >= bytes.data() && tensor.bytes.data() + tensor.bytes.size() <= bytes.data() + bytes.size()));
+    need(tensor.bytes.empty() ||
+         (tensor.bytes.data() >= bytes.data() &&
+          tensor.bytes.data() + tensor.bytes.size() <= bytes.data() + bytes.size()));
     total += tensor.bytes.size();
     if (const auto numbers = to_floats<double>(tensor)) need(numbers->size() == tensor.elements());
     again.tensor(tensor.name, tensor.type, tensor.shape, tensor.bytes);
@@ -117,11 +124,13 @@ void try_file(std::span<const std::byte> bytes) {
   const auto made = again.finish();
   if (made) {
     const auto second = parse_safetensors(*made);
-    need(second.ok() && second->metadata == file->metadata && second->tensors.size() == file->tensors.size());
+    need(second.ok() && second->metadata == file->metadata &&
+         second->tensors.size() == file->tensors.size());
   }
   const auto map =
       test::within(bytes.size(), 64, 16384, [&] { return projection_from_safetensors(bytes); });
-  if (map) need((*projection_from_safetensors(*to_safetensors(**map)))->digest() == (*map)->digest());
+  if (map)
+    need((*projection_from_safetensors(*to_safetensors(**map)))->digest() == (*map)->digest());
   try_weights(bytes);
 }
 
@@ -132,9 +141,12 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const auto* const first = reinterpret_cast<const std::byte*>(data);
   Bytes exact(first + 1, first + size);
   switch (data[0] % 3) {
-    case 0: try_file(exact); break;
+    case 0:
+      try_file(exact);
+      break;
     case 1: {  // a header without its length, which a fuzzer would have to guess: the rest is data
-      const std::size_t end = static_cast<std::size_t>(std::find(exact.begin(), exact.end(), std::byte{0}) - exact.begin());
+      const std::size_t end = static_cast<std::size_t>(
+          std::find(exact.begin(), exact.end(), std::byte{0}) - exact.begin());
       const std::uint64_t length = end;
       exact.insert(exact.begin(), 8, std::byte{0});
       std::memcpy(exact.data(), &length, 8);
@@ -144,7 +156,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     default: {  // edits of a good file: place (2 bytes) and new byte
       if (size < 2) return 0;
       Bytes good = corpus()[data[1] % corpus().size()];
-      for (std::size_t i = 2; i + 2 < size; i += 3) good[(data[i] | static_cast<std::size_t>(data[i + 1]) << 8U) % good.size()] = first[i + 2];
+      for (std::size_t i = 2; i + 2 < size; i += 3)
+        good[(data[i] | static_cast<std::size_t>(data[i + 1]) << 8U) % good.size()] = first[i + 2];
       try_file(good);
     }
   }
@@ -173,14 +186,22 @@ TEST_CASE("mutated tensor files are refused or consistent") {
   for (int round = 0; round < 20000; ++round) {
     Bytes bytes = corpus()[random.below(corpus().size())];
     for (std::size_t edits = 1 + random.below(3); edits > 0; --edits) {
-      const std::size_t at = random.below(4) == 0 ? random.below(bytes.size()) : random.below((std::min)(bytes.size(), std::size_t{900}));
+      const std::size_t at = random.below(4) == 0
+                                 ? random.below(bytes.size())
+                                 : random.below((std::min)(bytes.size(), std::size_t{900}));
       switch (random.below(4)) {
-        case 0: bytes[at] ^= static_cast<std::byte>(1U << random.below(8)); break;
+        case 0:
+          bytes[at] ^= static_cast<std::byte>(1U << random.below(8));
+          break;
         case 1:
           if (random.below(8) == 0) bytes.resize((std::max)(at, std::size_t{1}));
           break;
-        case 2: bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(at), random.below(9), static_cast<std::byte>("0123456789{}[],:\" \\u"[random.below(20)])); break;
-        default: bytes[at] = static_cast<std::byte>(random.below(2) == 0 ? 0xFF : random.next());
+        case 2:
+          bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(at), random.below(9),
+                       static_cast<std::byte>("0123456789{}[],:\" \\u"[random.below(20)]));
+          break;
+        default:
+          bytes[at] = static_cast<std::byte>(random.below(2) == 0 ? 0xFF : random.next());
       }
     }
     if (random.below(2) == 0 && bytes.size() >= 8) {  // a liar keeps the length right

@@ -1,5 +1,6 @@
-// Hostile frames, manifests and chunks. With -DKVMELD_LIBFUZZER and clang's -fsanitize=fuzzer this is a fuzzer; otherwise a test that
-// mutates a fixed corpus for a fixed number of rounds, the same ones every time.
+// Hostile frames, manifests and chunks. With -DKVMELD_LIBFUZZER and clang's -fsanitize=fuzzer this
+// is a fuzzer; otherwise a test that mutates a fixed corpus for a fixed number of rounds, the same
+// ones every time.
 
 #include <algorithm>
 #include <cstdint>
@@ -41,7 +42,9 @@ const std::vector<Fragment>& fragments() {
       g->layers[1].rope.scaling = RopeScaling::explicit_factors;
       g->layers[1].rope.factors.assign(16, 2.0F);
       const auto tokens = test::token_ids(6);
-      out.push_back(test::sealed(g, 6, 1, {.tokens = tokens, .drop_first = 1}, test::Layout::slot_list, {0, 3}).fragment);
+      out.push_back(test::sealed(g, 6, 1, {.tokens = tokens, .drop_first = 1},
+                                 test::Layout::slot_list, {0, 3})
+                        .fragment);
     }
     return out;
   }();
@@ -114,10 +117,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const auto* const first = reinterpret_cast<const std::byte*>(data);
   Bytes exact(first + 1, first + size);
   unsigned kind = data[0] % 5;
-  if (kind == 4) {  // edits of a good message: place (2 bytes) and new byte; a fuzzer that starts from nothing would never find one
+  // edits of a good message: place (2 bytes) and new byte; a fuzzer that starts from nothing would
+  // never find one
+  if (kind == 4) {
     if (size < 2) return 0;
     exact = corpus()[data[1] % corpus().size()];
-    for (std::size_t i = 2; i + 2 < size; i += 3) exact[(data[i] | static_cast<std::size_t>(data[i + 1]) << 8U) % exact.size()] = first[i + 2];
+    for (std::size_t i = 2; i + 2 < size; i += 3)
+      exact[(data[i] | static_cast<std::size_t>(data[i + 1]) << 8U) % exact.size()] = first[i + 2];
     kind = std::to_integer<unsigned>(exact[0]) % 4;
     exact.erase(exact.begin());
   }
@@ -127,12 +133,15 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       if (view) try_manifest(view->body);
       break;
     }
-    case 1: try_manifest(exact); break;
+    case 1:
+      try_manifest(exact);
+      break;
     case 2:  // a liar computes checksums, too
       mend(exact);
       try_manifest(exact);
       break;
-    default: try_chunk(exact);
+    default:
+      try_chunk(exact);
   }
   return 0;
 }
@@ -154,10 +163,12 @@ TEST_CASE("mutated messages never read past their end, nor become other fragment
           if (random.below(8) == 0) bytes.resize(at);
           break;
         case 2:
-          bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(at), random.below(9), static_cast<std::byte>(random.next()));
+          bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(at), random.below(9),
+                       static_cast<std::byte>(random.next()));
           break;
         default:
-          if (at < bytes.size()) bytes[at] = static_cast<std::byte>(random.below(2) == 0 ? 0xFF : random.next());
+          if (at < bytes.size())
+            bytes[at] = static_cast<std::byte>(random.below(2) == 0 ? 0xFF : random.next());
       }
     }
     LLVMFuzzerTestOneInput(reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size());

@@ -1,4 +1,5 @@
-// Members publish to a coordinator and render what it publishes; it may be killed, doubled, or waited for in vain.
+// Members publish to a coordinator and render what it publishes; it may be killed, doubled, or
+// waited for in vain.
 
 #include "grpc/coordinator_server.hpp"
 #include "support/catch.hpp"
@@ -21,18 +22,27 @@ bool equal_bytes(const Fragment& a, const Fragment& b) {
   for (std::size_t p = 0; p < a.payloads().size(); ++p) {
     const auto& x = a.payloads()[p];
     const auto& y = b.payloads()[p];
-    if (x.bytes == nullptr || y.bytes == nullptr || x.byte_count != y.byte_count || std::memcmp(x.bytes.get(), y.bytes.get(), x.byte_count) != 0) return false;
+    if (x.bytes == nullptr || y.bytes == nullptr || x.byte_count != y.byte_count ||
+        std::memcmp(x.bytes.get(), y.bytes.get(), x.byte_count) != 0)
+      return false;
   }
   return true;
 }
 
-FragmentSet set_of(std::uint64_t agent, std::initializer_list<std::uint64_t> seeds, std::uint64_t first = 0) {
+FragmentSet set_of(std::uint64_t agent, std::initializer_list<std::uint64_t> seeds,
+                   std::uint64_t first = 0) {
   FragmentSet set;
-  for (const std::uint64_t seed : seeds) (void)set.insert(fragment(seed), Provenance{agent, first++, 1}, 0.5F);  // no checks: threads call it
+  // no checks: threads call it
+  for (const std::uint64_t seed : seeds)
+    (void)set.insert(fragment(seed), Provenance{agent, first++, 1}, 0.5F);
   return set;
 }
 
-std::int64_t now_ms() { return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+std::int64_t now_ms() {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
 
 }  // namespace
 
@@ -72,7 +82,9 @@ TEST_CASE("what one member publishes another one gets, byte for byte, and each p
   CHECK(b.traffic().dedup_hits == 2);
 
   kvmeld::MemoryStore store;
-  kvmeld::Replica<kvmeld::MemoryStore> replica(store, {.self = 5, .epoch = 1, .frame = {test::test_namespace()}, .merger = test::test_merger});
+  kvmeld::Replica<kvmeld::MemoryStore> replica(
+      store,
+      {.self = 5, .epoch = 1, .frame = {test::test_namespace()}, .merger = test::test_merger});
   REQUIRE(a.sync(replica, store).ok());
   REQUIRE(replica.tick(1).ok());
   CHECK(replica.set().digest() == mine.digest());
@@ -93,7 +105,8 @@ TEST_CASE("what one member publishes another one gets, byte for byte, and each p
   CHECK(server.server.core().fragment(fragment(3).id()).status().code() == ErrorCode::not_found);
 }
 
-TEST_CASE("two coordinators that were given the same updates in different orders are in the same state") {
+TEST_CASE(
+    "two coordinators that were given the same updates in different orders are in the same state") {
   auto options = server_options();
   options.relays = {1, 2};  // each brings what all did
   test::Server first(options);
@@ -123,11 +136,15 @@ TEST_CASE("two coordinators that were given the same updates in different orders
   CHECK(one->set.size() == 2);  // 3 and 4: 2 is removed, 1 superseded
 }
 
-TEST_CASE("a coordinator that is killed has all that it acknowledged when it is back, the cut of a round included") {
+TEST_CASE(
+    "a coordinator that is killed has all that it acknowledged when it is back, the cut of a round "
+    "included") {
   const test::TempFolder folder;
   const auto serve = [&](const char* name) {
-    return std::make_unique<test::OtherProcess>(std::vector<std::string>{"/proc/self/exe", "a coordinator in a process of its own"},
-                                                std::vector<std::pair<std::string, std::string>>{{"KVMELD_TEST_FOLDER", folder.path().string()}, {"KVMELD_TEST_NAME", name}});
+    return std::make_unique<test::OtherProcess>(
+        std::vector<std::string>{"/proc/self/exe", "a coordinator in a process of its own"},
+        std::vector<std::pair<std::string, std::string>>{
+            {"KVMELD_TEST_FOLDER", folder.path().string()}, {"KVMELD_TEST_NAME", name}});
   };
   auto process = serve("first");
   const std::string address = test::wait_for_text(folder / "first");
@@ -151,7 +168,8 @@ TEST_CASE("a coordinator that is killed has all that it acknowledged when it is 
     CoordinatorClient<> in_vain(address, options);
     const auto begun = now_ms();
     const auto refused = in_vain.publish(late);
-    CHECK((refused.status().code() == ErrorCode::unavailable || refused.status().code() == ErrorCode::timed_out));
+    CHECK((refused.status().code() == ErrorCode::unavailable ||
+           refused.status().code() == ErrorCode::timed_out));
     CHECK(now_ms() - begun < 3000);
   }
   process = serve("second");
@@ -173,23 +191,28 @@ TEST_CASE("a coordinator that is killed has all that it acknowledged when it is 
   CHECK(next->set.size() == 6);
 }
 
-TEST_CASE("a round waits for all its members, then for a quorum, and for nobody beyond the deadline") {
+TEST_CASE(
+    "a round waits for all its members, then for a quorum, and for nobody beyond the deadline") {
   auto options = server_options();
   options.members = {1, 2, 3};
   options.soft_ms = 300;
   test::Server server(options);
   REQUIRE(server.started.ok());
-  const auto wait = [&](kvmeld::MemberId self, std::uint64_t round, std::int64_t timeout_ms, kvmeld::Digest128 merger = test::test_merger) {
+  const auto wait = [&](kvmeld::MemberId self, std::uint64_t round, std::int64_t timeout_ms,
+                        kvmeld::Digest128 merger = test::test_merger) {
     CoordinatorClient<> client(server.address(), client_options(self));
     const FragmentSet mine = set_of(self, {self * 10 + round}, round);
-    if (const auto published = client.publish(mine); !published) return kvmeld::Result<kvmeld::MergedCut>(published.error());
+    if (const auto published = client.publish(mine); !published)
+      return kvmeld::Result<kvmeld::MergedCut>(published.error());
     return client.wait_for_merge(5, round, merger, mine.context(), timeout_ms);
   };
   SECTION("all three") {
-    kvmeld::Result<kvmeld::MergedCut> cuts[3] = {kvmeld::Status(), kvmeld::Status(), kvmeld::Status()};
+    kvmeld::Result<kvmeld::MergedCut> cuts[3] = {kvmeld::Status(), kvmeld::Status(),
+                                                 kvmeld::Status()};
     std::vector<std::thread> members;
     const auto begun = now_ms();
-    for (std::size_t m = 0; m < 3; ++m) members.emplace_back([&, m] { cuts[m] = wait(m + 1, 1, 10'000); });
+    for (std::size_t m = 0; m < 3; ++m)
+      members.emplace_back([&, m] { cuts[m] = wait(m + 1, 1, 10'000); });
     for (std::thread& member : members) member.join();
     for (const auto& cut : cuts) {
       REQUIRE(cut.ok());
@@ -236,10 +259,13 @@ TEST_CASE("a round waits for all its members, then for a quorum, and for nobody 
     kvmeld::Status alone;
     std::thread first([&] { alone = wait(1, 1, 1500).status(); });
     auto two = client_options(2);
-    const auto stub = kvmeld::rpc::v1::Coordinator::NewStub(grpc::CreateChannel(server.address(), grpc::InsecureChannelCredentials()));
+    const auto stub = kvmeld::rpc::v1::Coordinator::NewStub(
+        grpc::CreateChannel(server.address(), grpc::InsecureChannelCredentials()));
     grpc::ClientContext context;
-    context.AddMetadata("kvmeld-namespace-bin", kvmeld::detail::namespace_bytes(two.frame.name_space));
-    context.AddMetadata("kvmeld-token-bin", *kvmeld::detail::make_token(two.frame, 2, std::time(nullptr) + 60));
+    context.AddMetadata("kvmeld-namespace-bin",
+                        kvmeld::detail::namespace_bytes(two.frame.name_space));
+    context.AddMetadata("kvmeld-token-bin",
+                        *kvmeld::detail::make_token(two.frame, 2, std::time(nullptr) + 60));
     kvmeld::rpc::v1::MergeRequest request;
     request.set_session(5);
     request.set_round(1);
@@ -251,7 +277,8 @@ TEST_CASE("a round waits for all its members, then for a quorum, and for nobody 
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       context.TryCancel();
     });
-    CHECK(stub->WaitForMerge(&context, request, &reply).error_code() == grpc::StatusCode::CANCELLED);
+    CHECK(stub->WaitForMerge(&context, request, &reply).error_code() ==
+          grpc::StatusCode::CANCELLED);
     canceller.join();
     first.join();
     CHECK(alone.code() == ErrorCode::timed_out);
@@ -278,7 +305,8 @@ TEST_CASE("whoever waits for a change is told of the first one") {
   CHECK(changed->set.size() == 1);
   CHECK(changed->round == 0);
 
-  // What is superseded, or has no payload, is in the state and in no cut; who passes back what it got waits all the same.
+  // What is superseded, or has no payload, is in the state and in no cut; who passes back what it
+  // got waits all the same.
   CoordinatorClient<> other_client(server.address(), client_options(2));
   FragmentSet more = set_of(2, {5, 6});
   REQUIRE(more.supersede(fragment(5).id(), fragment(6).id(), Provenance{2, 7, 1}).ok());
@@ -300,7 +328,9 @@ TEST_CASE("a payload that the coordinator lacked at first reaches a replica with
   REQUIRE(bare.evict(fragment(1).id()).ok());
   CHECK(client.publish(bare).status().code() == ErrorCode::payload_missing);
   kvmeld::MemoryStore store;
-  kvmeld::Replica<kvmeld::MemoryStore> replica(store, {.self = 5, .epoch = 1, .frame = {test::test_namespace()}, .merger = test::test_merger});
+  kvmeld::Replica<kvmeld::MemoryStore> replica(
+      store,
+      {.self = 5, .epoch = 1, .frame = {test::test_namespace()}, .merger = test::test_merger});
   CoordinatorClient<> fifth(server.address(), client_options(5));
   REQUIRE(fifth.sync(replica, store).ok());
   CHECK(replica.wanted() == 1);
@@ -336,10 +366,12 @@ TEST_CASE("a call has one deadline, however many requests it takes") {
   test::Server<SlowStore> server(server_options());
   REQUIRE(server.started.ok());
   FragmentSet many;
-  for (std::uint64_t i = 0; i < 40; ++i) REQUIRE(many.insert(fragment(i, 2), Provenance{1, i, 1}).ok());
+  for (std::uint64_t i = 0; i < 40; ++i)
+    REQUIRE(many.insert(fragment(i, 2), Provenance{1, i, 1}).ok());
   auto options = client_options(1);
   options.timeout_ms = 600;
-  options.max_update_bytes = 1;  // each fragment goes in an update of its own, and takes 60 ms or more
+  // each fragment goes in an update of its own, and takes 60 ms or more
+  options.max_update_bytes = 1;
   CoordinatorClient<> client(server.address(), options);
   const auto begun = now_ms();
   CHECK(client.publish(many).status().code() == ErrorCode::timed_out);

@@ -1,4 +1,5 @@
-// A coordinator without a network: what it admits, what updates may take together, and that a round has one cut whatever happens.
+// A coordinator without a network: what it admits, what updates may take together, and that a round
+// has one cut whatever happens.
 
 #include <optional>
 
@@ -23,7 +24,9 @@ class CountingStore {
  public:
   std::size_t looks = 0;
 
-  auto put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) { return store_.put(key, bytes); }
+  auto put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+    return store_.put(key, bytes);
+  }
   auto put_if_absent(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
     return store_.put_if_absent(key, bytes);
   }
@@ -44,7 +47,9 @@ class CountingStore {
 };
 
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
-  return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed, {.tokens = test::token_ids(tokens)}).fragment;
+  return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed,
+                      {.tokens = test::token_ids(tokens)})
+      .fragment;
 }
 kvmeld::CoordinatorOptions<> core_options() {
   kvmeld::CoordinatorOptions<> options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
@@ -69,12 +74,15 @@ kvmeld::Result<kvmeld::MergeAnswer> round(Core& core, std::uint64_t number) {
   KVMELD_TRY(core.arrive(ask, 0));
   const auto answer = core.poll(ask, 10);
   core.leave(ask);
-  return answer ? *answer : kvmeld::Result<kvmeld::MergeAnswer>(kvmeld::Status(ErrorCode::timed_out, "no answer"));
+  return answer ? *answer
+                : kvmeld::Result<kvmeld::MergeAnswer>(
+                      kvmeld::Status(ErrorCode::timed_out, "no answer"));
 }
 
 }  // namespace
 
-TEST_CASE("an entry or a context that would fit into no message is refused, and everybody goes on") {
+TEST_CASE(
+    "an entry or a context that would fit into no message is refused, and everybody goes on") {
   kvmeld::MemoryStore store;
   auto options = core_options();
   options.max_marks = 100;
@@ -82,12 +90,14 @@ TEST_CASE("an entry or a context that would fit into no message is refused, and 
   Core core(store, options);
   REQUIRE(core.open().ok());
   FragmentSet marks, more, gaps;
-  for (std::uint64_t i = 0; i < 100; ++i) REQUIRE(marks.insert(fragment(1), Provenance{1, i, 1}).ok());
+  for (std::uint64_t i = 0; i < 100; ++i)
+    REQUIRE(marks.insert(fragment(1), Provenance{1, i, 1}).ok());
   REQUIRE(apply(core, marks).ok());
   CHECK(apply(core, marks).ok());  // nothing new in it
   REQUIRE(more.insert(fragment(1), Provenance{2, 0, 1}).ok());
   CHECK(apply(core, more).code() == ErrorCode::quota_exceeded);
-  for (std::uint64_t i = 0; i < 50; ++i) REQUIRE(gaps.insert(fragment(2 + i % 10), Provenance{3, 2 * i, 1}).ok());
+  for (std::uint64_t i = 0; i < 50; ++i)
+    REQUIRE(gaps.insert(fragment(2 + i % 10), Provenance{3, 2 * i, 1}).ok());
   CHECK(apply(core, gaps).code() == ErrorCode::quota_exceeded);
   CHECK(core.set().digest() == marks.digest());
   CHECK(core.deltas({}).ok());
@@ -124,13 +134,15 @@ TEST_CASE("updates on their way in have one budget together and one each, by wha
     auto first = core.begin_update(1);
     auto second = core.begin_update(1);
     auto other = core.begin_update(2);
-    for (Core::Update* const update : {&first, &second, &other}) REQUIRE(begin(*update).ok());  // nothing of it came
+    // nothing of it came
+    for (Core::Update* const update : {&first, &second, &other}) REQUIRE(begin(*update).ok());
     for (std::size_t c = 0; c < 4; ++c) REQUIRE(chunk(first, c).ok());
     Status last;
     for (std::size_t c = 0; c < 4 && last.ok(); ++c) last = chunk(second, c);
     CHECK(last.code() == ErrorCode::quota_exceeded);
     CHECK(last.message().find("all updates of member 1") != std::string::npos);
-    for (std::size_t c = 0; c < 4; ++c) CHECK(chunk(other, c).ok());  // another member's is not touched
+    // another member's is not touched
+    for (std::size_t c = 0; c < 4; ++c) CHECK(chunk(other, c).ok());
     auto third = core.begin_update(3);
     REQUIRE(begin(third).ok());
     last = {};
@@ -142,7 +154,8 @@ TEST_CASE("updates on their way in have one budget together and one each, by wha
   for (std::size_t c = 0; c < 4; ++c) CHECK(chunk(again, c).ok());
 }
 
-TEST_CASE("however many ids nobody serves, an update is looked for alone, and no round waits for them") {
+TEST_CASE(
+    "however many ids nobody serves, an update is looked for alone, and no round waits for them") {
   CountingStore store;
   auto options = core_options();
   options.replica.members = {2, 3};
@@ -186,7 +199,9 @@ TEST_CASE("however many ids nobody serves, an update is looked for alone, and no
   core.leave(ask);
 }
 
-TEST_CASE("an author has so many fragments in the state, an update so many, and what is over is counted") {
+TEST_CASE(
+    "an author has so many fragments in the state, an update so many, and what is over is "
+    "counted") {
   kvmeld::MemoryStore store;
   auto options = core_options();
   options.max_author_entries = 100;
@@ -198,7 +213,7 @@ TEST_CASE("an author has so many fragments in the state, an update so many, and 
   CHECK(apply(core, test::unserved(80, 5)).ok());
   CHECK(apply(core, test::unserved(21, 5, 1000)).code() == ErrorCode::quota_exceeded);
   CHECK(apply(core, test::unserved(20, 5, 1000)).ok());
-  CHECK(apply(core, test::unserved(50, 6)).ok());  // another's room
+  CHECK(apply(core, test::unserved(50, 6)).ok());                                // another's room
   CHECK(apply(core, test::unserved(1, 7)).code() == ErrorCode::quota_exceeded);  // the state's
   CHECK(core.refusals().over_quota == 3);
 }
@@ -238,7 +253,8 @@ TEST_CASE("a member brings its own operations, and others' only as they are know
   FragmentSet first;
   REQUIRE(first.insert(fragment(1), Provenance{1, 0, 1}).ok());
   REQUIRE(send(1, first).ok());
-  // In another's name: an insertion, a life that is over before it began, a removal of what is not there yet, and what is in force.
+  // In another's name: an insertion, a life that is over before it began, a removal of what is not
+  // there yet, and what is in force.
   FragmentSet forged;
   REQUIRE(forged.insert(fragment(2), Provenance{1, 1, 1}).ok());
   CHECK(send(2, forged).code() == ErrorCode::unauthenticated);
@@ -248,7 +264,8 @@ TEST_CASE("a member brings its own operations, and others' only as they are know
   CHECK(send(2, *FragmentSet::from_parts({}, {}, {}, all)).code() == ErrorCode::unauthenticated);
   CHECK(send(2, *FragmentSet::from_parts({}, {}, {}, known)).code() == ErrorCode::unauthenticated);
   const kvmeld::Removal ahead{{2, 0, 1}, fragment(1).id(), {{1, 0, 1}, {1, 1, 1}}};
-  CHECK(send(2, *FragmentSet::from_parts({}, {}, {ahead}, {})).code() == ErrorCode::unauthenticated);
+  CHECK(send(2, *FragmentSet::from_parts({}, {}, {ahead}, {})).code() ==
+        ErrorCode::unauthenticated);
   FragmentSet other;  // a known dot, with another mark
   REQUIRE(other.insert(fragment(1), Provenance{1, 0, 1}, 0.5F).ok());
   CHECK(send(2, other).code() == ErrorCode::unauthenticated);
@@ -265,7 +282,9 @@ TEST_CASE("a member brings its own operations, and others' only as they are know
   CHECK(core.set().find(fragment(2).id()) != nullptr);
 }
 
-TEST_CASE("a round that is over and forgotten gets no second cut, from this coordinator, a later one, or another on its store") {
+TEST_CASE(
+    "a round that is over and forgotten gets no second cut, from this coordinator, a later one, or "
+    "another on its store") {
   kvmeld::MemoryStore store;
   auto options = core_options();
   options.max_rounds = 8;
@@ -281,16 +300,19 @@ TEST_CASE("a round that is over and forgotten gets no second cut, from this coor
       REQUIRE(apply(core, set).ok());
       REQUIRE(round(core, number).ok());
     }
-    for (std::uint64_t number = 1; number <= 12; ++number) CHECK(round(core, number).status().code() == ErrorCode::not_found);
+    for (std::uint64_t number = 1; number <= 12; ++number)
+      CHECK(round(core, number).status().code() == ErrorCode::not_found);
     CHECK(round(core, 13).ok());
   }
   Core again(store, options);
   REQUIRE(again.open().ok());
   for (Core* const core : {&again, &other}) {
-    for (std::uint64_t number = 2; number <= 12; ++number) CHECK(round(*core, number).status().code() == ErrorCode::not_found);
+    for (std::uint64_t number = 2; number <= 12; ++number)
+      CHECK(round(*core, number).status().code() == ErrorCode::not_found);
     for (std::uint64_t number = 13; number <= 20; ++number) CHECK(round(*core, number).ok());
   }
-  for (std::uint64_t number = 1; number <= 12; ++number) CHECK_FALSE(*store.contains(kvmeld::detail::coordinator_cut_key(5, number)));
+  for (std::uint64_t number = 1; number <= 12; ++number)
+    CHECK_FALSE(*store.contains(kvmeld::detail::coordinator_cut_key(5, number)));
   CHECK(round(again, 21).ok());
   CHECK(round(other, 22).ok());
   Core last(store, options);  // the others may still have the cut of 14 in memory
@@ -346,7 +368,8 @@ TEST_CASE("a barrier ends at its deadline, wherever the clock is set to") {
     options.soft_ms = 1'000;
     Core core(store, options);
     REQUIRE(core.open().ok());
-    for (const std::uint64_t number : {std::uint64_t{0}, std::uint64_t{1}}) {  // 0: for any other state
+    // 0: for any other state
+    for (const std::uint64_t number : {std::uint64_t{0}, std::uint64_t{1}}) {
       kvmeld::MergeAsk ask;
       ask.session = 5;
       ask.round = number;

@@ -1,4 +1,5 @@
-// What a coordinator refuses: strangers, garbage, too much of anything, and clients that take their time.
+// What a coordinator refuses: strangers, garbage, too much of anything, and clients that take their
+// time.
 
 #include <kvmeld/codec/hmac_sha256.hpp>
 
@@ -29,12 +30,18 @@ struct Raw {
   explicit Raw(const std::string& address, int max_message = 64 << 20) {
     grpc::ChannelArguments arguments;
     arguments.SetMaxSendMessageSize(max_message);
-    arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);  // else its windows grow until what nobody reads fits into them
-    stub = rpc::Coordinator::NewStub(grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
+    // else its windows grow until what nobody reads fits into them
+    arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+    stub = rpc::Coordinator::NewStub(
+        grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
   }
-  static void admit(grpc::ClientContext& context, const std::string& name_space = kvmeld::detail::namespace_bytes(test::test_namespace())) {
+  static void admit(
+      grpc::ClientContext& context,
+      const std::string& name_space = kvmeld::detail::namespace_bytes(test::test_namespace())) {
     context.AddMetadata("kvmeld-namespace-bin", name_space);
-    context.AddMetadata("kvmeld-token-bin", *kvmeld::detail::make_token(kvmeld::FrameOptions<>{test::test_namespace()}, 1, std::time(nullptr) + 60));
+    context.AddMetadata("kvmeld-token-bin",
+                        *kvmeld::detail::make_token(kvmeld::FrameOptions<>{test::test_namespace()},
+                                                    1, std::time(nullptr) + 60));
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(30));
   }
   grpc::Status update(const std::vector<rpc::UpdateRequest>& items, bool end = true) {
@@ -53,7 +60,8 @@ struct Raw {
     (void)writer->WritesDone();
     return writer->Finish();
   }
-  grpc::Status state(const rpc::StateRequest& request, std::vector<rpc::StateReply>* replies = nullptr) {
+  grpc::Status state(const rpc::StateRequest& request,
+                     std::vector<rpc::StateReply>* replies = nullptr) {
     grpc::ClientContext context;
     admit(context);
     const auto reader = stub->GetGlobalState(&context, request);
@@ -77,11 +85,13 @@ std::vector<rpc::UpdateRequest> items_of(const FragmentSet& set, const Fragment&
   const auto manifest = kvmeld::make_manifest(f, 1000);
   rpc::UpdateRequest item;
   item.mutable_manifest()->set_id(to_field(f.id()));
-  item.mutable_manifest()->set_encoded(to_field(std::span<const std::byte>(encode_manifest(*manifest))));
+  item.mutable_manifest()->set_encoded(
+      to_field(std::span<const std::byte>(encode_manifest(*manifest))));
   out.push_back(item);
   for (std::size_t c = 0; c < manifest->chunks[0].size(); ++c) {
     item.mutable_chunk()->set_key(to_field(manifest->chunks[0][c]));
-    item.mutable_chunk()->set_stored(to_field(std::span<const std::byte>(kvmeld::encode_chunk(raw_chunk(f.payloads()[0], c, 1000)))));
+    item.mutable_chunk()->set_stored(to_field(
+        std::span<const std::byte>(kvmeld::encode_chunk(raw_chunk(f.payloads()[0], c, 1000)))));
     out.push_back(item);
   }
   return out;
@@ -98,20 +108,26 @@ std::string run(const std::string& command) {
 
 /// A key and a certificate of its own for loopback, made by openssl's command line.
 bool make_certificate(const test::TempFolder& folder, const std::string& name) {
-  const std::string said = run("openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=" + name + " -addext subjectAltName=IP:127.0.0.1,DNS:" +
-                               name + " -keyout " + folder / (name + ".key") + " -out " + folder / (name + ".pem"));
+  const std::string said =
+      run("openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj "
+          "/CN=" +
+          name + " -addext subjectAltName=IP:127.0.0.1,DNS:" + name + " -keyout " +
+          folder / (name + ".key") + " -out " + folder / (name + ".pem"));
   if (!said.empty()) std::printf("openssl: %s\n", said.c_str());
   return said.empty();
 }
 
 }  // namespace
 
-TEST_CASE("TLS: the right certificate, a wrong one, none; client certificates where they are asked for") {
+TEST_CASE(
+    "TLS: the right certificate, a wrong one, none; client certificates where they are asked for") {
   const test::TempFolder folder;
   REQUIRE(make_certificate(folder, "coordinator"));
   REQUIRE(make_certificate(folder, "member"));
   const auto pem = [&](const std::string& name) { return test::text_of(folder / name); };
-  kvmeld::TlsOptions tls{.root_certificates = pem("member.pem"), .certificate = pem("coordinator.pem"), .private_key = pem("coordinator.key")};
+  kvmeld::TlsOptions tls{.root_certificates = pem("member.pem"),
+                         .certificate = pem("coordinator.pem"),
+                         .private_key = pem("coordinator.key")};
   const bool both = GENERATE(false, true);
   tls.require_client_certificate = both;
   test::Server<> server(server_options(), kvmeld::MemoryStore(), tls);
@@ -123,16 +139,23 @@ TEST_CASE("TLS: the right certificate, a wrong one, none; client certificates wh
     CoordinatorClient<> client(server.address(), options);
     return client.publish(set_of(1, fragment(1))).status();
   };
-  CHECK(asked({.root_certificates = pem("coordinator.pem"), .certificate = pem("member.pem"), .private_key = pem("member.key")}).ok());
+  CHECK(asked({.root_certificates = pem("coordinator.pem"),
+               .certificate = pem("member.pem"),
+               .private_key = pem("member.key")})
+            .ok());
   CHECK(asked({.root_certificates = pem("coordinator.pem")}).ok() == !both);
   CHECK_FALSE(asked({.root_certificates = pem("member.pem")}).ok());
-  CHECK_FALSE(asked({.root_certificates = pem("coordinator.pem"), .server_name = "somebody.else"}).ok());
+  CHECK_FALSE(
+      asked({.root_certificates = pem("coordinator.pem"), .server_name = "somebody.else"}).ok());
   CHECK_FALSE(asked({}).ok());
 }
 
-TEST_CASE("another namespace, another key, no token, an old token: unauthenticated, and nothing is told or changed") {
+TEST_CASE(
+    "another namespace, another key, no token, an old token: unauthenticated, and nothing is told "
+    "or changed") {
   using Auth = kvmeld::HmacSha256;
-  kvmeld::CoordinatorOptions<Auth> options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
+  kvmeld::CoordinatorOptions<Auth> options{
+      .replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
   options.replica.self = 1000;
   options.replica.frame = {test::test_namespace(), 1 << 26, Auth("a secret of the session")};
   test::Server<kvmeld::MemoryStore, Auth> server(options);
@@ -145,7 +168,9 @@ TEST_CASE("another namespace, another key, no token, an old token: unauthenticat
     CoordinatorClient<Auth> client(server.address(), mine);
     return client.publish(set_of(1, fragment(1))).status();
   };
-  CHECK(publish(kvmeld::frame_namespace("other tenant", "test model", "test tokenizer"), "a secret of the session").code() == ErrorCode::unauthenticated);
+  CHECK(publish(kvmeld::frame_namespace("other tenant", "test model", "test tokenizer"),
+                "a secret of the session")
+            .code() == ErrorCode::unauthenticated);
   CHECK(publish(test::test_namespace(), "another secret").code() == ErrorCode::unauthenticated);
   CHECK(publish(test::test_namespace(), "").code() == ErrorCode::unsupported);
   Raw raw(server.address());
@@ -154,14 +179,18 @@ TEST_CASE("another namespace, another key, no token, an old token: unauthenticat
   {
     grpc::ClientContext bare;
     rpc::MergeReply reply;
-    CHECK(raw.stub->WaitForMerge(&bare, {}, &reply).error_code() == grpc::StatusCode::UNAUTHENTICATED);
+    CHECK(raw.stub->WaitForMerge(&bare, {}, &reply).error_code() ==
+          grpc::StatusCode::UNAUTHENTICATED);
   }
   for (const std::int64_t age_s : {-400, 4000}) {
     grpc::ClientContext old;
-    old.AddMetadata("kvmeld-namespace-bin", kvmeld::detail::namespace_bytes(test::test_namespace()));
-    old.AddMetadata("kvmeld-token-bin", *kvmeld::detail::make_token(options.replica.frame, 1, std::time(nullptr) + age_s));
+    old.AddMetadata("kvmeld-namespace-bin",
+                    kvmeld::detail::namespace_bytes(test::test_namespace()));
+    old.AddMetadata("kvmeld-token-bin", *kvmeld::detail::make_token(options.replica.frame, 1,
+                                                                    std::time(nullptr) + age_s));
     rpc::MergeReply reply;
-    CHECK(raw.stub->WaitForMerge(&old, {}, &reply).error_code() == grpc::StatusCode::UNAUTHENTICATED);
+    CHECK(raw.stub->WaitForMerge(&old, {}, &reply).error_code() ==
+          grpc::StatusCode::UNAUTHENTICATED);
   }
   CHECK(server.server.core().set().empty());
   CHECK(publish(test::test_namespace(), "a secret of the session").ok());
@@ -178,7 +207,9 @@ TEST_CASE("another namespace, another key, no token, an old token: unauthenticat
   CHECK(CoordinatorClient<Auth>(server.address(), mine).publish(set_of(2, fragment(2))).ok());
 }
 
-TEST_CASE("damaged, cut, incomplete and misplaced data is refused with a reason, and the state stays as it was") {
+TEST_CASE(
+    "damaged, cut, incomplete and misplaced data is refused with a reason, and the state stays as "
+    "it was") {
   test::Server server(server_options());
   Raw raw(server.address());
   const Fragment f = fragment(3, 6);
@@ -187,7 +218,9 @@ TEST_CASE("damaged, cut, incomplete and misplaced data is refused with a reason,
   test::Random random(9);
   const auto damaged = [&](std::size_t which, int how) {
     auto items = good;
-    std::string* const bytes = which == 0 ? items[0].mutable_set() : which == 1 ? items[1].mutable_manifest()->mutable_encoded() : items[which].mutable_chunk()->mutable_stored();
+    std::string* const bytes = which == 0   ? items[0].mutable_set()
+                               : which == 1 ? items[1].mutable_manifest()->mutable_encoded()
+                                            : items[which].mutable_chunk()->mutable_stored();
     if (how == 0) bytes->resize(random.below(bytes->size()));
     if (how == 1) (*bytes)[random.below(bytes->size())] ^= static_cast<char>(1U << random.below(8));
     if (how == 2) bytes->append("more");
@@ -202,7 +235,9 @@ TEST_CASE("damaged, cut, incomplete and misplaced data is refused with a reason,
         CHECK(which == 0);
         continue;
       }
-      CHECK((status.error_code() == grpc::StatusCode::INVALID_ARGUMENT || status.error_code() == grpc::StatusCode::DATA_LOSS || status.error_code() == grpc::StatusCode::NOT_FOUND ||
+      CHECK((status.error_code() == grpc::StatusCode::INVALID_ARGUMENT ||
+             status.error_code() == grpc::StatusCode::DATA_LOSS ||
+             status.error_code() == grpc::StatusCode::NOT_FOUND ||
              status.error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED ||
              status.error_code() == grpc::StatusCode::UNAUTHENTICATED));  // another agent's dot
       CHECK_FALSE(status.error_message().empty());
@@ -211,14 +246,16 @@ TEST_CASE("damaged, cut, incomplete and misplaced data is refused with a reason,
   }
   test::Server fresh(server_options());
   Raw to_fresh(fresh.address());
-  const auto refused = [&](const std::vector<rpc::UpdateRequest>& items, grpc::StatusCode code, bool end = true) {
+  const auto refused = [&](const std::vector<rpc::UpdateRequest>& items, grpc::StatusCode code,
+                           bool end = true) {
     const grpc::Status status = to_fresh.update(items, end);
     CHECK(status.error_code() == code);
     CHECK(fresh.server.core().set().empty());
   };
   refused(good, grpc::StatusCode::DATA_LOSS, false);  // no end: the client broke off
-  refused({good[1], good[2]}, grpc::StatusCode::INVALID_ARGUMENT);  // a payload that no operation inserts
-  refused({good[0], good[2]}, grpc::StatusCode::NOT_FOUND);   // a chunk before its manifest
+  // a payload that no operation inserts
+  refused({good[1], good[2]}, grpc::StatusCode::INVALID_ARGUMENT);
+  refused({good[0], good[2]}, grpc::StatusCode::NOT_FOUND);  // a chunk before its manifest
   refused({good[0], rpc::UpdateRequest()}, grpc::StatusCode::INVALID_ARGUMENT);
   auto items = good;
   items[1].mutable_manifest()->set_id("short");
@@ -268,7 +305,8 @@ TEST_CASE("too much: one message, one update, one author's operations and bytes,
   huge.set_set(std::string(1 << 17, 'x'));
   CHECK(raw.update({huge}).error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED);
   CoordinatorClient<> client(server.address(), client_options(1));
-  CHECK(client.publish(set_of(1, fragment(1, 60))).status().code() == ErrorCode::quota_exceeded);  // 60 tokens of 1 KiB
+  // 60 tokens of 1 KiB
+  CHECK(client.publish(set_of(1, fragment(1, 60))).status().code() == ErrorCode::quota_exceeded);
   CHECK(client.publish(set_of(1, fragment(1, 5), 10)).status().code() == ErrorCode::quota_exceeded);
   CHECK(server.server.core().set().empty());
   REQUIRE(client.publish(set_of(1, fragment(1, 40))).ok());
@@ -279,9 +317,11 @@ TEST_CASE("too much: one message, one update, one author's operations and bytes,
   {
     // More than one update may carry goes in several.
     FragmentSet many;
-    for (std::uint64_t i = 0; i < 5; ++i) REQUIRE(many.insert(fragment(30 + i, 11), Provenance{3, i, 1}).ok());
+    for (std::uint64_t i = 0; i < 5; ++i)
+      REQUIRE(many.insert(fragment(30 + i, 11), Provenance{3, i, 1}).ok());
     auto mine = client_options(3);
-    CHECK(CoordinatorClient<>(server.address(), mine).publish(many).status().code() == ErrorCode::quota_exceeded);
+    CHECK(CoordinatorClient<>(server.address(), mine).publish(many).status().code() ==
+          ErrorCode::quota_exceeded);
     mine.max_update_bytes = 30'000;
     CoordinatorClient<> third(server.address(), mine);
     const auto published = third.publish(many);
@@ -319,7 +359,8 @@ TEST_CASE("a member that claims to have seen very much is refused before it is l
   kvmeld::CausalContext much;
   for (std::uint64_t i = 0; i < 101; ++i) much.add(Provenance{9, 2 * i, 1});
   CHECK(client.wait_for_change({}, much, 1000).status().code() == ErrorCode::oversized);
-  CHECK(client.wait_for_merge(1, 1, test::test_merger, much, 1000).status().code() == ErrorCode::oversized);
+  CHECK(client.wait_for_merge(1, 1, test::test_merger, much, 1000).status().code() ==
+        ErrorCode::oversized);
   CHECK(client.publish(set_of(1, fragment(1))).ok());
   CHECK(client.wait_for_change({}, {}, 1000).ok());
 }
@@ -347,7 +388,8 @@ TEST_CASE("clients that stop in the middle of a call hold up nobody, and are cut
     if (i % 2 == 0) {
       readers.push_back(raw.stub->GetGlobalState(contexts.back().get(), request));
     } else {
-      writers.push_back(raw.stub->UpdateCache(contexts.back().get(), &replies[static_cast<std::size_t>(i)]));
+      writers.push_back(
+          raw.stub->UpdateCache(contexts.back().get(), &replies[static_cast<std::size_t>(i)]));
       (void)writers.back()->Write(set_item(set_of(7, fragment(7))));
     }
   }

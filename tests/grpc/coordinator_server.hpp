@@ -26,11 +26,15 @@ namespace test {
 /// Refused handshakes are part of the tests, and gRPC would print each.
 inline const int quiet = ::setenv("GRPC_VERBOSITY", "NONE", 0);
 
-inline kvmeld::Digest128 test_namespace() { return kvmeld::frame_namespace("tenant", "test model", "test tokenizer"); }
+inline kvmeld::Digest128 test_namespace() {
+  return kvmeld::frame_namespace("tenant", "test model", "test tokenizer");
+}
 inline constexpr kvmeld::Digest128 test_merger{7, 9};
 
 inline kvmeld::Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
-  return sealed(geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed, {.tokens = token_ids(tokens)}).fragment;
+  return sealed(geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed,
+                {.tokens = token_ids(tokens)})
+      .fragment;
 }
 
 inline kvmeld::CoordinatorOptions<> server_options() {
@@ -57,8 +61,11 @@ inline kvmeld::CoordinatorClientOptions<> client_options(kvmeld::MemberId self) 
 /// A server on any loopback port.
 template <class Store = kvmeld::MemoryStore, class... Policies>
 struct Server {
-  explicit Server(kvmeld::CoordinatorOptions<Policies...> options, Store s = Store(), const kvmeld::TlsOptions& tls = {})
-      : store(std::move(s)), server(store, std::move(options)), started(server.start("127.0.0.1:0", tls)) {}
+  explicit Server(kvmeld::CoordinatorOptions<Policies...> options, Store s = Store(),
+                  const kvmeld::TlsOptions& tls = {})
+      : store(std::move(s)),
+        server(store, std::move(options)),
+        started(server.start("127.0.0.1:0", tls)) {}
   [[nodiscard]] std::string address() const { return "127.0.0.1:" + std::to_string(server.port()); }
 
   Store store;
@@ -66,10 +73,12 @@ struct Server {
   kvmeld::Status started;
 };
 
-/// This very program again, running one of its hidden test cases, with arguments in the environment.
+/// This very program again, running one of its hidden test cases, with arguments in the
+/// environment.
 class OtherProcess {
  public:
-  OtherProcess(std::vector<std::string> command, const std::vector<std::pair<std::string, std::string>>& environment) {
+  OtherProcess(std::vector<std::string> command,
+               const std::vector<std::pair<std::string, std::string>>& environment) {
     std::vector<char*> arguments;
     for (std::string& word : command) arguments.push_back(word.data());
     arguments.push_back(nullptr);

@@ -1,4 +1,5 @@
-// A Python agent, without this library, in a round with a C++ one: both hold the same bytes in the end.
+// A Python agent, without this library, in a round with a C++ one: both hold the same bytes in the
+// end.
 
 #include <openssl/evp.h>
 
@@ -16,7 +17,8 @@ std::string hex(std::string_view bytes) {
   std::string out;
   for (const char c : bytes) {
     char two[3];
-    (void)std::snprintf(two, sizeof two, "%02x", static_cast<unsigned>(static_cast<unsigned char>(c)));
+    (void)std::snprintf(two, sizeof two, "%02x",
+                        static_cast<unsigned>(static_cast<unsigned char>(c)));
     out += two;
   }
   return out;
@@ -32,21 +34,27 @@ std::string sha256(std::span<const std::byte> bytes) {
 /// A Python that has gRPC, or an empty text.
 std::string python() {
   for (const char* name : {"python3", "/usr/bin/python3"}) {
-    if (std::system((std::string(name) + " -c 'import grpc, google.protobuf' 2>/dev/null && protoc --version >/dev/null 2>&1").c_str()) == 0) return name;
+    if (std::system(
+            (std::string(name) +
+             " -c 'import grpc, google.protobuf' 2>/dev/null && protoc --version >/dev/null 2>&1")
+                .c_str()) == 0)
+      return name;
   }
   return {};
 }
 
 }  // namespace
 
-TEST_CASE("a Python agent publishes, waits for the merge, and has the fragments' bytes as C++ has them") {
+TEST_CASE(
+    "a Python agent publishes, waits for the merge, and has the fragments' bytes as C++ has them") {
   const std::string python3 = python();
   if (python3.empty()) {
     return test::skip(
         "no python3 with grpc and protobuf, or no protoc (Debian: python3-grpcio, "
         "python3-protobuf, protobuf-compiler)");
   }
-  kvmeld::CoordinatorOptions<Auth> options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
+  kvmeld::CoordinatorOptions<Auth> options{
+      .replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
   options.replica.self = 1000;
   options.replica.frame = {test::test_namespace(), 1 << 26, Auth("the session's secret")};
   options.replica.format.chunk_bytes = 1000;
@@ -63,10 +71,18 @@ TEST_CASE("a Python agent publishes, waits for the merge, and has the fragments'
   REQUIRE(parcel.ok());
   REQUIRE(test::write_text(folder / "parcel", *parcel));
   const auto agent = [&](const std::string& key) {
-    return test::OtherProcess({python3, "examples/06_agent.py", "--address", server.address(), "--namespace", hex(kvmeld::detail::namespace_bytes(test::test_namespace())), "--member", "2",
-                               "--publish", folder / "parcel", "--session", "3", "--round", "1", "--merger", hex(kvmeld::detail::namespace_bytes(test::test_merger)),
-                               "--timeout", "20", "--output", folder / "report"},
-                              {{"KVMELD_KEY", key}});
+    return test::OtherProcess(
+        {python3,       "examples/06_agent.py",
+         "--address",   server.address(),
+         "--namespace", hex(kvmeld::detail::namespace_bytes(test::test_namespace())),
+         "--member",    "2",
+         "--publish",   folder / "parcel",
+         "--session",   "3",
+         "--round",     "1",
+         "--merger",    hex(kvmeld::detail::namespace_bytes(test::test_merger)),
+         "--timeout",   "20",
+         "--output",    folder / "report"},
+        {{"KVMELD_KEY", key}});
   };
   CHECK(agent("a wrong secret").wait() == 1);
   CHECK(server.server.core().set().empty());
@@ -90,7 +106,8 @@ TEST_CASE("a Python agent publishes, waits for the merge, and has the fragments'
   CHECK(report.find("\"set_digest\": \"" + set.digest().hex() + "\"") != std::string::npos);
   for (const auto& entry : set.entries()) {
     CHECK(report.find(entry.id.hex()) != std::string::npos);
-    for (const auto& payload : entry.fragment.payloads()) CHECK(report.find(sha256({payload.bytes.get(), payload.byte_count})) != std::string::npos);
+    for (const auto& payload : entry.fragment.payloads())
+      CHECK(report.find(sha256({payload.bytes.get(), payload.byte_count})) != std::string::npos);
   }
   CHECK(set.payload(test::fragment(2, 33).id()).valid());
 }

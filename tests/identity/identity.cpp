@@ -1,6 +1,8 @@
-// One digest over everything whose bytes must not depend on how it was built or run: a fixed set concatenated, matched and
-// fused (per token, per channel, and by robust rules), in every element type and layout, in every executor, with the rope's and the conversions' own bytes. tests/identity.cmake builds
-// this program many times and compares what it prints; within one build, executors are compared here.
+// One digest over everything whose bytes must not depend on how it was built or run: a fixed set
+// concatenated, matched and fused (per token, per channel, and by robust rules), in every element
+// type and layout, in every executor, with the rope's and the conversions' own bytes.
+// tests/identity.cmake builds this program many times and compares what it prints; within one
+// build, executors are compared here.
 #include <cstdio>
 
 #include <kvmeld/kvmeld.hpp>
@@ -26,11 +28,14 @@ struct AnyAligner {
   static constexpr bool reproducible = true;
   bool matches = false;
 
-  [[nodiscard]] kvmeld::Result<kvmeld::Alignment> align(std::span<const kvmeld::Source> ordered, std::int64_t first_position) const {
-    auto out = matches ? kvmeld::TokenMatch{}.align(ordered, first_position) : kvmeld::Concat{}.align(ordered, first_position);
+  [[nodiscard]] kvmeld::Result<kvmeld::Alignment> align(std::span<const kvmeld::Source> ordered,
+                                                        std::int64_t first_position) const {
+    auto out = matches ? kvmeld::TokenMatch{}.align(ordered, first_position)
+                       : kvmeld::Concat{}.align(ordered, first_position);
     if (matches && out) {  // weights that no short binary fraction is
       float weight = 0.1F;
-      for (kvmeld::Contribution& c : out->groups[0].contributions) c.weight = weight = weight < 3.0F ? weight * 1.37F : 0.1F;
+      for (kvmeld::Contribution& c : out->groups[0].contributions)
+        c.weight = weight = weight < 3.0F ? weight * 1.37F : 0.1F;
     }
     return out;
   }
@@ -49,7 +54,9 @@ void render_all(Sink& sink, const test::Model& model, std::span<const Layout> la
     const std::int64_t n = lengths[s];
     const auto positions = test::gapped_positions(n, static_cast<std::int64_t>(11 * s));
     const auto span = test::sealed(g, n, s, {.positions = positions});
-    require(span.fragment.valid() && set.insert(span.fragment, {s, s}, 0.25F + static_cast<float>(s)).ok(), "seal failed");
+    require(span.fragment.valid() &&
+                set.insert(span.fragment, {s, s}, 0.25F + static_cast<float>(s)).ok(),
+            "seal failed");
   }
   kvmeld::Target target;
   target.geometry = *g;
@@ -64,8 +71,8 @@ void render_all(Sink& sink, const test::Model& model, std::span<const Layout> la
   }
 }
 
-// Rules that choose or weigh whole tokens by distances: seven fragments at positions of their own, so that keys are turned
-// before they are compared.
+// Rules that choose or weigh whole tokens by distances: seven fragments at positions of their own,
+// so that keys are turned before they are compared.
 void render_rules(Sink& sink, const test::Model& model, Layout layout) {
   const auto g = test::geometry(model);
   kvmeld::FragmentSet set;
@@ -79,8 +86,10 @@ void render_rules(Sink& sink, const test::Model& model, Layout layout) {
   target.first_position = 131;
   using kvmeld::Aligner, kvmeld::Fuser, kvmeld::merger;
   render(sink, set, merger(Aligner{AnyAligner{true}}, Fuser{kvmeld::Krum{.f = 2}}), target, layout);
-  render(sink, set, merger(Aligner{AnyAligner{true}}, Fuser{kvmeld::GeometricMedian{}}), target, layout);
-  render(sink, set, merger(Aligner{AnyAligner{true}}, Fuser{kvmeld::Bulyan{.f = 1}}), target, layout);
+  render(sink, set, merger(Aligner{AnyAligner{true}}, Fuser{kvmeld::GeometricMedian{}}), target,
+         layout);
+  render(sink, set, merger(Aligner{AnyAligner{true}}, Fuser{kvmeld::Bulyan{.f = 1}}), target,
+         layout);
 }
 
 // 1000 contributions to one output: chunks, and the tree that joins them.
@@ -89,13 +98,18 @@ void render_many(Sink& sink) {
   kvmeld::FragmentSet set;
   for (std::uint64_t s = 0; s < 1000; ++s) {
     const auto span = test::sealed(g, 1, s);
-    require(set.insert(span.fragment, {s, 0}, 0.1F * static_cast<float>(1 + s % 17)).ok(), "insert failed");
+    require(set.insert(span.fragment, {s, 0}, 0.1F * static_cast<float>(1 + s % 17)).ok(),
+            "insert failed");
   }
   kvmeld::Target target;
   target.geometry = *g;
   target.first_position = 5;
   const kvmeld::Aligner match{AnyAligner{true}};
-  render(sink, set, kvmeld::merger(match, kvmeld::Fuser{kvmeld::WeightedMean{.weighting = kvmeld::Weighting::confidence}}), target, Layout::canonical);
+  render(
+      sink, set,
+      kvmeld::merger(
+          match, kvmeld::Fuser{kvmeld::WeightedMean{.weighting = kvmeld::Weighting::confidence}}),
+      target, Layout::canonical);
 }
 
 }  // namespace
@@ -103,15 +117,36 @@ void render_many(Sink& sink) {
 int main() {
   Sink sink;
   constexpr Layout two[] = {Layout::canonical, Layout::transposed_values};
-  for (const ElementType type : {ElementType::f64, ElementType::f32, ElementType::f16, ElementType::f8_e4m3, ElementType::f8_e5m2}) {
+  for (const ElementType type : {ElementType::f64, ElementType::f32, ElementType::f16,
+                                 ElementType::f8_e4m3, ElementType::f8_e5m2}) {
     render_all(sink, {.type = type, .heads = 1}, two);
   }
   render_all(sink, {.type = ElementType::q8_0, .heads = 2}, test::all_layouts);
-  render_all(sink, {.type = ElementType::bf16, .heads = 3, .channels = 80, .value_channels = 40, .first = 6, .rotary = 50,
-                    .pairing = kvmeld::RopePairing::interleaved, .base = 500000.0}, test::all_layouts);
+  render_all(sink,
+             {.type = ElementType::bf16,
+              .heads = 3,
+              .channels = 80,
+              .value_channels = 40,
+              .first = 6,
+              .rotary = 50,
+              .pairing = kvmeld::RopePairing::interleaved,
+              .base = 500000.0},
+             test::all_layouts);
   render_many(sink);
-  render_rules(sink, {.type = ElementType::bf16, .heads = 2, .channels = 80, .value_channels = 40, .first = 6, .rotary = 50}, Layout::paged);
-  render_rules(sink, {.type = ElementType::q8_0, .heads = 1, .channels = 288, .pairing = kvmeld::RopePairing::interleaved}, Layout::canonical);
+  render_rules(sink,
+               {.type = ElementType::bf16,
+                .heads = 2,
+                .channels = 80,
+                .value_channels = 40,
+                .first = 6,
+                .rotary = 50},
+               Layout::paged);
+  render_rules(sink,
+               {.type = ElementType::q8_0,
+                .heads = 1,
+                .channels = 288,
+                .pairing = kvmeld::RopePairing::interleaved},
+               Layout::canonical);
 #if __has_include("support/identity_rope.hpp")
   rope_identity(sink);
 #endif

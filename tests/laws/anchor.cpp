@@ -1,4 +1,5 @@
-// Blends of offsets: linear, blind to order and to where anchors were recorded, exact where nothing is approximated.
+// Blends of offsets: linear, blind to order and to where anchors were recorded, exact where nothing
+// is approximated.
 
 #include <algorithm>
 #include <cmath>
@@ -18,7 +19,8 @@ using test::Segment;
 
 std::shared_ptr<const kvmeld::Geometry> draw_geometry() {
   test::Model model{.layers = 3, .heads = 2, .channels = 16};
-  model.pairing = *rc::gen::element(kvmeld::RopePairing::half_split, kvmeld::RopePairing::interleaved);
+  model.pairing =
+      *rc::gen::element(kvmeld::RopePairing::half_split, kvmeld::RopePairing::interleaved);
   model.first = *rc::gen::element(0, 4);
   return test::geometry(model);
 }
@@ -38,17 +40,22 @@ struct Anchors {
   std::vector<Segment> real;
   std::vector<ReuseOffset> offsets;
 
-  Anchors(std::size_t count, std::int64_t tokens, double scale = 0.25) : query(draw_geometry(), tokens, draw_seed()) {
+  Anchors(std::size_t count, std::int64_t tokens, double scale = 0.25)
+      : query(draw_geometry(), tokens, draw_seed()) {
     std::vector<float> weights;
-    for (std::size_t i = 0; i < count; ++i) weights.push_back(static_cast<float>(*rc::gen::inRange(1, 100)));
+    for (std::size_t i = 0; i < count; ++i)
+      weights.push_back(static_cast<float>(*rc::gen::inRange(1, 100)));
     float total = 0;
     for (const float w : weights) total += w;
     for (std::size_t i = 0; i < count; ++i) {
       alone.emplace_back(query.geometry, tokens, draw_seed());
       real.push_back(alone[i].in_context(draw_seed(), scale));
-      const auto delta = kvmeld::measure_offset(real[i].at(draw_position()), alone[i].at(draw_position()));
+      const auto delta =
+          kvmeld::measure_offset(real[i].at(draw_position()), alone[i].at(draw_position()));
       RC_ASSERT(delta.ok());
-      offsets.push_back({.anchor = test::anchor_id(static_cast<std::uint8_t>(i)), .delta = *delta, .weight = weights[i] / total});
+      offsets.push_back({.anchor = test::anchor_id(static_cast<std::uint8_t>(i)),
+                         .delta = *delta,
+                         .weight = weights[i] / total});
     }
   }
 };
@@ -77,60 +84,80 @@ TEST_CASE("laws of blends") {
   test::law("offsets of 0 give the base turned to its place, whatever the weights", [] {
     const Anchors a(*rc::gen::inRange<std::size_t>(1, 5), 5, 0.0);
     const std::int64_t position = draw_position();
-    const ReusePart part{.base = a.query.at(draw_position()), .position = position, .offsets = a.offsets};
-    RC_ASSERT(difference(rendered({&part, 1}, a.query.geometry), real_at(a.query, position)) <= 1e-5);
+    const ReusePart part{
+        .base = a.query.at(draw_position()), .position = position, .offsets = a.offsets};
+    RC_ASSERT(difference(rendered({&part, 1}, a.query.geometry), real_at(a.query, position)) <=
+              1e-5);
   });
 
   test::law("equal offsets make weights irrelevant", [] {
     Anchors a(3, 5);
     for (ReuseOffset& o : a.offsets) o.delta = a.offsets[0].delta;
     const std::int64_t position = draw_position();
-    const ReusePart part{.base = a.query.at(draw_position()), .position = position, .offsets = a.offsets};
+    const ReusePart part{
+        .base = a.query.at(draw_position()), .position = position, .offsets = a.offsets};
     ReusePart other = part;
     other.offsets[0].weight = 0.2F;
     other.offsets[1].weight = 0.7F;
     other.offsets[2].weight = 0.1F;
-    RC_ASSERT(difference(rendered({&part, 1}, a.query.geometry), rendered({&other, 1}, a.query.geometry)) <= 1e-5);
+    RC_ASSERT(difference(rendered({&part, 1}, a.query.geometry),
+                         rendered({&other, 1}, a.query.geometry)) <= 1e-5);
   });
 
   test::law("the order of anchors leaves every byte alone, on rows and on lanes", [] {
     Anchors a(*rc::gen::inRange<std::size_t>(2, 7), 5);
     const std::int64_t position = draw_position();
-    const ReusePart part{.base = a.query.at(draw_position()), .position = position, .offsets = a.offsets};
+    const ReusePart part{
+        .base = a.query.at(draw_position()), .position = position, .offsets = a.offsets};
     ReusePart other = part;
-    for (std::size_t i = other.offsets.size(); i > 1; --i) std::swap(other.offsets[i - 1], other.offsets[*rc::gen::inRange<std::size_t>(0, i)]);
+    for (std::size_t i = other.offsets.size(); i > 1; --i)
+      std::swap(other.offsets[i - 1], other.offsets[*rc::gen::inRange<std::size_t>(0, i)]);
     const auto bytes = rendered({&part, 1}, a.query.geometry);
     RC_ASSERT(!bytes.empty());
     RC_ASSERT(bytes == rendered({&other, 1}, a.query.geometry));
-    RC_ASSERT(bytes == rendered({&part, 1}, a.query.geometry, {.compute_last = false}, kvmeld::exec::lanes));
-    RC_ASSERT(bytes == rendered({&part, 1}, a.query.geometry, {.compute_last = false}, kvmeld::exec::Sequential{.isa = kvmeld::Isa::baseline}));
-    RC_ASSERT(kvmeld::plan_reuse({&part, 1}, *a.query.geometry)->render_id() == kvmeld::plan_reuse({&other, 1}, *a.query.geometry)->render_id());
+    RC_ASSERT(bytes ==
+              rendered({&part, 1}, a.query.geometry, {.compute_last = false}, kvmeld::exec::lanes));
+    RC_ASSERT(bytes == rendered({&part, 1}, a.query.geometry, {.compute_last = false},
+                                kvmeld::exec::Sequential{.isa = kvmeld::Isa::baseline}));
+    RC_ASSERT(kvmeld::plan_reuse({&part, 1}, *a.query.geometry)->render_id() ==
+              kvmeld::plan_reuse({&other, 1}, *a.query.geometry)->render_id());
   });
 
-  test::law("rows in registers have the bytes of lanes, in every type, layout and instruction set", [] {
-    test::Model model{.layers = 2, .heads = *rc::gen::inRange(1, 4), .channels = *rc::gen::element(64, 96, 128)};
-    model.type = *rc::gen::element(kvmeld::ElementType::f16, kvmeld::ElementType::bf16, kvmeld::ElementType::f32);
-    model.pairing = *rc::gen::element(kvmeld::RopePairing::half_split, kvmeld::RopePairing::half_split, kvmeld::RopePairing::interleaved);
-    const auto g = test::geometry(model);
-    const Segment query(g, 3, draw_seed());
-    const auto base = kvmeld::unrotated(query.at(draw_position()));
-    RC_ASSERT(base.ok());
-    ReusePart part{.base = *base, .position = 1 + draw_position()};
-    const int count = *rc::gen::element(1, 2, 5, 70);
-    for (int i = 0; i < count; ++i) {
-      const auto delta = kvmeld::measure_offset(query.in_context(draw_seed()).at(0), *base);
-      RC_ASSERT(delta.ok());
-      part.offsets.push_back({.anchor = test::anchor_id(static_cast<std::uint8_t>(i)), .delta = *delta, .weight = static_cast<float>(*rc::gen::inRange(-20, 20)) / 16});
-    }
-    part.offsets[0].weight = 0.375F;
-    const auto expected = rendered({&part, 1}, g, {.compute_last = false}, kvmeld::exec::lanes);
-    RC_ASSERT(!expected.empty());
-    for (const kvmeld::Isa isa : {kvmeld::Isa::baseline, kvmeld::Isa::avx2, kvmeld::Isa::avx512}) {
-      if (isa > kvmeld::best_isa()) continue;
-      RC_ASSERT(expected == rendered({&part, 1}, g, {.compute_last = false}, kvmeld::exec::Sequential{.isa = isa}));
-      RC_ASSERT(expected == rendered({&part, 1}, g, {.compute_last = false}, test::Streaming{.isa = isa}));
-    }
-  });
+  test::law(
+      "rows in registers have the bytes of lanes, in every type, layout and instruction set", [] {
+        test::Model model{.layers = 2,
+                          .heads = *rc::gen::inRange(1, 4),
+                          .channels = *rc::gen::element(64, 96, 128)};
+        model.type = *rc::gen::element(kvmeld::ElementType::f16, kvmeld::ElementType::bf16,
+                                       kvmeld::ElementType::f32);
+        model.pairing =
+            *rc::gen::element(kvmeld::RopePairing::half_split, kvmeld::RopePairing::half_split,
+                              kvmeld::RopePairing::interleaved);
+        const auto g = test::geometry(model);
+        const Segment query(g, 3, draw_seed());
+        const auto base = kvmeld::unrotated(query.at(draw_position()));
+        RC_ASSERT(base.ok());
+        ReusePart part{.base = *base, .position = 1 + draw_position()};
+        const int count = *rc::gen::element(1, 2, 5, 70);
+        for (int i = 0; i < count; ++i) {
+          const auto delta = kvmeld::measure_offset(query.in_context(draw_seed()).at(0), *base);
+          RC_ASSERT(delta.ok());
+          part.offsets.push_back({.anchor = test::anchor_id(static_cast<std::uint8_t>(i)),
+                                  .delta = *delta,
+                                  .weight = static_cast<float>(*rc::gen::inRange(-20, 20)) / 16});
+        }
+        part.offsets[0].weight = 0.375F;
+        const auto expected = rendered({&part, 1}, g, {.compute_last = false}, kvmeld::exec::lanes);
+        RC_ASSERT(!expected.empty());
+        for (const kvmeld::Isa isa :
+             {kvmeld::Isa::baseline, kvmeld::Isa::avx2, kvmeld::Isa::avx512}) {
+          if (isa > kvmeld::best_isa()) continue;
+          RC_ASSERT(expected == rendered({&part, 1}, g, {.compute_last = false},
+                                         kvmeld::exec::Sequential{.isa = isa}));
+          RC_ASSERT(expected ==
+                    rendered({&part, 1}, g, {.compute_last = false}, test::Streaming{.isa = isa}));
+        }
+      });
 
   test::law("an anchor recorded at 0, 7 or 1000 is the same anchor", [] {
     const Segment alone(draw_geometry(), 6, draw_seed()), query(alone.geometry, 6, draw_seed());
@@ -138,9 +165,12 @@ TEST_CASE("laws of blends") {
     std::vector<std::vector<std::vector<std::byte>>> out;
     for (const std::int64_t recorded : {0, 7, 1000}) {
       const auto base = kvmeld::unrotated(query.at(recorded));
-      const auto delta = kvmeld::measure_offset(real.at(recorded), alone.at(recorded == 7 ? 0 : recorded));
+      const auto delta =
+          kvmeld::measure_offset(real.at(recorded), alone.at(recorded == 7 ? 0 : recorded));
       RC_ASSERT(base.ok() && delta.ok());
-      const ReusePart part{.base = *base, .position = 40, .offsets = {{.anchor = test::anchor_id(1), .delta = *delta}}};
+      const ReusePart part{.base = *base,
+                           .position = 40,
+                           .offsets = {{.anchor = test::anchor_id(1), .delta = *delta}}};
       out.push_back(rendered({&part, 1}, query.geometry));
     }
     RC_ASSERT(difference(out[1], out[0]) <= 1e-5);
@@ -158,7 +188,8 @@ TEST_CASE("laws of blends") {
     for (std::size_t p = 0; p < sum.values.size(); ++p) {
       for (std::size_t i = 0; i < sum.values[p].size(); ++i) {
         for (std::size_t k = 0; k < 2; ++k) {
-          sum.values[p][i] += static_cast<double>(a.offsets[k].weight) * (a.real[k].values[p][i] - a.alone[k].values[p][i]);
+          sum.values[p][i] += static_cast<double>(a.offsets[k].weight) *
+                              (a.real[k].values[p][i] - a.alone[k].values[p][i]);
         }
       }
     }
@@ -171,7 +202,8 @@ TEST_CASE("laws of decisions") {
     std::vector<kvmeld::ReuseCandidate> out;
     const int count = *rc::gen::inRange(0, 9);
     for (int i = 0; i < count; ++i) {
-      out.push_back({test::anchor_id(static_cast<std::uint8_t>(i)), static_cast<double>(*rc::gen::inRange(0, 40)) / 8, *rc::gen::inRange(3, 8),
+      out.push_back({test::anchor_id(static_cast<std::uint8_t>(i)),
+                     static_cast<double>(*rc::gen::inRange(0, 40)) / 8, *rc::gen::inRange(3, 8),
                      *rc::gen::inRange(0, 6) != 0, true});
     }
     return out;
@@ -195,11 +227,14 @@ TEST_CASE("laws of decisions") {
   test::law("the order of candidates changes nothing but their indices", [&] {
     const auto candidates = draw();
     auto other = candidates;
-    for (std::size_t i = other.size(); i > 1; --i) std::swap(other[i - 1], other[*rc::gen::inRange<std::size_t>(0, i)]);
+    for (std::size_t i = other.size(); i > 1; --i)
+      std::swap(other[i - 1], other[*rc::gen::inRange<std::size_t>(0, i)]);
     const kvmeld::ReuseRule rule{.gamma = 0.8, .nucleus_mass = *rc::gen::element(0.5, 0.9, 1.0)};
-    const auto a = kvmeld::decide(rule, {.tokens = 5}, candidates), b = kvmeld::decide(rule, {.tokens = 5}, other);
+    const auto a = kvmeld::decide(rule, {.tokens = 5}, candidates),
+               b = kvmeld::decide(rule, {.tokens = 5}, other);
     RC_ASSERT(a.reason == b.reason);
     RC_ASSERT(a.weights == b.weights);
-    for (std::size_t i = 0; i < a.chosen.size(); ++i) RC_ASSERT(candidates[a.chosen[i]].id == other[b.chosen[i]].id);
+    for (std::size_t i = 0; i < a.chosen.size(); ++i)
+      RC_ASSERT(candidates[a.chosen[i]].id == other[b.chosen[i]].id);
   });
 }

@@ -19,7 +19,8 @@ using kvmeld::AnchorRecord;
 using kvmeld::ErrorCode;
 using kvmeld::ReuseReason;
 
-AnchorRecord record(std::uint8_t id, std::uint64_t version, std::uint64_t owner, bool removed, std::uint64_t bits = 0) {
+AnchorRecord record(std::uint8_t id, std::uint64_t version, std::uint64_t owner, bool removed,
+                    std::uint64_t bits = 0) {
   AnchorRecord out;
   out.id.bytes[0] = 1, out.id.bytes[31] = id;
   out.context = {id % 2U, 7};
@@ -36,7 +37,8 @@ AnchorRecord record(std::uint8_t id, std::uint64_t version, std::uint64_t owner,
 }
 /// Few keys, versions and owners, so that equal versions of different records occur.
 AnchorRecord any_record() {
-  return record(*rc::gen::inRange<std::uint8_t>(1, 8), *rc::gen::inRange<std::uint64_t>(1, 4), *rc::gen::inRange<std::uint64_t>(1, 4), *rc::gen::arbitrary<bool>(),
+  return record(*rc::gen::inRange<std::uint8_t>(1, 8), *rc::gen::inRange<std::uint64_t>(1, 4),
+                *rc::gen::inRange<std::uint64_t>(1, 4), *rc::gen::arbitrary<bool>(),
                 *rc::gen::arbitrary<std::uint64_t>());
 }
 AnchorDirectory directory(const std::vector<AnchorRecord>& records) {
@@ -72,7 +74,8 @@ void check_sums(const AnchorDirectory& d) {
 
 TEST_CASE("directories join as a semilattice, and as a plain list of all records would") {
   test::law("join is commutative, associative, idempotent and monotone", [] {
-    const AnchorDirectory a = directory(any_records()), b = directory(any_records()), c = directory(any_records());
+    const AnchorDirectory a = directory(any_records()), b = directory(any_records()),
+                          c = directory(any_records());
     const AnchorDirectory ab = joined(a, b);
     RC_ASSERT(ab == joined(b, a));
     RC_ASSERT(joined(ab, c) == joined(a, joined(b, c)));
@@ -87,7 +90,9 @@ TEST_CASE("directories join as a semilattice, and as a plain list of all records
     std::map<kvmeld::FragmentId, AnchorRecord> plain;
     for (const AnchorRecord& r : all) {
       AnchorRecord& best = plain.try_emplace(record_key(r), r).first->second;
-      if (r.version > best.version || (r.version == best.version && record_digest(r) > record_digest(best))) best = r;
+      if (r.version > best.version ||
+          (r.version == best.version && record_digest(r) > record_digest(best)))
+        best = r;
     }
     const AnchorDirectory forth = directory(all);
     std::reverse(all.begin(), all.end());
@@ -134,7 +139,9 @@ TEST_CASE("a look-up has its reason, and equals one over a plain list") {
   test::law("hits are all that a plain loop finds, nearest first", [] {
     std::vector<AnchorRecord> all;
     for (std::uint8_t id = 1; id < 30; ++id) {
-      const std::uint64_t bits = *rc::gen::arbitrary<std::uint64_t>() & *rc::gen::arbitrary<std::uint64_t>() & *rc::gen::arbitrary<std::uint64_t>();
+      const std::uint64_t bits = *rc::gen::arbitrary<std::uint64_t>() &
+                                 *rc::gen::arbitrary<std::uint64_t>() &
+                                 *rc::gen::arbitrary<std::uint64_t>();
       all.push_back(record(id, 1, 1, id % 7 == 0, bits));
     }
     const AnchorDirectory d = directory(all);
@@ -164,7 +171,8 @@ TEST_CASE("a look-up has its reason, and equals one over a plain list") {
     RC_ASSERT(found.reason == reason);
     RC_ASSERT(found.remote() == !expected.empty());
     RC_ASSERT(found.records.size() == expected.size());
-    for (std::size_t i = 0; i < expected.size(); ++i) RC_ASSERT(found.records[i].id == expected[i].second);
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      RC_ASSERT(found.records[i].id == expected[i].second);
   });
   AnchorDirectory d;
   kvmeld::DirectoryQuery query;
@@ -225,7 +233,8 @@ TEST_CASE("a directory refuses what is unsound or too much, and stays as it was"
   refused(bad, ErrorCode::invalid_argument);
   bad = record(1, 2, 1, false), bad.payload.bytes[0] = 1;
   refused(bad, ErrorCode::invalid_argument);
-  for (const std::uint64_t bytes : {kvmeld::max_anchor_bytes + 1, ~std::uint64_t{0}}) {  // sums of such would wrap
+  // sums of such would wrap
+  for (const std::uint64_t bytes : {kvmeld::max_anchor_bytes + 1, ~std::uint64_t{0}}) {
     bad = record(1, 2, 1, false), bad.bytes = bytes;
     refused(bad, ErrorCode::invalid_argument);
   }
@@ -331,7 +340,9 @@ TEST_CASE("every bit of a namespace is compared") {
   }
 }
 
-TEST_CASE("owners by rendezvous: a member that leaves moves its own keys only, one that joins takes 1/n from all alike") {
+TEST_CASE(
+    "owners by rendezvous: a member that leaves moves its own keys only, one that joins takes 1/n "
+    "from all alike") {
   std::vector<std::uint64_t> members;
   for (std::uint64_t m = 0; m < 32; ++m) members.push_back(m * 1000003 + 5);
   constexpr std::size_t keys = 20'000;
@@ -346,7 +357,8 @@ TEST_CASE("owners by rendezvous: a member that leaves moves its own keys only, o
     REQUIRE(rank.size() == 32);
     REQUIRE(std::set<std::uint64_t>(rank.begin(), rank.end()).size() == 32);
     ++owned[rank[0]];
-    REQUIRE(kvmeld::rendezvous_rank(key, members, 3) == std::vector<std::uint64_t>(rank.begin(), rank.begin() + 3));
+    REQUIRE(kvmeld::rendezvous_rank(key, members, 3) ==
+            std::vector<std::uint64_t>(rank.begin(), rank.begin() + 3));
     // Who knows the members in another order names the same ones.
     if (k % 100 == 0) {
       std::vector<std::uint64_t> turned(members.rbegin(), members.rend());
@@ -365,7 +377,8 @@ TEST_CASE("owners by rendezvous: a member that leaves moves its own keys only, o
     }
   }
   const double mean = keys / 32.0;
-  for (const std::uint64_t m : members) CHECK(std::abs(static_cast<double>(owned[m]) - mean) < 5 * std::sqrt(mean));
+  for (const std::uint64_t m : members)
+    CHECK(std::abs(static_cast<double>(owned[m]) - mean) < 5 * std::sqrt(mean));
   CHECK(moved_on_leave == owned[members.back()]);
   CHECK(std::abs(static_cast<double>(moved_on_join) - keys / 33.0) < 5 * std::sqrt(keys / 33.0));
   CHECK(taken.size() == 32);

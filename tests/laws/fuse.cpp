@@ -18,8 +18,9 @@ using test::Sealed;
 using Buffers = std::vector<std::vector<std::byte>>;
 
 template <class F, class E = kvmeld::exec::Sequential>
-Buffers rendered(const std::vector<kvmeld::Fragment>& fragments, const F& fuser, const std::shared_ptr<const kvmeld::Geometry>& g,
-                 std::int64_t first_position = 0, const E& exec = {}) {
+Buffers rendered(const std::vector<kvmeld::Fragment>& fragments, const F& fuser,
+                 const std::shared_ptr<const kvmeld::Geometry>& g, std::int64_t first_position = 0,
+                 const E& exec = {}) {
   kvmeld::FragmentSet set;
   for (std::size_t i = 0; i < fragments.size(); ++i) RC_ASSERT(set.insert(fragments[i]).ok());
   kvmeld::Target target;
@@ -61,7 +62,8 @@ kvmeld::Fragment value(float x, kvmeld::TokenId id) {
 template <class F>
 float of_values(const F& fuser, const std::vector<float>& values) {
   std::vector<kvmeld::Fragment> fragments;
-  for (const float x : values) fragments.push_back(value(x, static_cast<kvmeld::TokenId>(fragments.size())));
+  for (const float x : values)
+    fragments.push_back(value(x, static_cast<kvmeld::TokenId>(fragments.size())));
   float out;
   std::memcpy(&out, rendered(fragments, fuser, line)[0].data(), sizeof(out));
   return out;
@@ -73,7 +75,9 @@ std::vector<float> draw(int honest, int liars, bool far) {
   for (int i = 0; i < honest; ++i) out.push_back(random.value());
   for (int i = 0; i < liars; ++i) {
     const float lie = random.value() * (random.below(2) == 0 ? 1.5F : 1e4F);
-    out.push_back(i > 0 && random.below(2) == 0 ? out.back() : far ? (lie < 0 ? lie - 1e3F : lie + 1e3F) : lie);
+    out.push_back(i > 0 && random.below(2) == 0 ? out.back()
+                  : far                         ? (lie < 0 ? lie - 1e3F : lie + 1e3F)
+                                                : lie);
   }
   return out;
 }
@@ -89,44 +93,58 @@ void holds(const F& fuser, int honest, int liars, bool far, float tolerance = 0)
 }  // namespace
 
 TEST_CASE("laws of every fuser") {
-  test::law("permuting fragments leaves bytes alone, in rows of every instruction set and in lanes", [] {
-    const auto type = *rc::gen::element(ElementType::f32, ElementType::bf16, ElementType::f16, ElementType::q8_0);
-    const int channels = 32 * *rc::gen::inRange(1, 4);
-    // Whole heads turn in vectors, others pair by pair; rows of many heads are fused in several goes.
-    const int rotary = *rc::gen::element(channels, 2 * *rc::gen::inRange(0, channels / 2 + 1));
-    const auto g = test::geometry({.type = type, .layers = *rc::gen::inRange(1, 3), .heads = *rc::gen::element(1, 2, 3, 5, 11), .channels = channels,
-                                   .rotary = rotary, .pairing = *rc::gen::element(RopePairing::half_split, RopePairing::interleaved)});
-    const auto seed = *rc::gen::arbitrary<std::uint64_t>();
-    const bool same_positions = *rc::gen::arbitrary<bool>();
-    std::vector<kvmeld::Fragment> fragments;
-    for (std::uint64_t s = 0; s < 7; ++s) {
-      const auto positions = test::gapped_positions(3, same_positions ? 2 : static_cast<std::int64_t>(s));
-      fragments.push_back(test::sealed(g, 3, seed + s, {.positions = positions}).fragment);
-      RC_ASSERT(fragments.back().valid());
-    }
-    auto shuffled = fragments;
-    test::Random random(seed);
-    for (std::size_t k = 7; k > 1; --k) std::swap(shuffled[k - 1], shuffled[random.below(k)]);
-    each_fuser([&](const auto& fuser) {
-      const Buffers bytes = rendered(fragments, fuser, g, 5);
-      RC_ASSERT(bytes == rendered(shuffled, fuser, g, 5, kvmeld::exec::lanes));
-      for (const kvmeld::Isa isa : {kvmeld::Isa::baseline, kvmeld::Isa::avx2}) {
-        if (isa <= kvmeld::best_isa()) RC_ASSERT(bytes == rendered(shuffled, fuser, g, 5, kvmeld::exec::Sequential{.isa = isa}));
-      }
-    });
-  });
+  test::law(
+      "permuting fragments leaves bytes alone, in rows of every instruction set and in lanes", [] {
+        const auto type = *rc::gen::element(ElementType::f32, ElementType::bf16, ElementType::f16,
+                                            ElementType::q8_0);
+        const int channels = 32 * *rc::gen::inRange(1, 4);
+        // Whole heads turn in vectors, others pair by pair; rows of many heads are fused in several
+        // goes.
+        const int rotary = *rc::gen::element(channels, 2 * *rc::gen::inRange(0, channels / 2 + 1));
+        const auto g = test::geometry(
+            {.type = type,
+             .layers = *rc::gen::inRange(1, 3),
+             .heads = *rc::gen::element(1, 2, 3, 5, 11),
+             .channels = channels,
+             .rotary = rotary,
+             .pairing = *rc::gen::element(RopePairing::half_split, RopePairing::interleaved)});
+        const auto seed = *rc::gen::arbitrary<std::uint64_t>();
+        const bool same_positions = *rc::gen::arbitrary<bool>();
+        std::vector<kvmeld::Fragment> fragments;
+        for (std::uint64_t s = 0; s < 7; ++s) {
+          const auto positions =
+              test::gapped_positions(3, same_positions ? 2 : static_cast<std::int64_t>(s));
+          fragments.push_back(test::sealed(g, 3, seed + s, {.positions = positions}).fragment);
+          RC_ASSERT(fragments.back().valid());
+        }
+        auto shuffled = fragments;
+        test::Random random(seed);
+        for (std::size_t k = 7; k > 1; --k) std::swap(shuffled[k - 1], shuffled[random.below(k)]);
+        each_fuser([&](const auto& fuser) {
+          const Buffers bytes = rendered(fragments, fuser, g, 5);
+          RC_ASSERT(bytes == rendered(shuffled, fuser, g, 5, kvmeld::exec::lanes));
+          for (const kvmeld::Isa isa : {kvmeld::Isa::baseline, kvmeld::Isa::avx2}) {
+            if (isa <= kvmeld::best_isa())
+              RC_ASSERT(bytes ==
+                        rendered(shuffled, fuser, g, 5, kvmeld::exec::Sequential{.isa = isa}));
+          }
+        });
+      });
   test::law("one fragment is a copy", [] {
-    const auto type = *rc::gen::element(ElementType::f32, ElementType::bf16, ElementType::f8_e5m2, ElementType::q8_0);
+    const auto type = *rc::gen::element(ElementType::f32, ElementType::bf16, ElementType::f8_e5m2,
+                                        ElementType::q8_0);
     const auto g = test::geometry({.type = type, .heads = *rc::gen::inRange(1, 4)});
     const auto n = *rc::gen::inRange<std::int64_t>(1, 5);
     test::TestCache cache(g, n);
     cache.fill(*rc::gen::arbitrary<std::uint64_t>());
     const auto fragment = kvmeld::seal(cache.ref());
     RC_ASSERT(fragment.ok());
-    each_fuser([&](const auto& fuser) { RC_ASSERT(rendered({*fragment}, fuser, g) == cache.buffers()); });
+    each_fuser(
+        [&](const auto& fuser) { RC_ASSERT(rendered({*fragment}, fuser, g) == cache.buffers()); });
   });
   test::law("equal fragments fuse to themselves", [] {
-    const auto g = test::geometry({.type = *rc::gen::element(ElementType::f16, ElementType::bf16), .heads = *rc::gen::inRange(1, 4)});
+    const auto g = test::geometry({.type = *rc::gen::element(ElementType::f16, ElementType::bf16),
+                                   .heads = *rc::gen::inRange(1, 4)});
     test::TestCache cache(g, 2);
     cache.fill(*rc::gen::arbitrary<std::uint64_t>());
     std::vector<kvmeld::Fragment> fragments;
@@ -134,7 +152,8 @@ TEST_CASE("laws of every fuser") {
       const std::vector<kvmeld::TokenId> ids{id, id};
       fragments.push_back(*kvmeld::seal(cache.ref(), {.tokens = ids}));
     }
-    each_fuser([&](const auto& fuser) { RC_ASSERT(rendered(fragments, fuser, g) == cache.buffers()); });
+    each_fuser(
+        [&](const auto& fuser) { RC_ASSERT(rendered(fragments, fuser, g) == cache.buffers()); });
   });
 }
 
@@ -159,8 +178,10 @@ TEST_CASE("each robust rule holds at its bound") {
   test::law("cluster: a minority", [] {
     const int n = *rc::gen::inRange(2, 6);
     auto values = draw(n, n - 1, true);
-    for (int i = 0; i < n; ++i) values[static_cast<std::size_t>(i)] = 1.0F + std::abs(values[static_cast<std::size_t>(i)]);
-    for (int i = n; i < 2 * n - 1; ++i) values[static_cast<std::size_t>(i)] = -std::abs(values[static_cast<std::size_t>(i)]);
+    for (int i = 0; i < n; ++i)
+      values[static_cast<std::size_t>(i)] = 1.0F + std::abs(values[static_cast<std::size_t>(i)]);
+    for (int i = n; i < 2 * n - 1; ++i)
+      values[static_cast<std::size_t>(i)] = -std::abs(values[static_cast<std::size_t>(i)]);
     RC_ASSERT(of_values(kvmeld::Cluster{}, values) >= 1.0F);
   });
 }
@@ -179,6 +200,7 @@ TEST_CASE("each robust rule fails one beyond its bound") {
   // Two of five: 25 twice, beside 0, 10 and 20. Scores 500, 200, 50 and, for the liars, 25.
   CHECK(of_values(kvmeld::Krum{.f = 1}, {0, 10, 20, 25, 25}) == 25.0F);
   CHECK(of_values(kvmeld::MultiKrum{.f = 1, .m = 4}, {0, 1, 2, 1000, 1000}) > 200.0F);
-  // Two of seven: the rounds keep both, and two of the three values nearest to the median 20 are a liar's and beyond all others.
+  // Two of seven: the rounds keep both, and two of the three values nearest to the median 20 are a
+  // liar's and beyond all others.
   CHECK(of_values(kvmeld::Bulyan{.f = 1}, {8, 8, 8, 20, 20, 30, 30}) > 20.0F);
 }

@@ -1,4 +1,5 @@
-// Histograms: quantiles within 2 % of those of the sorted samples, and merging as if one histogram had seen all.
+// Histograms: quantiles within 2 % of those of the sorted samples, and merging as if one histogram
+// had seen all.
 
 #include <algorithm>
 #include <cmath>
@@ -30,9 +31,11 @@ const double shares[] = {0, 0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 
 
 /// Positive values over the whole range that is promised: uniform in the exponent.
 std::vector<double> any_samples() {
-  const auto raw = *rc::gen::nonEmpty(rc::gen::container<std::vector<std::uint32_t>>(rc::gen::arbitrary<std::uint32_t>()));
+  const auto raw = *rc::gen::nonEmpty(
+      rc::gen::container<std::vector<std::uint32_t>>(rc::gen::arbitrary<std::uint32_t>()));
   std::vector<double> out;
-  for (const std::uint32_t r : raw) out.push_back(std::exp2(-29.9 + 69.8 * static_cast<double>(r) / 4294967296.0));
+  for (const std::uint32_t r : raw)
+    out.push_back(std::exp2(-29.9 + 69.8 * static_cast<double>(r) / 4294967296.0));
   return out;
 }
 
@@ -71,7 +74,8 @@ TEST_CASE("quantiles are within 2 % over the distributions that latencies have")
     double most = 0;
     for (int i = 1; i < 1000; ++i) {
       const double q = i / 1000.0;
-      const double exact = values[static_cast<std::size_t>(std::ceil(q * static_cast<double>(values.size()))) - 1];
+      const double exact =
+          values[static_cast<std::size_t>(std::ceil(q * static_cast<double>(values.size()))) - 1];
       most = std::max(most, std::abs(counts.quantile(q) - exact) / exact);
     }
     return most;
@@ -80,10 +84,13 @@ TEST_CASE("quantiles are within 2 % over the distributions that latencies have")
   std::exponential_distribution<double> exponential(40);
   std::lognormal_distribution<double> lognormal(-5, 2);
   std::normal_distribution<double> normal(100, 1);
-  double errors[6] = {worst([&] { return uniform(random); }), worst([&] { return exponential(random) + 1e-8; }), worst([&] { return lognormal(random); }),
-                      worst([&] { return std::abs(normal(random)); }),
-                      worst([&] { return 0.01 / std::pow(1 - uniform(random) * 0.999, 1 / 1.2); }),        // Pareto: a long tail
-                      worst([&] { return uniform(random) < 0.9 ? 0.002 : 1.5 + uniform(random) * 0.01; })};  // two modes
+  double errors[6] = {
+      worst([&] { return uniform(random); }), worst([&] { return exponential(random) + 1e-8; }),
+      worst([&] { return lognormal(random); }), worst([&] { return std::abs(normal(random)); }),
+      // Pareto: a long tail
+      worst([&] { return 0.01 / std::pow(1 - uniform(random) * 0.999, 1 / 1.2); }),
+      // two modes
+      worst([&] { return uniform(random) < 0.9 ? 0.002 : 1.5 + uniform(random) * 0.01; })};
   for (const double error : errors) CHECK(error <= 0.0155);
   CHECK(*std::max_element(errors, errors + 6) > 0.005);  // the bound is not idle
 }
@@ -125,7 +132,8 @@ TEST_CASE("bounds of buckets belong to what is below them") {
   });
 }
 
-TEST_CASE("what has no bucket is counted as refused, and what is beyond the range keeps its extremes") {
+TEST_CASE(
+    "what has no bucket is counted as refused, and what is beyond the range keeps its extremes") {
   kvmeld::Histogram live;
   for (const double bad : {-1.0, -1e-300, std::nan(""), HUGE_VAL, -HUGE_VAL}) live.record(bad);
   auto counts = live.read();

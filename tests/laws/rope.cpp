@@ -24,10 +24,12 @@ Case draw() {
   Case c;
   const int pairs = *rc::gen::inRange(2, 129);
   const int before = *rc::gen::inRange(0, 9), behind = *rc::gen::inRange(0, 9);
-  c.rope = identity_rope::spec(static_cast<kvmeld::RopeScaling>(*rc::gen::inRange(0, 7)), 2 * pairs);
+  c.rope =
+      identity_rope::spec(static_cast<kvmeld::RopeScaling>(*rc::gen::inRange(0, 7)), 2 * pairs);
   c.rope.base = *rc::gen::element(100.0, 10000.0, 500000.0, 1e6);
   c.rope.first_channel = before;
-  c.rope.pairing = *rc::gen::element(kvmeld::RopePairing::interleaved, kvmeld::RopePairing::half_split);
+  c.rope.pairing =
+      *rc::gen::element(kvmeld::RopePairing::interleaved, kvmeld::RopePairing::half_split);
   c.channels = before + 2 * pairs + behind;
   c.key = identity_rope::key(c.channels, *rc::gen::arbitrary<std::uint32_t>());
   return c;
@@ -37,7 +39,8 @@ std::vector<float> turned(const Case& c, std::vector<float> row, std::int64_t sh
   const std::int64_t shifts[] = {shift};
   const auto table = RopeTable::build(c.rope, shifts, 5000);
   RC_ASSERT(table.ok());
-  kvmeld::rotate_row(c.rope.pairing, c.rope.first_channel, c.rope.rotary_channels, table->row(0), row.data());
+  kvmeld::rotate_row(c.rope.pairing, c.rope.first_channel, c.rope.rotary_channels, table->row(0),
+                     row.data());
   return row;
 }
 
@@ -60,7 +63,8 @@ std::int64_t draw_shift() { return *rc::gen::inRange<std::int64_t>(-200000, 2000
 
 }  // namespace
 
-// One turn leaves at most 2^-25 a table entry and 2^-24 for each of two roundings, so below 2.2e-7 of the row's norm.
+// One turn leaves at most 2^-25 a table entry and 2^-24 for each of two roundings, so below 2.2e-7
+// of the row's norm.
 TEST_CASE("laws of rotation") {
   test::law("turning by a and back by a returns within two turns' roundings", [] {
     const Case c = draw();
@@ -70,7 +74,8 @@ TEST_CASE("laws of rotation") {
   test::law("turning by a and by b is turning by a + b within three turns' roundings", [] {
     const Case c = draw();
     const std::int64_t a = draw_shift(), b = draw_shift();
-    RC_ASSERT(distance(turned(c, turned(c, c.key, a), b), turned(c, c.key, a + b)) <= 6.6e-7 * norm(c.key));
+    RC_ASSERT(distance(turned(c, turned(c, c.key, a), b), turned(c, c.key, a + b)) <=
+              6.6e-7 * norm(c.key));
   });
   test::law("turning keeps the norm, whatever the scaling", [] {
     const Case c = draw();
@@ -79,11 +84,13 @@ TEST_CASE("laws of rotation") {
   test::law("scores depend on the distance alone", [] {
     const Case c = draw();
     const auto query = identity_rope::key(c.channels, 99);
-    const std::int64_t a = *rc::gen::inRange<std::int64_t>(0, 2000), b = *rc::gen::inRange<std::int64_t>(0, 2000);
+    const std::int64_t a = *rc::gen::inRange<std::int64_t>(0, 2000),
+                       b = *rc::gen::inRange<std::int64_t>(0, 2000);
     const std::int64_t by = draw_shift() / 2;
     const auto dot = [](const std::vector<float>& x, const std::vector<float>& y) {
       double sum = 0.0;
-      for (std::size_t i = 0; i < x.size(); ++i) sum += static_cast<double>(x[i]) * static_cast<double>(y[i]);
+      for (std::size_t i = 0; i < x.size(); ++i)
+        sum += static_cast<double>(x[i]) * static_cast<double>(y[i]);
       return sum;
     };
     const double near = dot(turned(c, query, a), turned(c, c.key, b));
@@ -109,7 +116,8 @@ TEST_CASE("laws of rotation") {
       RC_ASSERT(back.partner == i);
       RC_ASSERT(back.index == pair.index);
       RC_ASSERT((pair.index >= 0 && pair.index < rotary / 2));
-      const float lane = kvmeld::rotated_channel(c.rope.pairing, first, rotary, table->row(0), c.key.data(), i);
+      const float lane =
+          kvmeld::rotated_channel(c.rope.pairing, first, rotary, table->row(0), c.key.data(), i);
       RC_ASSERT(std::memcmp(&lane, &row[own], sizeof lane) == 0);
     }
   });

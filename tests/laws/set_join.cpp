@@ -1,5 +1,5 @@
-// Replicated state: join is a least upper bound, and whoever holds the same operations holds the same set and renders the
-// same bytes. Exhaustive for up to five operations, random above.
+// Replicated state: join is a least upper bound, and whoever holds the same operations holds the
+// same set and renders the same bytes. Exhaustive for up to five operations, random above.
 #include <numeric>
 
 #include <kvmeld/kvmeld.hpp>
@@ -14,7 +14,8 @@ using kvmeld::FragmentSet;
 using kvmeld::Provenance;
 
 const std::shared_ptr<const kvmeld::Geometry>& model() {
-  static const std::shared_ptr<const kvmeld::Geometry> g = test::geometry({.type = kvmeld::ElementType::f16, .heads = 1, .channels = 32});
+  static const std::shared_ptr<const kvmeld::Geometry> g =
+      test::geometry({.type = kvmeld::ElementType::f16, .heads = 1, .channels = 32});
   return g;
 }
 
@@ -24,7 +25,11 @@ const kvmeld::Fragment& fragment(std::size_t i) {
     std::vector<kvmeld::Fragment> out;
     for (std::uint64_t s = 0; s < 12; ++s) {
       const auto n = static_cast<std::int64_t>(1 + s % 4);
-      out.push_back(test::sealed(model(), n, s, {.tokens = test::token_ids(n), .positions = test::gapped_positions(n, static_cast<std::int64_t>(s))}).fragment);
+      out.push_back(
+          test::sealed(model(), n, s,
+                       {.tokens = test::token_ids(n),
+                        .positions = test::gapped_positions(n, static_cast<std::int64_t>(s))})
+              .fragment);
     }
     return out;
   }();
@@ -37,14 +42,17 @@ FragmentSet joined(const FragmentSet& a, const FragmentSet& b) {
   return *std::move(out);
 }
 
-// Digests of what mergers make of a set: one that reads nothing but ids, one that reads bytes, one that reads confidence
-// and matches tokens, one per channel, one that reads provenance and leaves holes.
+// Digests of what mergers make of a set: one that reads nothing but ids, one that reads bytes, one
+// that reads confidence and matches tokens, one per channel, one that reads provenance and leaves
+// holes.
 std::vector<kvmeld::Digest128> rendered(const FragmentSet& set) {
   using kvmeld::Aligner, kvmeld::Fuser, kvmeld::TokenMatch;
   static const auto mergers = std::tuple(
       kvmeld::merger(kvmeld::ById{}), kvmeld::merger(),
-      kvmeld::merger(Aligner{TokenMatch{}}, Fuser{kvmeld::WeightedMean{.weighting = kvmeld::Weighting::confidence}}),
-      kvmeld::merger(Aligner{TokenMatch{.mode = kvmeld::MatchMode::common_prefix}}, Fuser{kvmeld::Max{}}),
+      kvmeld::merger(Aligner{TokenMatch{}},
+                     Fuser{kvmeld::WeightedMean{.weighting = kvmeld::Weighting::confidence}}),
+      kvmeld::merger(Aligner{TokenMatch{.mode = kvmeld::MatchMode::common_prefix}},
+                     Fuser{kvmeld::Max{}}),
       kvmeld::merger(kvmeld::ByProvenance{}, kvmeld::SeamShare{.share = 0.3F}));
   std::vector<kvmeld::Digest128> out;
   kvmeld::Target target;
@@ -55,7 +63,8 @@ std::vector<kvmeld::Digest128> rendered(const FragmentSet& set) {
     if (!plan) std::abort();
     kvmeld::HostCache cache(model(), plan->tokens());
     std::vector<std::byte> workspace(plan->workspace_bytes());
-    const auto report = kvmeld::run(kvmeld::exec::seq, *plan, workspace, cache.mutable_ref(), {.content_digest = true});
+    const auto report = kvmeld::run(kvmeld::exec::seq, *plan, workspace, cache.mutable_ref(),
+                                    {.content_digest = true});
     if (!report) std::abort();
     out.push_back(*report->content_digest);
     out.push_back(report->render_id);
@@ -65,18 +74,21 @@ std::vector<kvmeld::Digest128> rendered(const FragmentSet& set) {
 }
 
 // The joins of parts [begin, end) in every binary tree.
-std::vector<FragmentSet> every_tree(const std::vector<FragmentSet>& parts, std::size_t begin, std::size_t end) {
+std::vector<FragmentSet> every_tree(const std::vector<FragmentSet>& parts, std::size_t begin,
+                                    std::size_t end) {
   if (end - begin == 1) return {parts[begin]};
   std::vector<FragmentSet> out;
   for (std::size_t cut = begin + 1; cut < end; ++cut) {
     for (const FragmentSet& left : every_tree(parts, begin, cut)) {
-      for (const FragmentSet& right : every_tree(parts, cut, end)) out.push_back(joined(left, right));
+      for (const FragmentSet& right : every_tree(parts, cut, end))
+        out.push_back(joined(left, right));
     }
   }
   return out;
 }
 
-// What somebody did, written down apart from the library: the reference is "in force = inserted and not removed".
+// What somebody did, written down apart from the library: the reference is "in force = inserted and
+// not removed".
 struct Operation {
   Provenance dot;
   FragmentId id;
@@ -127,7 +139,8 @@ bool matches_reference(const FragmentSet& set, const std::vector<Operation>& don
 // Replicas that do things and gossip, with a log of all that was done. After each step whoever
 // changed is checked.
 struct History {
-  explicit History(std::uint64_t seed, std::size_t replicas) : random(seed), sets(replicas), next(replicas, 0) {}
+  explicit History(std::uint64_t seed, std::size_t replicas)
+      : random(seed), sets(replicas), next(replicas, 0) {}
 
   void act() {
     const std::size_t r = random.below(sets.size());
@@ -153,7 +166,8 @@ struct History {
     } else {
       op.id = some();
       op.removal = true;
-      for (const kvmeld::Mark& mark : set.find(op.id)->metadata.marks) op.removed.push_back(mark.dot);
+      for (const kvmeld::Mark& mark : set.find(op.id)->metadata.marks)
+        op.removed.push_back(mark.dot);
       if (!set.remove(op.id, op.dot)) std::abort();
     }
     done.push_back(op);
@@ -218,14 +232,17 @@ FragmentSet drawn_set(std::uint64_t agent) {
   for (int i = *rc::gen::inRange(0, 8); i > 0; --i) {
     const kvmeld::Fragment& f = fragment(*rc::gen::inRange<std::size_t>(0, 12));
     RC_ASSERT(set.insert(f, {agent, static_cast<std::uint64_t>(i), 0}, 0.5F).ok());
-    if (*rc::gen::inRange(0, 3) == 0) RC_ASSERT(set.remove(f.id(), {agent, static_cast<std::uint64_t>(100 + i), 0}).ok());
+    if (*rc::gen::inRange(0, 3) == 0)
+      RC_ASSERT(set.remove(f.id(), {agent, static_cast<std::uint64_t>(100 + i), 0}).ok());
   }
   return set;
 }
 
 }  // namespace
 
-TEST_CASE("every order and every join tree of up to five operations gives one set digest and one content digest") {
+TEST_CASE(
+    "every order and every join tree of up to five operations gives one set digest and one content "
+    "digest") {
   // Two agents know one fragment, one supersedes it, one removes what it has seen of another.
   FragmentSet a, b;
   std::vector<FragmentSet> ops;
@@ -254,7 +271,8 @@ TEST_CASE("every order and every join tree of up to five operations gives one se
       for (const std::size_t i : order) permuted.push_back(ops[i]);
       for (const FragmentSet& set : every_tree(permuted, 0, n)) {
         ++trees;
-        same = same && set.digest() == want.digest() && set == want && set.context() == want.context() && rendered(set) == want_rendered;
+        same = same && set.digest() == want.digest() && set == want &&
+               set.context() == want.context() && rendered(set) == want_rendered;
       }
     } while (std::next_permutation(order.begin(), order.end()));
     CAPTURE(n);
@@ -263,7 +281,9 @@ TEST_CASE("every order and every join tree of up to five operations gives one se
   }
 }
 
-TEST_CASE("10,000 random histories of insertions, supersessions, removals, deltas and compactions end as the reference says") {
+TEST_CASE(
+    "10,000 random histories of insertions, supersessions, removals, deltas and compactions end as "
+    "the reference says") {
   std::size_t removals = 0, compactions = 0, deltas = 0, kept = 0;
   for (std::uint64_t seed = 0; seed < 10'000; ++seed) {
     CAPTURE(seed);
@@ -272,7 +292,8 @@ TEST_CASE("10,000 random histories of insertions, supersessions, removals, delta
       const auto what = history.random.below(10);
       what < 5 ? history.act() : what < 9 ? history.gossip() : history.compact();
     }
-    removals += static_cast<std::size_t>(std::count_if(history.done.begin(), history.done.end(), [](const Operation& op) { return op.removal; }));
+    removals += static_cast<std::size_t>(std::count_if(
+        history.done.begin(), history.done.end(), [](const Operation& op) { return op.removal; }));
     compactions += history.sets[0].compacted().empty() ? 0U : 1U;
     deltas += history.deltas;
     kept += history.kept;
@@ -304,7 +325,8 @@ TEST_CASE("laws of join") {
     RC_ASSERT(joined(FragmentSet{}, a).digest() == a.digest());
   });
   test::law("the least upper bound of its order, in which every operation rises", [] {
-    const FragmentSet a = drawn_set(1), b = drawn_set(2), c = joined(drawn_set(3), *rc::gen::inRange(0, 2) == 0 ? a : b);
+    const FragmentSet a = drawn_set(1), b = drawn_set(2),
+                      c = joined(drawn_set(3), *rc::gen::inRange(0, 2) == 0 ? a : b);
     RC_ASSERT(leq(a, a));
     RC_ASSERT((leq(a, joined(a, b)) && leq(b, joined(a, b))));
     RC_ASSERT((!(leq(a, c) && leq(b, c)) || leq(joined(a, b), c)));
@@ -319,7 +341,8 @@ TEST_CASE("laws of join") {
   test::law("what is lacking, joined, is as good as everything, in whatever pieces it comes", [] {
     const FragmentSet old = drawn_set(1);
     FragmentSet now = joined(old, drawn_set(2));
-    if (const auto* first = now.empty() ? nullptr : &now.entries().front()) RC_ASSERT(now.remove(FragmentId(first->id), {7, 0}).ok());
+    if (const auto* first = now.empty() ? nullptr : &now.entries().front())
+      RC_ASSERT(now.remove(FragmentId(first->id), {7, 0}).ok());
     const FragmentSet delta = now.delta_since(old.context());
     RC_ASSERT(leq(delta, now));
     const FragmentSet caught_up = joined(old, delta);

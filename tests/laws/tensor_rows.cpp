@@ -1,5 +1,5 @@
-// What holds for every row: stored values come back, rounding keeps order and signs, blocks do not see their
-// neighbours.
+// What holds for every row: stored values come back, rounding keeps order and signs, blocks do not
+// see their neighbours.
 
 #include <algorithm>
 #include <cmath>
@@ -26,8 +26,8 @@ std::vector<float> load(ElementType type, const std::vector<std::byte>& stored, 
   return out;
 }
 std::vector<float> any_row() {
-  auto row = *rc::gen::container<std::vector<float>>(
-      rc::gen::map(rc::gen::resize(100, rc::gen::arbitrary<std::uint32_t>()), [](std::uint32_t bits) {
+  auto row = *rc::gen::container<std::vector<float>>(rc::gen::map(
+      rc::gen::resize(100, rc::gen::arbitrary<std::uint32_t>()), [](std::uint32_t bits) {
         const float x = detail::bits_float(bits);
         return std::isfinite(x) ? x : 1.0f;
       }));
@@ -55,22 +55,26 @@ TEST_CASE("laws of rows") {
     RC_ASSERT(std::is_sorted(back.begin(), back.end()));
   });
   test::law("rounding is odd", [] {
-    const ElementType type = *rc::gen::element(ElementType::f16, ElementType::bf16, ElementType::f8_e4m3,
-                                               ElementType::f8_e5m2, ElementType::q8_0);
+    const ElementType type =
+        *rc::gen::element(ElementType::f16, ElementType::bf16, ElementType::f8_e4m3,
+                          ElementType::f8_e5m2, ElementType::q8_0);
     std::vector<float> row = any_row();
     const std::vector<float> back = load(type, store(type, row), row.size());
     for (float& x : row) x = -x;
     const std::vector<float> negated = load(type, store(type, row), row.size());
-    for (std::size_t i = 0; i < row.size(); ++i) RC_ASSERT(negated[i] == -back[i] || std::isnan(back[i]));
+    for (std::size_t i = 0; i < row.size(); ++i)
+      RC_ASSERT(negated[i] == -back[i] || std::isnan(back[i]));
   });
   test::law("a row is its parts, cut at blocks", [] {
-    const ElementType type = *rc::gen::element(ElementType::bf16, ElementType::f8_e4m3, ElementType::q8_0);
+    const ElementType type =
+        *rc::gen::element(ElementType::bf16, ElementType::f8_e4m3, ElementType::q8_0);
     const std::vector<float> row = any_row();
     const std::vector<std::byte> whole = store(type, row);
     std::vector<std::byte> parts;
     for (std::size_t i = 0; i < row.size(); i += 32) {
-      const std::vector<float> part(row.begin() + static_cast<std::ptrdiff_t>(i),
-                                    row.begin() + static_cast<std::ptrdiff_t>(std::min(i + 32, row.size())));
+      const std::vector<float> part(
+          row.begin() + static_cast<std::ptrdiff_t>(i),
+          row.begin() + static_cast<std::ptrdiff_t>(std::min(i + 32, row.size())));
       const std::vector<std::byte> stored = store(type, part);
       parts.insert(parts.end(), stored.begin(), stored.end());
     }
@@ -83,8 +87,10 @@ TEST_CASE("laws of rows") {
     float largest = 0.0f;
     for (const float x : row) largest = std::max(largest, std::abs(x));
     const std::vector<float> back = load(ElementType::q8_0, store(ElementType::q8_0, row), 32);
-    // Half a step is largest / 254; the f16 scale is off by 2^-11 of itself, or 2^-25 below its normal numbers.
-    const double bound = static_cast<double>(largest) * (0.5 / 127.0 + 0x1p-11 + 0x1p-20) + 127.0 * 0x1p-25;
+    // Half a step is largest / 254; the f16 scale is off by 2^-11 of itself, or 2^-25 below its
+    // normal numbers.
+    const double bound =
+        static_cast<double>(largest) * (0.5 / 127.0 + 0x1p-11 + 0x1p-20) + 127.0 * 0x1p-25;
     for (std::size_t i = 0; i < 32; ++i)
       RC_ASSERT(std::abs(static_cast<double>(back[i]) - static_cast<double>(row[i])) <= bound);
   });

@@ -1,5 +1,5 @@
-// A random fragment crosses as manifest, chunks and frames in a random order with repeats; what was bent on the way is an error or the
-// same fragment, never another one.
+// A random fragment crosses as manifest, chunks and frames in a random order with repeats; what was
+// bent on the way is an error or the same fragment, never another one.
 #include <algorithm>
 
 #include <kvmeld/cache/verify_fragment.hpp>
@@ -16,7 +16,8 @@ using kvmeld::Fragment;
 
 Fragment random_fragment() {
   test::Model m;
-  m.type = *rc::gen::element(ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::q8_0, ElementType::i8);
+  m.type = *rc::gen::element(ElementType::f32, ElementType::f16, ElementType::bf16,
+                             ElementType::q8_0, ElementType::i8);
   m.layers = *rc::gen::inRange(0, 5);
   m.heads = *rc::gen::inRange(1, 4);
   m.channels = 32 * *rc::gen::inRange(1, 3);
@@ -32,14 +33,18 @@ Fragment random_fragment() {
   if (*rc::gen::arbitrary<bool>()) options.tokens = ids;
   if (*rc::gen::arbitrary<bool>()) options.positions = positions;
   std::vector<std::int64_t> hidden;
-  for (int l = 0; l < m.layers; ++l) hidden.push_back(*rc::gen::inRange<std::int64_t>(0, tokens + 1));
+  for (int l = 0; l < m.layers; ++l)
+    hidden.push_back(*rc::gen::inRange<std::int64_t>(0, tokens + 1));
   if (*rc::gen::arbitrary<bool>()) {
     options.role = kvmeld::Role::prefix;
   } else {
     options.drop_first = *rc::gen::inRange<std::int64_t>(0, tokens + 1);
-    options.context.lead_in = kvmeld::lead_in_digest(std::span(ids).first(static_cast<std::size_t>(options.drop_first)));
+    options.context.lead_in =
+        kvmeld::lead_in_digest(std::span(ids).first(static_cast<std::size_t>(options.drop_first)));
   }
-  const Fragment made = test::sealed(g, tokens, *rc::gen::arbitrary<std::uint64_t>(), options, test::Layout::slot_list, hidden).fragment;
+  const Fragment made = test::sealed(g, tokens, *rc::gen::arbitrary<std::uint64_t>(), options,
+                                     test::Layout::slot_list, hidden)
+                            .fragment;
   RC_ASSERT(made.valid());
   return made;
 }
@@ -50,9 +55,11 @@ TEST_CASE("what was sealed is what arrives") {
   test::law("a fragment crosses whole", [] {
     const Fragment fragment = random_fragment();
     const kvmeld::Payload& payload = fragment.payloads()[0];
-    const std::size_t cut = *rc::gen::element<std::size_t>(1, 7, 64, 1000, kvmeld::default_chunk_bytes);
+    const std::size_t cut =
+        *rc::gen::element<std::size_t>(1, 7, 64, 1000, kvmeld::default_chunk_bytes);
     RC_PRE(payload.byte_count / cut < 2000);
-    const kvmeld::FrameOptions<> options{.name_space = kvmeld::frame_namespace(fragment.geometry().tenant, "m", "t")};
+    const kvmeld::FrameOptions<> options{
+        .name_space = kvmeld::frame_namespace(fragment.geometry().tenant, "m", "t")};
     const auto wire = kvmeld::encode_manifest(fragment, cut);
     RC_ASSERT(wire.ok());
     const auto frame = kvmeld::encode_frame(1, *wire, options);
@@ -69,7 +76,10 @@ TEST_CASE("what was sealed is what arrives") {
     test::Random random(*rc::gen::arbitrary<std::uint64_t>());
     for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
     for (const std::size_t c : order) {
-      RC_ASSERT(assembler.add(manifest->chunks[0][c], kvmeld::encode_chunk(kvmeld::raw_chunk(payload, c, cut))).ok());
+      RC_ASSERT(
+          assembler
+              .add(manifest->chunks[0][c], kvmeld::encode_chunk(kvmeld::raw_chunk(payload, c, cut)))
+              .ok());
     }
     RC_ASSERT(assembler.complete());
     const auto back = assembler.finish();
@@ -80,7 +90,8 @@ TEST_CASE("what was sealed is what arrives") {
     RC_ASSERT(back->payloads()[0].scale_offsets == payload.scale_offsets);
     RC_ASSERT(back->payloads()[0].positions == payload.positions);
     RC_ASSERT(back->payloads()[0].token_sets == payload.token_sets);
-    RC_ASSERT(std::equal(payload.bytes.get(), payload.bytes.get() + payload.byte_count, back->payloads()[0].bytes.get()));
+    RC_ASSERT(std::equal(payload.bytes.get(), payload.bytes.get() + payload.byte_count,
+                         back->payloads()[0].bytes.get()));
     RC_ASSERT(kvmeld::verify_fragment(*back).ok());
   });
   test::law("a bent manifest, its checksum mended, names the same fragment or none", [] {
@@ -92,7 +103,8 @@ TEST_CASE("what was sealed is what arrives") {
       for (std::uint64_t edits = 1 + random.below(4); edits > 0; --edits) {
         bent[random.below(bent.size() - 8)] = static_cast<std::byte>(random.next());
       }
-      const std::uint64_t sum = kvmeld::detail::accident_sum(std::span(bent).first(bent.size() - 8));
+      const std::uint64_t sum =
+          kvmeld::detail::accident_sum(std::span(bent).first(bent.size() - 8));
       std::memcpy(bent.data() + bent.size() - 8, &sum, 8);
       const auto got = kvmeld::decode_manifest(bent);
       if (got.ok()) RC_ASSERT(got->fragment.id() == fragment.id());

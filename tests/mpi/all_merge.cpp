@@ -1,6 +1,8 @@
-// Ranks of an MPI job merge their sets: same set, same bytes, each payload sent once where it lacks, and no rank left waiting.
+// Ranks of an MPI job merge their sets: same set, same bytes, each payload sent once where it
+// lacks, and no rank left waiting.
 //
-// Every rank runs all of it, so a check that fails is counted, never thrown: the others would wait for its messages.
+// Every rank runs all of it, so a check that fails is counted, never thrown: the others would wait
+// for its messages.
 #include <cstdio>
 #include <string>
 
@@ -28,19 +30,24 @@ int failures = 0;
 void check(bool holds, const char* text, int line, const std::string& more = {}) {
   if (holds) return;
   ++failures;
-  std::fprintf(stderr, "tests/mpi/all_merge.cpp:%d, rank %d: %s does not hold. %s\n", line, rank_number, text, more.c_str());
+  std::fprintf(stderr, "tests/mpi/all_merge.cpp:%d, rank %d: %s does not hold. %s\n", line,
+               rank_number, text, more.c_str());
 }
 #define CHECK(...) check((__VA_ARGS__), #__VA_ARGS__, __LINE__)
-#define CHECK_OK(...)                                                             \
-  do {                                                                            \
-    const kvmeld::Status checked = (__VA_ARGS__);                                 \
-    check(checked.ok(), #__VA_ARGS__, __LINE__, checked.message());               \
+#define CHECK_OK(...)                                               \
+  do {                                                              \
+    const kvmeld::Status checked = (__VA_ARGS__);                   \
+    check(checked.ok(), #__VA_ARGS__, __LINE__, checked.message()); \
   } while (false)
 
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 9) {
-  return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed, {.tokens = test::token_ids(tokens)}).fragment;
+  return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed,
+                      {.tokens = test::token_ids(tokens)})
+      .fragment;
 }
-Provenance dot(std::uint64_t sequence) { return {static_cast<std::uint64_t>(rank_number) + 1, sequence, 1}; }
+Provenance dot(std::uint64_t sequence) {
+  return {static_cast<std::uint64_t>(rank_number) + 1, sequence, 1};
+}
 
 /// Sum over all ranks.
 std::uint64_t total(std::uint64_t mine) {
@@ -51,7 +58,8 @@ std::uint64_t total(std::uint64_t mine) {
 template <class T>
 bool equal_on_all(const T& mine) {
   std::vector<T> all(static_cast<std::size_t>(ranks));
-  (void)MPI_Allgather(&mine, static_cast<int>(sizeof mine), MPI_BYTE, all.data(), static_cast<int>(sizeof mine), MPI_BYTE, MPI_COMM_WORLD);
+  (void)MPI_Allgather(&mine, static_cast<int>(sizeof mine), MPI_BYTE, all.data(),
+                      static_cast<int>(sizeof mine), MPI_BYTE, MPI_COMM_WORLD);
   return std::all_of(all.begin(), all.end(), [&](const T& other) { return other == mine; });
 }
 
@@ -62,13 +70,15 @@ Digest128 content_digest(const FragmentSet& set) {
   if (!plan) return {};
   test::TestCache out(geometry, plan->tokens());
   std::vector<std::byte> workspace(plan->workspace_bytes());
-  const auto report = kvmeld::run(kvmeld::exec::seq, *plan, workspace, out.out(), {.content_digest = true});
+  const auto report =
+      kvmeld::run(kvmeld::exec::seq, *plan, workspace, out.out(), {.content_digest = true});
   CHECK_OK(report.status());
   return report ? *report->content_digest : Digest128{};
 }
 
 void merges_everything(std::size_t message_bytes) {
-  // Each rank has one of its own; all but the last have a common one; ranks 1 and 2 share one more; the last has nothing.
+  // Each rank has one of its own; all but the last have a common one; ranks 1 and 2 share one more;
+  // the last has nothing.
   const bool last = rank_number + 1 == ranks;
   FragmentSet set;
   const auto own = static_cast<std::uint64_t>(rank_number);
@@ -84,7 +94,9 @@ void merges_everything(std::size_t message_bytes) {
   CHECK_OK(report.status());
   if (!report) return;
   CHECK(set.size() == static_cast<std::size_t>(ranks - 1) + 3);
-  CHECK(std::all_of(set.entries().begin(), set.entries().end(), [](const auto& e) { return e.complete() && kvmeld::verify_fragment(e.fragment).ok(); }));
+  CHECK(std::all_of(set.entries().begin(), set.entries().end(), [](const auto& e) {
+    return e.complete() && kvmeld::verify_fragment(e.fragment).ok();
+  }));
   CHECK(equal_on_all(set.digest()));
   const auto cut = kvmeld::make_cut(set, {4, 2}, 1, 1, 0);
   CHECK(cut.ok() && equal_on_all(cut->set.digest()));
@@ -93,7 +105,9 @@ void merges_everything(std::size_t message_bytes) {
   // Every payload crossed once for each rank that lacked it, and no other byte did.
   const std::uint64_t token_bytes = 2 * 2 * 2 * 32 * 4;
   std::uint64_t expected = 0;
-  for (int r = 0; r + 1 < ranks; ++r) expected += static_cast<std::uint64_t>(5 + r) * token_bytes * static_cast<std::uint64_t>(ranks - 1);
+  for (int r = 0; r + 1 < ranks; ++r)
+    expected +=
+        static_cast<std::uint64_t>(5 + r) * token_bytes * static_cast<std::uint64_t>(ranks - 1);
   expected += 9 * token_bytes;      // the common one: only the last rank lacked it
   expected += 2 * 9 * token_bytes;  // the one that ranks 0 and the last lacked
   CHECK(total(report->payload_bytes) == expected);
@@ -139,7 +153,12 @@ void fails_everywhere(ErrorCode code, const Prepare& prepare, const char* what) 
 
 void errors() {
   const bool odd = rank_number == 2;
-  fails_everywhere(ErrorCode::merger_mismatch, [&](auto&, Digest128& merger, auto&) { if (odd) merger = {5, 5}; }, "another merger");
+  fails_everywhere(
+      ErrorCode::merger_mismatch,
+      [&](auto&, Digest128& merger, auto&) {
+        if (odd) merger = {5, 5};
+      },
+      "another merger");
   fails_everywhere(
       ErrorCode::unauthenticated,
       [&](auto&, auto&, auto& options) {
@@ -152,30 +171,58 @@ void errors() {
         if (odd) options.name_space = {0, 1};
       },
       "the other half of one");
-  fails_everywhere(ErrorCode::invalid_argument, [&](auto&, auto&, auto& options) { if (odd) options.message_bytes = 7; }, "other messages");
-  fails_everywhere(ErrorCode::oversized, [&](auto&, auto&, auto& options) { if (odd) options.max_set_bytes = 3; }, "too large a set");
-  fails_everywhere(ErrorCode::oversized, [&](auto&, auto&, auto& options) { if (odd) options.max_payload_bytes = 100; options.message_bytes = 64; }, "too large a payload");
-  fails_everywhere(ErrorCode::id_mismatch, [&](FragmentSet& set, auto&, auto&) {
-    if (!odd) return;
-    // Memory that rotted after sealing: whoever receives it finds out.
-    auto body = std::make_shared<Fragment::Body>(*set.payload(fragment(12).id()).body());
-    const std::shared_ptr<std::byte[]> bytes(new std::byte[body->payloads[0].byte_count]);
-    std::copy_n(body->payloads[0].bytes.get(), body->payloads[0].byte_count, bytes.get());
-    bytes[17] ^= std::byte{1};
-    body->payloads[0].bytes = bytes;
-    set = FragmentSet();
-    CHECK_OK(set.insert(Fragment(std::move(body)), dot(0)));
-  }, "rotten bytes");
-  fails_everywhere(ErrorCode::hash_mismatch, [&](FragmentSet& set, auto&, auto&) { if (odd) set = FragmentSet(kvmeld::SetHash{2, nullptr}); }, "another hash");
+  fails_everywhere(
+      ErrorCode::invalid_argument,
+      [&](auto&, auto&, auto& options) {
+        if (odd) options.message_bytes = 7;
+      },
+      "other messages");
+  fails_everywhere(
+      ErrorCode::oversized,
+      [&](auto&, auto&, auto& options) {
+        if (odd) options.max_set_bytes = 3;
+      },
+      "too large a set");
+  fails_everywhere(
+      ErrorCode::oversized,
+      [&](auto&, auto&, auto& options) {
+        if (odd) options.max_payload_bytes = 100;
+        options.message_bytes = 64;
+      },
+      "too large a payload");
+  fails_everywhere(
+      ErrorCode::id_mismatch,
+      [&](FragmentSet& set, auto&, auto&) {
+        if (!odd) return;
+        // Memory that rotted after sealing: whoever receives it finds out.
+        auto body = std::make_shared<Fragment::Body>(*set.payload(fragment(12).id()).body());
+        const std::shared_ptr<std::byte[]> bytes(new std::byte[body->payloads[0].byte_count]);
+        std::copy_n(body->payloads[0].bytes.get(), body->payloads[0].byte_count, bytes.get());
+        bytes[17] ^= std::byte{1};
+        body->payloads[0].bytes = bytes;
+        set = FragmentSet();
+        CHECK_OK(set.insert(Fragment(std::move(body)), dot(0)));
+      },
+      "rotten bytes");
+  fails_everywhere(
+      ErrorCode::hash_mismatch,
+      [&](FragmentSet& set, auto&, auto&) {
+        if (odd) set = FragmentSet(kvmeld::SetHash{2, nullptr});
+      },
+      "another hash");
 }
 
-/// Rank 0 announces what cannot be: the others refuse it and are still in step, where an exception would leave the rest waiting.
+/// Rank 0 announces what cannot be: the others refuse it and are still in step, where an exception
+/// would leave the rest waiting.
 void absurd_sizes() {
   namespace detail = kvmeld::detail;
   detail::MpiComm comm(MPI_COMM_WORLD, 1 << 16);
   CHECK_OK(comm.set_aside());
   constexpr std::uint64_t much = std::uint64_t{1} << 63;
-  const detail::PieceHead heads[] = {{much, {}}, {~std::uint64_t{0}, {1, 0}}, {10, {much, much}}, {10, {0, detail::max_piece_bytes + 1}}};
+  const detail::PieceHead heads[] = {{much, {}},
+                                     {~std::uint64_t{0}, {1, 0}},
+                                     {10, {much, much}},
+                                     {10, {0, detail::max_piece_bytes + 1}}};
   for (const bool broadcast : {true, false}) {
     std::vector<int> lacking;
     for (int r = broadcast ? 1 : 2; r < ranks; ++r) lacking.push_back(r);
@@ -184,7 +231,9 @@ void absurd_sizes() {
       kvmeld::Status status;
       kvmeld::AllMergeReport report;
       if (route.sends()) route.move(detail::raw_of(head));
-      if (route.receives()) status = detail::take_fragment<kvmeld::Xxh3_128>(route, fragment(1).id(), 1 << 20, report).status();
+      if (route.receives())
+        status = detail::take_fragment<kvmeld::Xxh3_128>(route, fragment(1).id(), 1 << 20, report)
+                     .status();
       CHECK(route.receives() == (status.code() == ErrorCode::oversized));
       CHECK(comm.agree(status).code() == ErrorCode::oversized);
     }
@@ -192,7 +241,9 @@ void absurd_sizes() {
   // More than any rank has memory for, or the numbers have bits.
   for (const std::uint64_t size : {std::uint64_t{1} << 56, much}) {
     detail::Gathered out;
-    CHECK(comm.all_gather({}, std::vector<std::uint64_t>(static_cast<std::size_t>(ranks), size), out).code() == ErrorCode::store_full);
+    CHECK(
+        comm.all_gather({}, std::vector<std::uint64_t>(static_cast<std::size_t>(ranks), size), out)
+            .code() == ErrorCode::store_full);
   }
 }
 
@@ -231,7 +282,9 @@ int main(int argc, char** argv) {
     replicas();
   }
   const auto failed = total(static_cast<std::uint64_t>(failures));
-  if (rank_number == 0) std::printf("%d ranks (4 or more are needed), %llu failures\n", ranks, static_cast<unsigned long long>(failed));
+  if (rank_number == 0)
+    std::printf("%d ranks (4 or more are needed), %llu failures\n", ranks,
+                static_cast<unsigned long long>(failed));
   (void)MPI_Finalize();
   return ranks < 4 ? 77 : failed == 0 ? 0 : 1;
 }

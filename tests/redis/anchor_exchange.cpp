@@ -1,4 +1,5 @@
-// Peers that meet in a Redis server tell each other of anchors and pull their K/V, by messages or from a store that they share.
+// Peers that meet in a Redis server tell each other of anchors and pull their K/V, by messages or
+// from a store that they share.
 #include <thread>
 
 #include <kvmeld/transport/redis_store.hpp>
@@ -26,13 +27,16 @@ struct Peer {
   Peer(const Peer&) = delete;  // the exchange points to the store
   Peer& operator=(const Peer&) = delete;
   Peer(Store given, RedisTransport carrier, MemberId self, bool shared)
-      : store(std::move(given)), transport(std::move(carrier)), exchange(store, options(self, shared)) {}
+      : store(std::move(given)),
+        transport(std::move(carrier)),
+        exchange(store, options(self, shared)) {}
 
   static typename kvmeld::AnchorExchange<Store>::Options options(MemberId self, bool shared) {
     typename kvmeld::AnchorExchange<Store>::Options out;
     out.self = self;
     out.members = {1, 2, 3};
-    out.frame.name_space = kvmeld::anchor_namespace(kvmeld::AnchorSpace::of(*test::anchor_geometry()), kvmeld::SimHash{});
+    out.frame.name_space = kvmeld::anchor_namespace(
+        kvmeld::AnchorSpace::of(*test::anchor_geometry()), kvmeld::SimHash{});
     out.format.chunk_bytes = 256;
     out.shared_store = shared;
     out.round_ms = 20;
@@ -43,8 +47,10 @@ struct Peer {
   void run() {
     CHECK(kvmeld::publish_pool(exchange, pool).ok());
     CHECK(exchange.tick(kvmeld::detail::monotonic_ms()).ok());
-    for (const kvmeld::Outgoing& out : exchange.take_outbox()) CHECK(transport.send(out.to, out.bytes).ok());
-    for (auto got = transport.receive(0); got && got->has_value(); got = transport.receive(0)) CHECK(exchange.receive((*got)->from, (*got)->bytes).ok());
+    for (const kvmeld::Outgoing& out : exchange.take_outbox())
+      CHECK(transport.send(out.to, out.bytes).ok());
+    for (auto got = transport.receive(0); got && got->has_value(); got = transport.receive(0))
+      CHECK(exchange.receive((*got)->from, (*got)->bytes).ok());
     for (kvmeld::PulledAnchor& p : exchange.take_pulled()) pulled.push_back(std::move(p));
   }
 };
@@ -73,7 +79,8 @@ TEST_CASE("an anchor goes from a peer's pool through a server's channels into an
   const test::RedisServer server;
   REQUIRE(server.running());
   std::deque<Peer<kvmeld::MemoryStore>> peers;
-  for (MemberId self = 1; self <= 3; ++self) peers.emplace_back(kvmeld::MemoryStore(), transport(server, self), self, false);
+  for (MemberId self = 1; self <= 3; ++self)
+    peers.emplace_back(kvmeld::MemoryStore(), transport(server, self), self, false);
   const kvmeld::Anchor anchor = test::anchor(1, {1, 2}, 40);
   REQUIRE(peers[0].pool.commit(anchor).ok());
   const auto key = kvmeld::record_key(anchor.id, test::place(2));
@@ -83,10 +90,12 @@ TEST_CASE("an anchor goes from a peer's pool through a server's channels into an
   REQUIRE(peers[2].pulled[0].anchor.ok());
   CHECK(fetches(peers[2]) > 0);
   CHECK(test::same_anchor(*peers[2].pulled[0].anchor, anchor, test::place(2)));
-  CHECK(*kvmeld::commit_pulled(peers[2].pool, peers[2].pulled[0]) == kvmeld::CommitResult::inserted);
+  CHECK(*kvmeld::commit_pulled(peers[2].pool, peers[2].pulled[0]) ==
+        kvmeld::CommitResult::inserted);
 }
 
-TEST_CASE("where peers share a store nothing but records crosses; a blob that rotted there is refused") {
+TEST_CASE(
+    "where peers share a store nothing but records crosses; a blob that rotted there is refused") {
   const test::RedisServer server;
   REQUIRE(server.running());
   std::deque<Peer<RedisStore>> peers;
@@ -98,7 +107,9 @@ TEST_CASE("where peers share a store nothing but records crosses; a blob that ro
   const kvmeld::Anchor anchor = test::anchor(2, {1}, 40);
   REQUIRE(peers[0].pool.commit(anchor).ok());
   const auto key = kvmeld::record_key(anchor.id, test::place(1));
-  REQUIRE(until(peers, [&] { return peers[1].exchange.directory().size() == 1 && peers[2].exchange.directory().size() == 1; }));
+  REQUIRE(until(peers, [&] {
+    return peers[1].exchange.directory().size() == 1 && peers[2].exchange.directory().size() == 1;
+  }));
   REQUIRE(peers[2].exchange.pull(key).ok());
   REQUIRE(until(peers, [&] { return !peers[2].pulled.empty(); }));
   REQUIRE(peers[2].pulled[0].anchor.ok());
@@ -111,7 +122,8 @@ TEST_CASE("where peers share a store nothing but records crosses; a blob that ro
   bytes[bytes.size() / 2] ^= std::byte{1};
   REQUIRE(peers[0].store.erase(payload).ok());
   REQUIRE(*peers[0].store.put(payload, bytes));
-  // Who is asked for it and lacks it buries the record, and whose pool still has it tells of it anew: this pull or the next one gets it.
+  // Who is asked for it and lacks it buries the record, and whose pool still has it tells of it
+  // anew: this pull or the next one gets it.
   for (int tries = 0; tries < 5; ++tries) {
     peers[1].pulled.clear();
     REQUIRE(until(peers, [&] { return peers[1].exchange.directory().find(key) != nullptr; }));

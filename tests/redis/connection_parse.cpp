@@ -1,5 +1,5 @@
-// The connection itself: any bytes both ways, many commands at once, backoff, and servers that talk nonsense; also built under the
-// address and undefined-behaviour sanitizers.
+// The connection itself: any bytes both ways, many commands at once, backoff, and servers that talk
+// nonsense; also built under the address and undefined-behaviour sanitizers.
 #include <kvmeld/transport/redis_store.hpp>
 
 #include <dlfcn.h>
@@ -65,16 +65,20 @@ std::string random_text(std::mt19937_64& random, std::size_t size) {
   return text;
 }
 
-/// Accepts connections on a loopback port of its own, answers what it is asked with the next bytes of a list, and hangs up.
+/// Accepts connections on a loopback port of its own, answers what it is asked with the next bytes
+/// of a list, and hangs up.
 class Stranger {
  public:
   explicit Stranger(std::vector<std::string> answers, int byte_each_ms = 0)
-      : drip_ms(byte_each_ms), answers_(std::move(answers)), listener_(::socket(AF_INET, SOCK_STREAM, 0)) {
+      : drip_ms(byte_each_ms),
+        answers_(std::move(answers)),
+        listener_(::socket(AF_INET, SOCK_STREAM, 0)) {
     sockaddr_in address{};
     address.sin_family = AF_INET;
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     socklen_t size = sizeof address;
-    if (bind(listener_, reinterpret_cast<sockaddr*>(&address), size) != 0 || listen(listener_, 8) != 0 ||
+    if (bind(listener_, reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+        listen(listener_, 8) != 0 ||
         getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
       std::abort();
     }
@@ -160,7 +164,9 @@ TEST_CASE("a call that a signal ends is made again, whichever it is") {
   CHECK(seen.waited > 2);
 }
 
-TEST_CASE("many commands travel at once, large ones both ways, and bytes are counted as the server counts them") {
+TEST_CASE(
+    "many commands travel at once, large ones both ways, and bytes are counted as the server "
+    "counts them") {
   const test::RedisServer server;
   REQUIRE(server.running());
   RedisConnection connection(server.client());
@@ -168,7 +174,9 @@ TEST_CASE("many commands travel at once, large ones both ways, and bytes are cou
   const kvmeld::RedisTraffic start = connection.traffic();
   std::mt19937_64 random(2);
   std::vector<std::string> values;
-  for (int i = 0; i < 24; ++i) values.push_back(random_text(random, i % 2 == 0 ? 1U << 20U : static_cast<std::size_t>(i) * 300));
+  for (int i = 0; i < 24; ++i)
+    values.push_back(
+        random_text(random, i % 2 == 0 ? 1U << 20U : static_cast<std::size_t>(i) * 300));
   // Answers of 12 MiB come while 12 MiB are being sent: neither side may wait for the other.
   for (std::size_t i = 0; i < values.size(); ++i) {
     connection.queue({"SET", std::to_string(i), values[i]});
@@ -186,14 +194,19 @@ TEST_CASE("many commands travel at once, large ones both ways, and bytes are cou
   const kvmeld::RedisTraffic before = connection.traffic();
   const auto info = connection.command({"INFO", "stats"});
   REQUIRE(info.ok());
-  const auto stat = [&](const char* name) { return std::stoull(kvmeld::detail::redis_info(info->text(), name)); };
+  const auto stat = [&](const char* name) {
+    return std::stoull(kvmeld::detail::redis_info(info->text(), name));
+  };
   CHECK(stat("total_net_input_bytes") == connection.traffic().bytes_sent - start.bytes_sent);
-  CHECK(stat("total_net_output_bytes") == before.bytes_received - start.bytes_received + 5);  // the answer to RESETSTAT
+  // the answer to RESETSTAT
+  CHECK(stat("total_net_output_bytes") == before.bytes_received - start.bytes_received + 5);
   CHECK(before.connects == 1);
   CHECK(before.round_trips == start.round_trips + 1);
 }
 
-TEST_CASE("attempts to connect wait longer and longer, by a factor that the seed fixes, and no longer than the limit") {
+TEST_CASE(
+    "attempts to connect wait longer and longer, by a factor that the seed fixes, and no longer "
+    "than the limit") {
   kvmeld::RedisOptions nowhere;
   nowhere.unix_socket = "/nonexistent/kvmeld/socket";
   nowhere.backoff_ms = 8;
@@ -205,11 +218,15 @@ TEST_CASE("attempts to connect wait longer and longer, by a factor that the seed
     for (int i = 0; i < 6; ++i) {
       const kvmeld::Status status = connection.connect();
       CHECK(status.code() == ErrorCode::unavailable);
-      CHECK(status.message().find("/nonexistent/kvmeld/socket: connect: No such file or directory (errno 2)") != std::string::npos);
+      CHECK(status.message().find(
+                "/nonexistent/kvmeld/socket: connect: No such file or directory (errno 2)") !=
+            std::string::npos);
       out.push_back(connection.retry_in_ms());
       const kvmeld::Status soon = connection.command({"PING"}).error();  // not before its time
-      if (connection.retry_in_ms() > 0) CHECK(soon.message().find("next attempt in ") != std::string::npos);
-      while (connection.retry_in_ms() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      if (connection.retry_in_ms() > 0)
+        CHECK(soon.message().find("next attempt in ") != std::string::npos);
+      while (connection.retry_in_ms() > 0)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     return out;
   };
@@ -222,10 +239,14 @@ TEST_CASE("attempts to connect wait longer and longer, by a factor that the seed
   CHECK(first.back() > first.front());
 }
 
-TEST_CASE("whatever length a server announces, and however slowly it goes on, a call ends within its time and keeps what came") {
+TEST_CASE(
+    "whatever length a server announces, and however slowly it goes on, a call ends within its "
+    "time and keeps what came") {
   const std::int64_t begin = kvmeld::detail::monotonic_ms();
-  for (const char* announced : {"*1000000000", "*4294967295", "*2147483647", "*65537", "*9223372036854775807", "*99999999999999999999", "*-2",
-                                "*1\r\n*1000000000", "*2\r\n$3\r\n*9\n\r\n*1000000000", "$536870913", "$-2", "$9223372036854775807"}) {
+  for (const char* announced :
+       {"*1000000000", "*4294967295", "*2147483647", "*65537", "*9223372036854775807",
+        "*99999999999999999999", "*-2", "*1\r\n*1000000000", "*2\r\n$3\r\n*9\n\r\n*1000000000",
+        "$536870913", "$-2", "$9223372036854775807"}) {
     INFO(announced);
     const Stranger stranger({"+PONG\r\n", announced + std::string("\r\n") + std::string(100, ':')});
     RedisConnection connection(stranger.options);
@@ -263,8 +284,20 @@ TEST_CASE("whatever length a server announces, and however slowly it goes on, a 
 }
 
 TEST_CASE("a server that talks nonsense is an error, and harms nobody") {
-  std::vector<std::string> answers{"",           "+",         "+PONG",     "$5\r\nab", "$5\r\nabcdefg", "$-2\r\n",      ":x\r\n",
-                                   "*3\r\n+a\r\n", "*-5\r\n",   "@@@@\r\n", "$x\r\n",   "$99999999999\r\n", "\r\n\r\n", "-ERR\r\n"};
+  std::vector<std::string> answers{"",
+                                   "+",
+                                   "+PONG",
+                                   "$5\r\nab",
+                                   "$5\r\nabcdefg",
+                                   "$-2\r\n",
+                                   ":x\r\n",
+                                   "*3\r\n+a\r\n",
+                                   "*-5\r\n",
+                                   "@@@@\r\n",
+                                   "$x\r\n",
+                                   "$99999999999\r\n",
+                                   "\r\n\r\n",
+                                   "-ERR\r\n"};
   std::string deep;
   for (int i = 0; i < 20; ++i) deep += "*1\r\n";
   answers.push_back(deep + "+a\r\n");
@@ -292,7 +325,8 @@ TEST_CASE("a server that talks nonsense is an error, and harms nobody") {
     if (reply) CHECK((*reply)[2].is_nil());
   }
   // A long string that ends too soon, twice; then one that is whole, and what follows it.
-  for (const std::string& size : {std::string("400000"), std::string("536870912"), std::string("536870913"), std::string("99999999999")}) {
+  for (const std::string& size : {std::string("400000"), std::string("536870912"),
+                                  std::string("536870913"), std::string("99999999999")}) {
     const Stranger stranger({"+PONG\r\n", "$" + size + "\r\n" + std::string(1000, 'x')});
     RedisConnection connection(stranger.options);
     for (int i = 0; i < 2; ++i) {
@@ -310,7 +344,8 @@ TEST_CASE("a server that talks nonsense is an error, and harms nobody") {
   REQUIRE(next.ok());
   CHECK(next->number() == 7);
   // Good answers of other kinds than a store expects.
-  const std::vector<std::string> kinds{":1\r\n:1\r\n:1\r\n", "*0\r\n*-1\r\n*1\r\n*0\r\n", "$-1\r\n$-1\r\n+x\r\n"};
+  const std::vector<std::string> kinds{":1\r\n:1\r\n:1\r\n", "*0\r\n*-1\r\n*1\r\n*0\r\n",
+                                       "$-1\r\n$-1\r\n+x\r\n"};
   for (const std::string& answer : kinds) {
     const Stranger stranger({"+PONG\r\n", answer, ":1\r\n*-1\r\n$1\r\na\r\n*1\r\n:1\r\n+x\r\n"});
     auto store = kvmeld::RedisStore::open({.server = stranger.options});

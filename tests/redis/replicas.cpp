@@ -1,4 +1,5 @@
-// Replicas that meet in a Redis server: through its death, its return with everything, and its return with nothing.
+// Replicas that meet in a Redis server: through its death, its return with everything, and its
+// return with nothing.
 #include <deque>
 #include <thread>
 
@@ -20,7 +21,9 @@ using kvmeld::RedisStore;
 using kvmeld::RedisTransport;
 
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 5) {
-  return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed, {.tokens = test::token_ids(tokens)}).fragment;
+  return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed,
+                      {.tokens = test::token_ids(tokens)})
+      .fragment;
 }
 
 /// One agent with its connections. Its store is the server, or its own memory.
@@ -33,9 +36,12 @@ struct Member {
   Member(const Member&) = delete;  // the replica points to the store
   Member& operator=(const Member&) = delete;
   Member(Store given, RedisTransport carrier, MemberId self, bool shared)
-      : store(std::move(given)), transport(std::move(carrier)), replica(store, options(transport, self, shared)) {}
+      : store(std::move(given)),
+        transport(std::move(carrier)),
+        replica(store, options(transport, self, shared)) {}
 
-  static typename kvmeld::Replica<Store>::Options options(const RedisTransport& transport, MemberId self, bool shared) {
+  static typename kvmeld::Replica<Store>::Options options(const RedisTransport& transport,
+                                                          MemberId self, bool shared) {
     typename kvmeld::Replica<Store>::Options options{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
     options.self = self;
     options.epoch = 1;
@@ -51,14 +57,17 @@ struct Member {
   /// A round of its loop; what the server refuses meanwhile is tried again in the next.
   void run(std::int64_t now_ms) {
     (void)replica.tick(now_ms);
-    for (const kvmeld::Outgoing& out : replica.take_outbox()) (void)transport.send(out.to, out.bytes);
-    for (auto got = transport.receive(0); got && got->has_value(); got = transport.receive(0)) REQUIRE(replica.receive((*got)->from, (*got)->bytes).ok());
+    for (const kvmeld::Outgoing& out : replica.take_outbox())
+      (void)transport.send(out.to, out.bytes);
+    for (auto got = transport.receive(0); got && got->has_value(); got = transport.receive(0))
+      REQUIRE(replica.receive((*got)->from, (*got)->bytes).ok());
   }
   [[nodiscard]] bool has(std::size_t fragments) const {
     const auto entries = replica.set().entries();
-    return entries.size() == fragments && replica.wanted() == 0 && std::all_of(entries.begin(), entries.end(), [](const auto& entry) {
-      return entry.complete() && kvmeld::verify_fragment(entry.fragment).ok();
-    });
+    return entries.size() == fragments && replica.wanted() == 0 &&
+           std::all_of(entries.begin(), entries.end(), [](const auto& entry) {
+             return entry.complete() && kvmeld::verify_fragment(entry.fragment).ok();
+           });
   }
 };
 
@@ -80,7 +89,8 @@ bool converge(Members& members, std::size_t fragments) {
   for (int i = 0; i < 1000; ++i) {
     for (auto& member : members) member.run(kvmeld::detail::monotonic_ms());
     const bool all = std::all_of(members.begin(), members.end(), [&](const auto& member) {
-      return member.has(fragments) && member.replica.set().digest() == members.front().replica.set().digest();
+      return member.has(fragments) &&
+             member.replica.set().digest() == members.front().replica.set().digest();
     });
     if (all) return true;
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -89,12 +99,14 @@ bool converge(Members& members, std::size_t fragments) {
 }
 template <class Members>
 void insert(Members& members, std::uint64_t first, std::uint64_t last) {
-  for (std::uint64_t n = first; n < last; ++n) REQUIRE(members[n % members.size()].replica.insert(fragment(n)).ok());
+  for (std::uint64_t n = first; n < last; ++n)
+    REQUIRE(members[n % members.size()].replica.insert(fragment(n)).ok());
 }
 
 }  // namespace
 
-TEST_CASE("replicas that share a server keep every fragment, also when it comes back with nothing") {
+TEST_CASE(
+    "replicas that share a server keep every fragment, also when it comes back with nothing") {
   test::RedisServer server;  // keeps nothing over a restart
   REQUIRE(server.running());
   std::deque<Member<RedisStore>> members;
@@ -108,7 +120,8 @@ TEST_CASE("replicas that share a server keep every fragment, also when it comes 
   for (auto& member : members) member.run(kvmeld::detail::monotonic_ms());
   REQUIRE(server.restart_empty());
   for (auto& member : members) {  // back when its backoff is over
-    for (int i = 0; i < 200 && !member.store.contains({}).ok(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    for (int i = 0; i < 200 && !member.store.contains({}).ok(); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   insert(members, 12, 15);
   REQUIRE(converge(members, 15));
@@ -120,11 +133,14 @@ TEST_CASE("replicas that share a server keep every fragment, also when it comes 
   CHECK(late[0].replica.counters().fragments_fetched == 0);
 }
 
-TEST_CASE("replicas with stores of their own meet by messages alone, and again after the server was away") {
+TEST_CASE(
+    "replicas with stores of their own meet by messages alone, and again after the server was "
+    "away") {
   test::RedisServer server;
   REQUIRE(server.running());
   std::deque<Member<kvmeld::MemoryStore>> members;
-  for (MemberId self = 1; self <= 3; ++self) members.emplace_back(kvmeld::MemoryStore(), transport(server, self), self, false);
+  for (MemberId self = 1; self <= 3; ++self)
+    members.emplace_back(kvmeld::MemoryStore(), transport(server, self), self, false);
   for (auto& member : members) REQUIRE(member.replica.open().ok());
   insert(members, 0, 6);
   REQUIRE(converge(members, 6));

@@ -1,4 +1,5 @@
-// What becomes of a Redis store when its server dies, fills up, forgets, refuses or stands still. All servers are real.
+// What becomes of a Redis store when its server dies, fills up, forgets, refuses or stands still.
+// All servers are real.
 #include <kvmeld/transport/redis_store.hpp>
 #include <kvmeld/transport/redis_transport.hpp>
 
@@ -49,7 +50,8 @@ TEST_CASE("a server killed in the midst of writes comes back with all that it ac
     });
     kvmeld::Status failed;
     for (; failed; ++number) {
-      const auto put = store.put(test::blob_key(1, number), test::blob_bytes(number, 1000 + number % 7 * 20'000));
+      const auto put = store.put(test::blob_key(1, number),
+                                 test::blob_bytes(number, 1000 + number % 7 * 20'000));
       failed = put.status();
       if (put) acknowledged.insert(number);
       const bool whole = records.size() % 10 == 9;
@@ -59,7 +61,9 @@ TEST_CASE("a server killed in the midst of writes comes back with all that it ac
       } else if (failed) {  // torn at any place, a replacement loses nothing
         const auto batch = store.records(0);
         failed = batch.status();
-        if (batch) failed = store.replace_records(batch->cursor, test::number_record(1, test::numbers_in(1, *batch)));
+        if (batch)
+          failed = store.replace_records(batch->cursor,
+                                         test::number_record(1, test::numbers_in(1, *batch)));
         if (failed) failed = store.add_record(test::number_record(1, {number}));
         if (failed) records.insert(number);
       }
@@ -132,7 +136,10 @@ TEST_CASE("a server that cannot write to its disk is full, and one that evicts i
   std::filesystem::remove_all(server.data_folder());
   server.tell({"CONFIG", "SET", "save", "3600 1"});
   server.tell({"BGSAVE"});
-  REQUIRE(in_the_end([&] { return server.tell({"INFO", "persistence"}).find("rdb_last_bgsave_status:err") != std::string::npos; }));
+  REQUIRE(in_the_end([&] {
+    return server.tell({"INFO", "persistence"}).find("rdb_last_bgsave_status:err") !=
+           std::string::npos;
+  }));
   const auto put = store.put(test::blob_key(1, 1), test::blob_bytes(1, 5000));
   REQUIRE_FALSE(put.ok());
   CHECK(put.error().code() == ErrorCode::store_full);
@@ -159,7 +166,8 @@ TEST_CASE("who may not in learns why") {
   CHECK(code() == ErrorCode::unauthenticated);
   client.password.clear();
   CHECK(code() == ErrorCode::unauthenticated);
-  CHECK(server.tell({"ACL", "SETUSER", "reader", "on", ">pass", "~*", "+@read", "+@connection", "+info", "+set"}) == "OK");
+  CHECK(server.tell({"ACL", "SETUSER", "reader", "on", ">pass", "~*", "+@read", "+@connection",
+                     "+info", "+set"}) == "OK");
   client.user = "reader";
   client.password = "pass";
   auto reader = RedisStore::open({.server = client, .name_space = "faults"});
@@ -168,16 +176,23 @@ TEST_CASE("who may not in learns why") {
   CHECK(reader->erase(test::blob_key(1, 1)).code() == ErrorCode::unauthenticated);
   CHECK(reader->add_record(test::blob_bytes(1, 10)).code() == ErrorCode::unauthenticated);
   // What docs/redis.md says that an agent's user needs is enough.
-  CHECK(server.tell({"ACL", "SETUSER", "agent", "on", ">pass", "~{faults}:*", "resetchannels", "&{faults}:*", "-@all", "+auth", "+select", "+ping",
-                     "+info", "+type", "+strlen", "+get", "+set", "+del", "+rpush", "+lrange", "+llen", "+ltrim", "+watch", "+unwatch", "+multi", "+exec",
-                     "+publish", "+subscribe"}) == "OK");
+  CHECK(server.tell({"ACL",         "SETUSER",       "agent",       "on",       ">pass",
+                     "~{faults}:*", "resetchannels", "&{faults}:*", "-@all",    "+auth",
+                     "+select",     "+ping",         "+info",       "+type",    "+strlen",
+                     "+get",        "+set",          "+del",        "+rpush",   "+lrange",
+                     "+llen",       "+ltrim",        "+watch",      "+unwatch", "+multi",
+                     "+exec",       "+publish",      "+subscribe"}) == "OK");
   client.user = "agent";
   client.database = 1;
   auto agent = RedisStore::open({.server = client, .name_space = "faults"});
   REQUIRE(agent.ok());
   test::store_laws(*agent, *agent, 4, false);
-  CHECK(RedisTransport::open({.server = client, .name_space = "faults", .self = 1})->send(2, test::blob_bytes(1, 10)).ok());
-  CHECK(RedisTransport::open({.server = client, .name_space = "others", .self = 1}).error().code() == ErrorCode::unauthenticated);
+  CHECK(RedisTransport::open({.server = client, .name_space = "faults", .self = 1})
+            ->send(2, test::blob_bytes(1, 10))
+            .ok());
+  CHECK(
+      RedisTransport::open({.server = client, .name_space = "others", .self = 1}).error().code() ==
+      ErrorCode::unauthenticated);
   client.database = 0;
   client.user = "nobody";
   CHECK(code() == ErrorCode::unauthenticated);
@@ -201,7 +216,10 @@ TEST_CASE("a server that is gone costs no more than was said, and is found again
   }
   CHECK(kvmeld::detail::monotonic_ms() - begin < 2000);  // most of them did not even try
   CHECK(RedisStore::open({.server = server.client()}).error().code() == ErrorCode::unavailable);
-  CHECK(RedisStore::open({.server = server.client_by_port()}).error().message().find("Connection refused") != std::string::npos);
+  CHECK(RedisStore::open({.server = server.client_by_port()})
+            .error()
+            .message()
+            .find("Connection refused") != std::string::npos);
   REQUIRE(server.restart());
   CHECK(in_the_end([&] { return store.get(test::blob_key(1, 1)).ok(); }));
 
@@ -222,13 +240,17 @@ TEST_CASE("a server that is gone costs no more than was said, and is found again
   CHECK(in_the_end([&] { return brief->get(test::blob_key(1, 1)).ok(); }));
 }
 
-TEST_CASE("a failover is noticed: the replica that takes over is another generation with the same content") {
+TEST_CASE(
+    "a failover is noticed: the replica that takes over is another generation with the same "
+    "content") {
   test::RedisServer master({"--repl-diskless-sync-delay", "0"}, true), replica;
   RedisStore store = open(master);
   REQUIRE(store.put(test::blob_key(1, 1), test::blob_bytes(1, 100'000)).ok());
   REQUIRE(store.add_record(test::number_record(1, {1})).ok());
   CHECK(replica.tell({"REPLICAOF", "127.0.0.1", std::to_string(master.port())}) == "OK");
-  REQUIRE(in_the_end([&] { return replica.tell({"INFO", "replication"}).find("master_link_status:up") != std::string::npos; }));
+  REQUIRE(in_the_end([&] {
+    return replica.tell({"INFO", "replication"}).find("master_link_status:up") != std::string::npos;
+  }));
   RedisStore other = open(replica);
   REQUIRE(in_the_end([&] { return *other.contains(test::blob_key(1, 1)); }));
   CHECK(test::numbers_in(1, *other.records(0)).size() == 1);
@@ -253,7 +275,8 @@ TEST_CASE("a lost connection alone is not noticed, and no change of generation")
   const std::uint64_t generation = store.generation();
   for (int i = 0; i < 3; ++i) {
     server.tell({"CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"});
-    CHECK(store.put(test::blob_key(1, static_cast<std::uint64_t>(i)), test::blob_bytes(1, 300'000)).ok());
+    CHECK(store.put(test::blob_key(1, static_cast<std::uint64_t>(i)), test::blob_bytes(1, 300'000))
+              .ok());
   }
   CHECK(store.generation() == generation);
   CHECK(store.counters().reconnects == 3);
@@ -263,7 +286,8 @@ TEST_CASE("a lost connection alone is not noticed, and no change of generation")
 TEST_CASE("a server that forgot is noticed, and its records are read from the beginning") {
   test::RedisServer server(append_only);
   RedisStore store = open(server), other = open(server);
-  for (std::uint64_t n = 0; n < 10; ++n) REQUIRE(store.add_record(test::number_record(1, {n})).ok());
+  for (std::uint64_t n = 0; n < 10; ++n)
+    REQUIRE(store.add_record(test::number_record(1, {n})).ok());
   const auto seen = other.records(0);
   REQUIRE(seen.ok());
   const std::uint64_t first = store.generation();
@@ -273,7 +297,8 @@ TEST_CASE("a server that forgot is noticed, and its records are read from the be
   REQUIRE(in_the_end([&] { return other.records(0).ok(); }));
   CHECK(other.generation() != first);
   CHECK(other.records(seen->cursor)->records == seen->records);
-  CHECK(other.replace_records(seen->cursor, test::number_record(1, {0})).ok());  // of a cursor that says nothing now: replaces nothing
+  // of a cursor that says nothing now: replaces nothing
+  CHECK(other.replace_records(seen->cursor, test::number_record(1, {0})).ok());
   CHECK(test::numbers_in(1, *other.records(0)).size() == 10);
 
   REQUIRE(server.restart_empty());
@@ -281,7 +306,8 @@ TEST_CASE("a server that forgot is noticed, and its records are read from the be
   const std::uint64_t second = store.generation();
   CHECK(second != first);
   // Refilled beyond the old cursor by one, and still the other sees all of it.
-  for (std::uint64_t n = 100; n < 120; ++n) REQUIRE(store.add_record(test::number_record(1, {n})).ok());
+  for (std::uint64_t n = 100; n < 120; ++n)
+    REQUIRE(store.add_record(test::number_record(1, {n})).ok());
   const auto fresh = other.records(seen->cursor);
   REQUIRE(fresh.ok());
   CHECK(test::numbers_in(1, *fresh).size() == 20);
@@ -299,7 +325,8 @@ TEST_CASE("a server that forgot is noticed, and its records are read from the be
   // A cursor that nobody gave.
   const std::uint64_t beyond = flushed->cursor + 5;
   CHECK(other.records(beyond)->records.size() == 1);
-  CHECK(other.replace_records(beyond, test::number_record(1, {})).code() == ErrorCode::invalid_argument);
+  CHECK(other.replace_records(beyond, test::number_record(1, {})).code() ==
+        ErrorCode::invalid_argument);
 }
 
 TEST_CASE("a store says what is wrong with its options, and what is no redis server") {
@@ -312,14 +339,21 @@ TEST_CASE("a store says what is wrong with its options, and what is no redis ser
   };
   CHECK(refused([](auto& o) { o.name_space = ""; }).code() == ErrorCode::invalid_argument);
   CHECK(refused([](auto& o) { o.name_space = "a}"; }).message().find("a}") != std::string::npos);
-  CHECK(refused([](auto& o) { o.server.unix_socket.assign(108, 'x'); }).message().find("108") != std::string::npos);
-  CHECK(refused([](auto& o) { o.server.unix_socket.clear(), o.server.port = 65536; }).message().find("65536") != std::string::npos);
+  CHECK(refused([](auto& o) { o.server.unix_socket.assign(108, 'x'); }).message().find("108") !=
+        std::string::npos);
+  CHECK(refused([](auto& o) { o.server.unix_socket.clear(), o.server.port = 65536; })
+            .message()
+            .find("65536") != std::string::npos);
   CHECK(refused([](auto& o) { o.server.database = -1; }).code() == ErrorCode::invalid_argument);
   CHECK(refused([](auto& o) { o.server.database = 99; }).code() == ErrorCode::invalid_argument);
   CHECK(refused([](auto& o) { o.server.user = "u"; }).code() == ErrorCode::invalid_argument);
-  CHECK(refused([](auto& o) { o.server.command_timeout_ms = 0; }).code() == ErrorCode::invalid_argument);
-  CHECK(refused([](auto& o) { o.server.backoff_limit_ms = 1; }).code() == ErrorCode::invalid_argument);
-  CHECK(refused([](auto& o) { o.server.unix_socket.clear(), o.server.host = "no.such.host.invalid"; }).code() == ErrorCode::unavailable);
+  CHECK(refused([](auto& o) { o.server.command_timeout_ms = 0; }).code() ==
+        ErrorCode::invalid_argument);
+  CHECK(refused([](auto& o) { o.server.backoff_limit_ms = 1; }).code() ==
+        ErrorCode::invalid_argument);
+  CHECK(refused([](auto& o) {
+          o.server.unix_socket.clear(), o.server.host = "no.such.host.invalid";
+        }).code() == ErrorCode::unavailable);
 
   // Somebody else's service on that port.
   const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
@@ -335,7 +369,8 @@ TEST_CASE("a store says what is wrong with its options, and what is no redis ser
     (void)::send(client, "HTTP/1.1 400 Bad Request\r\n\r\n", 28, MSG_NOSIGNAL);
     close(client);
   });
-  const kvmeld::Status http = refused([&](auto& o) { o.server.unix_socket.clear(), o.server.port = ntohs(address.sin_port); });
+  const kvmeld::Status http = refused(
+      [&](auto& o) { o.server.unix_socket.clear(), o.server.port = ntohs(address.sin_port); });
   stranger.join();
   close(listener);
   CHECK(http.code() == ErrorCode::unavailable);
@@ -354,21 +389,25 @@ TEST_CASE("numbers in the namespace that no store wrote are corrupt, at once") {
   REQUIRE(store.add_record(test::number_record(1, {1})).ok());
   const auto seen = store.records(0);
   REQUIRE(seen.ok());
-  for (const char* base : {"18446744073709551615", "18446744073709551614", "17592186044415", "17592186044416", "-1", "", "x", "1x", "01", " 1",
-                           "1e3", "99999999999999999999"}) {
+  for (const char* base :
+       {"18446744073709551615", "18446744073709551614", "17592186044415", "17592186044416", "-1",
+        "", "x", "1x", "01", " 1", "1e3", "99999999999999999999"}) {
     INFO("records:base is '" << base << "'");
     CHECK(server.tell({"SET", "{faults}:records:base", base}) == "OK");
     const std::int64_t begin = kvmeld::detail::monotonic_ms();
     CHECK(store.records(0).error().code() == ErrorCode::corrupt);
     CHECK(store.records(seen->cursor).error().code() == ErrorCode::corrupt);
-    CHECK(store.replace_records(seen->cursor, test::number_record(1, {1})).code() == ErrorCode::corrupt);
+    CHECK(store.replace_records(seen->cursor, test::number_record(1, {1})).code() ==
+          ErrorCode::corrupt);
     CHECK(kvmeld::detail::monotonic_ms() - begin < 2000);
   }
-  CHECK(server.tell({"SET", "{faults}:records:base", "17592186044414"}) == "OK");  // the last that there is
+  // the last that there is
+  CHECK(server.tell({"SET", "{faults}:records:base", "17592186044414"}) == "OK");
   CHECK(store.records(0)->records == seen->records);
 }
 
-TEST_CASE("what is there already was looked at: other bytes are replaced, and another type is corrupt") {
+TEST_CASE(
+    "what is there already was looked at: other bytes are replaced, and another type is corrupt") {
   const test::RedisServer server;
   RedisStore store = open(server);
   for (const std::size_t size : {std::size_t{10}, std::size_t{5000}, std::size_t{400'000}}) {

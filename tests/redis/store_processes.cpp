@@ -1,4 +1,5 @@
-// Processes that share nothing but a server: fragments of 8 MiB, records and messages cross between them.
+// Processes that share nothing but a server: fragments of 8 MiB, records and messages cross between
+// them.
 #include <kvmeld/transport/redis_store.hpp>
 #include <kvmeld/transport/redis_transport.hpp>
 
@@ -22,7 +23,8 @@ struct Chunks {
   std::vector<kvmeld::BlobKey> keys;
 
   explicit Chunks(std::uint64_t seed, std::size_t count = 8) {
-    for (std::uint64_t n = 0; n < count; ++n) bytes.push_back(test::blob_bytes(seed + n, chunk_bytes));
+    for (std::uint64_t n = 0; n < count; ++n)
+      bytes.push_back(test::blob_bytes(seed + n, chunk_bytes));
     for (std::uint64_t n = 0; n < count; ++n) keys.push_back(test::blob_key(seed, n));
     keys[0].bytes = {0, 0, 1};  // a key is any bytes
     keys[0].bytes[31] = static_cast<std::uint8_t>(seed);
@@ -61,12 +63,16 @@ TEST_CASE("fragments, records and messages cross between processes, byte for byt
     if (!store || !transport) return false;
     if (!transport->send(1, test::message(1, 10))) return false;
     auto news = transport->receive(20'000);
-    if (!news || !news->has_value() || (*news)->from != 1 || (*news)->bytes != test::message(2, 3'000'000)) return false;
+    if (!news || !news->has_value() || (*news)->from != 1 ||
+        (*news)->bytes != test::message(2, 3'000'000))
+      return false;
     const auto records = store->records(0);
     if (!records || test::numbers_in(1, *records) != std::set<std::uint64_t>{1, 2, 3}) return false;
     if (!Chunks(10).are_in(*store)) return false;
     const Chunks answer(20);
-    return store->put_all(answer.blobs).ok() && store->add_record(test::number_record(1, {4})).ok() && transport->send(1, test::message(3, 10)).ok();
+    return store->put_all(answer.blobs).ok() &&
+           store->add_record(test::number_record(1, {4})).ok() &&
+           transport->send(1, test::message(3, 10)).ok();
   });
   auto store = RedisStore::open({.server = server.client()});
   auto transport = RedisTransport::open({.server = server.client(), .self = 1});
@@ -107,7 +113,7 @@ TEST_CASE("what is known is not sent again, whoever brought it") {
   CHECK(now.dedup_bytes - start.dedup_bytes == 8 * chunk_bytes);
   CHECK(now.bytes_sent - start.bytes_sent < 8 * 200);
   CHECK(now.bytes_received - start.bytes_received > 8 * chunk_bytes);  // compared, not believed
-  CHECK(now.round_trips - start.round_trips == 1 + 8);                 // all lengths, then about a MiB each
+  CHECK(now.round_trips - start.round_trips == 1 + 8);  // all lengths, then about a MiB each
   // One new among them, and small ones, which are not asked for.
   const Chunks other(40, 1);
   std::vector<kvmeld::RedisBlob> mixed = fragment.blobs;
@@ -116,28 +122,34 @@ TEST_CASE("what is known is not sent again, whoever brought it") {
   mixed.push_back(mixed.back());
   const auto some = store->put_all(mixed);
   REQUIRE(some.ok());
-  CHECK((*some == std::vector<bool>{false, false, false, true, false, false, false, false, false, true, false}));
+  CHECK((*some == std::vector<bool>{false, false, false, true, false, false, false, false, false,
+                                    true, false}));
   const kvmeld::RedisStoreCounters last = store->counters();
-  CHECK(last.round_trips - now.round_trips == 1 + 8 + 1 + 1);  // what is missing, and the small one that was there then
+  // what is missing, and the small one that was there then
+  CHECK(last.round_trips - now.round_trips == 1 + 8 + 1 + 1);
   CHECK(last.bytes_sent - now.bytes_sent < chunk_bytes + 3000);
   CHECK(last.dedup_hits - now.dedup_hits == 9);
   CHECK(other.are_in(*store));
   // A fragment of one blob: 8 MiB at once.
   Bytes whole(8 * chunk_bytes);
-  std::iota(reinterpret_cast<std::uint32_t*>(whole.data()), reinterpret_cast<std::uint32_t*>(whole.data() + whole.size()), 7U);
+  std::iota(reinterpret_cast<std::uint32_t*>(whole.data()),
+            reinterpret_cast<std::uint32_t*>(whole.data() + whole.size()), 7U);
   REQUIRE(store->put(test::blob_key(60, 0), whole).ok());
   CHECK(test::equal(*store->get(test::blob_key(60, 0)), whole));
   // Many at once, of all sizes and some that are not there.
   std::vector<kvmeld::BlobKey> all;
   for (std::uint64_t n = 0; n < 200; ++n) all.push_back(test::blob_key(70, n));
-  for (std::uint64_t n = 0; n < 200; n += 3) REQUIRE(store->put(all[n], test::blob_bytes(n, n % 7 == 0 ? 300'000 + n : n * 50)).ok());
+  for (std::uint64_t n = 0; n < 200; n += 3)
+    REQUIRE(store->put(all[n], test::blob_bytes(n, n % 7 == 0 ? 300'000 + n : n * 50)).ok());
   const auto got = store->get_all(all);
   REQUIRE((got.ok() && got->size() == 200));
   for (std::uint64_t n = 0; n < 200; ++n) {
     CHECK(((*got)[n].data != nullptr) == (n % 3 == 0));
-    if (n % 3 == 0) CHECK(test::equal((*got)[n], test::blob_bytes(n, n % 7 == 0 ? 300'000 + n : n * 50)));
+    if (n % 3 == 0)
+      CHECK(test::equal((*got)[n], test::blob_bytes(n, n % 7 == 0 ? 300'000 + n : n * 50)));
   }
-  CHECK(*store->contains_all(std::vector{test::blob_key(60, 0), test::blob_key(60, 1)}) == std::vector<bool>{true, false});
+  CHECK(*store->contains_all(std::vector{test::blob_key(60, 0), test::blob_key(60, 1)}) ==
+        std::vector<bool>{true, false});
 }
 
 TEST_CASE("writers in several processes lose no record to one that replaces") {
@@ -153,7 +165,11 @@ TEST_CASE("writers in several processes lose no record to one that replaces") {
         if (!store->add_record(test::number_record(1, {w * each + n})).ok()) return false;
         if (n % 17 != w) continue;
         const auto batch = store->records(0);
-        if (!batch || !store->replace_records(batch->cursor, test::number_record(1, test::numbers_in(1, *batch))).ok()) return false;
+        if (!batch || !store
+                           ->replace_records(batch->cursor,
+                                             test::number_record(1, test::numbers_in(1, *batch)))
+                           .ok())
+          return false;
       }
       return true;
     }));
@@ -182,7 +198,8 @@ TEST_CASE("a cluster takes a namespace in one slot, and says when nobody serves 
   const test::RedisServer server({"--cluster-enabled", "yes"}, true);
   REQUIRE(server.running());
   CHECK(server.tell({"CLUSTER", "ADDSLOTSRANGE", "0", "16383"}) == "OK");
-  kvmeld::Result<RedisStore> store = RedisStore::open({.server = server.client(), .name_space = "team a"});
+  kvmeld::Result<RedisStore> store =
+      RedisStore::open({.server = server.client(), .name_space = "team a"});
   for (int i = 0; i < 500 && !store; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     store = RedisStore::open({.server = server.client(), .name_space = "team a"});
@@ -196,6 +213,7 @@ TEST_CASE("a cluster takes a namespace in one slot, and says when nobody serves 
   CHECK(server.tell({"CLUSTER", "DELSLOTS", slot}) == "OK");
   const auto gone = store->get(test::blob_key(1, 1));
   REQUIRE_FALSE(gone.ok());
-  CHECK((gone.error().code() == kvmeld::ErrorCode::unavailable || gone.error().code() == kvmeld::ErrorCode::unsupported));
+  CHECK((gone.error().code() == kvmeld::ErrorCode::unavailable ||
+         gone.error().code() == kvmeld::ErrorCode::unsupported));
   CHECK(gone.error().message().find("CLUSTERDOWN") != std::string::npos);
 }

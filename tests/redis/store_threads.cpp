@@ -1,4 +1,5 @@
-// The Redis store against the laws of BlobStore, on a real server; also built under the thread sanitizer.
+// The Redis store against the laws of BlobStore, on a real server; also built under the thread
+// sanitizer.
 #include <kvmeld/transport/redis_store.hpp>
 
 #include "support/redis_server.hpp"
@@ -6,13 +7,15 @@
 
 namespace {
 
-kvmeld::Result<kvmeld::RedisStore> open(const test::RedisServer& server, const std::string& name = "laws") {
+kvmeld::Result<kvmeld::RedisStore> open(const test::RedisServer& server,
+                                        const std::string& name = "laws") {
   return kvmeld::RedisStore::open({.server = server.client(), .name_space = name});
 }
 
 }  // namespace
 
-TEST_CASE("a redis store keeps the laws, through one handle and through two, by socket and by port") {
+TEST_CASE(
+    "a redis store keeps the laws, through one handle and through two, by socket and by port") {
   const test::RedisServer server({}, true);
   REQUIRE(server.running());
   auto store = open(server);

@@ -1,4 +1,5 @@
-// Messages over a real server's channels against the laws of Transport; also built under the thread sanitizer.
+// Messages over a real server's channels against the laws of Transport; also built under the thread
+// sanitizer.
 #include <kvmeld/transport/redis_transport.hpp>
 
 #include "support/redis_server.hpp"
@@ -9,8 +10,12 @@ using kvmeld::RedisTransport;
 
 namespace {
 
-RedisTransport join(const test::RedisServer& server, kvmeld::MemberId member, const std::string& name = "room") {
-  auto transport = RedisTransport::open({.server = server.client(), .name_space = name, .self = member, .max_message_bytes = 1U << 20U});
+RedisTransport join(const test::RedisServer& server, kvmeld::MemberId member,
+                    const std::string& name = "room") {
+  auto transport = RedisTransport::open({.server = server.client(),
+                                         .name_space = name,
+                                         .self = member,
+                                         .max_message_bytes = 1U << 20U});
   INFO(transport.error().message());
   REQUIRE(transport.ok());
   return *std::move(transport);
@@ -30,8 +35,9 @@ TEST_CASE("other namespaces, and what is no message, stay outside") {
   REQUIRE(server.running());
   RedisTransport a = join(server, 1), stranger = join(server, 2, "other");
   REQUIRE(stranger.send(kvmeld::everyone, test::message(1, 8)).ok());
-  for (const std::string& noise : {std::string(), std::string("kvm1"), std::string("kvm1\0\0\0\0\0\0\0", 11), std::string("kvm2\0\0\0\0\0\0\0\0x", 13),
-                                   "kvm1" + std::string((1U << 20U) + 9, 'x')}) {
+  for (const std::string& noise :
+       {std::string(), std::string("kvm1"), std::string("kvm1\0\0\0\0\0\0\0", 11),
+        std::string("kvm2\0\0\0\0\0\0\0\0x", 13), "kvm1" + std::string((1U << 20U) + 9, 'x')}) {
     CHECK(server.tell({"PUBLISH", "{room}:news", noise}) == "1");
     CHECK(server.tell({"PUBLISH", "{room}:to:1", noise}) == "1");
   }
@@ -40,7 +46,8 @@ TEST_CASE("other namespaces, and what is no message, stay outside") {
   CHECK(stranger.counters().unheard == 0);  // its own subscription hears it
   REQUIRE(stranger.send(3, test::message(1, 8)).ok());
   CHECK(stranger.counters().unheard == 1);
-  CHECK(server.tell({"PUBLISH", "{room}:to:1", std::string("kvm1\2\0\0\0\0\0\0\0a\0b", 15)}) == "1");
+  CHECK(server.tell({"PUBLISH", "{room}:to:1", std::string("kvm1\2\0\0\0\0\0\0\0a\0b", 15)}) ==
+        "1");
   const auto got = a.receive(1000);
   REQUIRE((got.ok() && got->has_value()));
   CHECK((*got)->from == 2);
@@ -67,8 +74,10 @@ TEST_CASE("a subscription comes back after the server's restart, and says that t
   std::thread listener([&] {
     for (int i = 0; i < 100 && heard == 0; ++i) {
       const auto got = b.receive(200);
-      if (!got) ++errors;
-      else if (got->has_value() && (*got)->bytes == test::message(3, 100)) ++heard;
+      if (!got)
+        ++errors;
+      else if (got->has_value() && (*got)->bytes == test::message(3, 100))
+        ++heard;
     }
   });
   REQUIRE(server.restart());
@@ -108,17 +117,24 @@ TEST_CASE("a server that stands still is noticed by who sends and by who listens
   CHECK(noticed);
   server.go_on();
   bool back = false;
-  for (int i = 0; i < 50 && !back; ++i) back = a->receive(50).ok() && a->send(2, test::message(1, 10)).ok();
+  for (int i = 0; i < 50 && !back; ++i)
+    back = a->receive(50).ok() && a->send(2, test::message(1, 10)).ok();
   CHECK(back);
 }
 
 TEST_CASE("a transport says what is wrong with its options") {
   const test::RedisServer server;
   REQUIRE(server.running());
-  const auto refused = [](const kvmeld::RedisTransportOptions& options) { return RedisTransport::open(options).error(); };
-  CHECK(refused({.server = server.client(), .self = kvmeld::everyone}).code() == ErrorCode::invalid_argument);
-  CHECK(refused({.server = server.client(), .name_space = "a{b"}).code() == ErrorCode::invalid_argument);
-  CHECK(refused({.server = server.client(), .max_message_bytes = std::size_t{1} << 40U}).message().find("1099511627776") != std::string::npos);
+  const auto refused = [](const kvmeld::RedisTransportOptions& options) {
+    return RedisTransport::open(options).error();
+  };
+  CHECK(refused({.server = server.client(), .self = kvmeld::everyone}).code() ==
+        ErrorCode::invalid_argument);
+  CHECK(refused({.server = server.client(), .name_space = "a{b"}).code() ==
+        ErrorCode::invalid_argument);
+  CHECK(refused({.server = server.client(), .max_message_bytes = std::size_t{1} << 40U})
+            .message()
+            .find("1099511627776") != std::string::npos);
   kvmeld::RedisOptions nowhere = server.client();
   nowhere.unix_socket = server.socket() + "-none";
   CHECK(refused({.server = nowhere}).code() == ErrorCode::unavailable);

@@ -1,4 +1,5 @@
-// Peers end with one directory of anchors, whatever the network did, and tell each other news in messages that grow with log n.
+// Peers end with one directory of anchors, whatever the network did, and tell each other news in
+// messages that grow with log n.
 #include <cmath>
 #include <cstdio>
 
@@ -27,18 +28,23 @@ struct Outcome {
   std::size_t records = 0;
 };
 
-/// Peers that commit, evict, fall apart, restart and pull for some seconds; then faults end, and everything must be right.
+/// Peers that commit, evict, fall apart, restart and pull for some seconds; then faults end, and
+/// everything must be right.
 Outcome run(std::size_t n, std::uint64_t seed) {
   Peers net(n, seed);
   net.network.faults = bad_network();
   kvmeld::testing::Random random(seed + 1);
-  std::map<FragmentId, kvmeld::Anchor> made;           // by key: what was ever committed
+  std::map<FragmentId, kvmeld::Anchor> made;  // by key: what was ever committed
   std::map<FragmentId, kvmeld::Digest128> context;
   const auto commit = [&](std::size_t i, std::uint64_t number) {
-    const std::vector<std::uint64_t> places = number % 5 == 0 ? std::vector<std::uint64_t>{} : std::vector<std::uint64_t>{number % 3 + 1, 9};
+    const std::vector<std::uint64_t> places = number % 5 == 0
+                                                  ? std::vector<std::uint64_t>{}
+                                                  : std::vector<std::uint64_t>{number % 3 + 1, 9};
     const kvmeld::Anchor a = test::anchor(number, places);
     REQUIRE(net.peers[i].pool->commit(a).ok());
-    const auto note = [&](const kvmeld::Digest128& at) { made[kvmeld::record_key(a.id, at)] = a, context[kvmeld::record_key(a.id, at)] = at; };
+    const auto note = [&](const kvmeld::Digest128& at) {
+      made[kvmeld::record_key(a.id, at)] = a, context[kvmeld::record_key(a.id, at)] = at;
+    };
     if (places.empty()) note({});
     for (const auto& offset : a.offsets) note(offset.context);
   };
@@ -56,27 +62,32 @@ Outcome run(std::size_t n, std::uint64_t seed) {
     const std::size_t i = random.below(n);
     // Numbers repeat, so that some anchors are committed by several peers at once.
     if (step < 400 && random.chance(0.25)) commit(i, 1 + random.below(3 * n));
-    if (random.chance(0.04) && net.peers[i].pool->size() > 0) net.peers[i].pool->erase(net.peers[i].pool->snapshot()->table.anchor(0)->id);
-    if (random.chance(0.2)) REQUIRE(kvmeld::publish_pool(*net.peers[i].exchange, *net.peers[i].pool).ok());
+    if (random.chance(0.04) && net.peers[i].pool->size() > 0)
+      net.peers[i].pool->erase(net.peers[i].pool->snapshot()->table.anchor(0)->id);
+    if (random.chance(0.2))
+      REQUIRE(kvmeld::publish_pool(*net.peers[i].exchange, *net.peers[i].pool).ok());
     if (random.chance(0.02)) {
       ++restarts;
       net.start(i, random.chance(0.5), random.chance(0.5));
     }
     if (step == 150 || step == 350) {
       ++cuts;
-      for (const kvmeld::MemberId member : net.members) net.network.set_side(member, random.chance(0.5));
+      for (const kvmeld::MemberId member : net.members)
+        net.network.set_side(member, random.chance(0.5));
     }
     if (step == 250 || step == 450) net.network.heal();
     if (random.chance(0.1) && net.peers[i].exchange->directory().size() > 0) {
       auto at = net.peers[i].exchange->directory().entries().begin();
-      std::advance(at, static_cast<std::ptrdiff_t>(random.below(net.peers[i].exchange->directory().entries().size())));
+      std::advance(at, static_cast<std::ptrdiff_t>(
+                           random.below(net.peers[i].exchange->directory().entries().size())));
       if (!at->second.record.removed) REQUIRE(net.peers[i].exchange->pull(at->first).ok());
     }
     net.step();
   }
   net.network.faults = kvmeld::testing::Faults::none();
   for (int round = 0; round < 6; ++round) {
-    for (Peers::Peer& peer : net.peers) REQUIRE(kvmeld::publish_pool(*peer.exchange, *peer.pool).ok());
+    for (Peers::Peer& peer : net.peers)
+      REQUIRE(kvmeld::publish_pool(*peer.exchange, *peer.pool).ok());
     for (int step = 0; step < 200; ++step) net.step();
   }
   INFO("seed " << seed);
@@ -85,7 +96,8 @@ Outcome run(std::size_t n, std::uint64_t seed) {
   if (n > 4) CHECK(net.network.cut_off() > 0);  // a few peers may end up on one side
   CHECK(net.refused > 0);
   std::uint64_t sessions = 0, adopted = 0;
-  for (const Peers::Peer& peer : net.peers) sessions += peer.exchange->counters().sessions, adopted += peer.exchange->counters().adopted;
+  for (const Peers::Peer& peer : net.peers)
+    sessions += peer.exchange->counters().sessions, adopted += peer.exchange->counters().adopted;
   if (n > 16) CHECK(sessions > 0);
   if (n > 8) CHECK(adopted > 0);
   REQUIRE(net.agree());
@@ -104,7 +116,8 @@ Outcome run(std::size_t n, std::uint64_t seed) {
   for (Peers::Peer& peer : net.peers) {
     for (const kvmeld::PulledAnchor& p : peer.pulled) {
       if (!p.anchor) {
-        CHECK((p.anchor.error().code() == ErrorCode::not_found || p.anchor.error().code() == ErrorCode::unavailable));
+        CHECK((p.anchor.error().code() == ErrorCode::not_found ||
+               p.anchor.error().code() == ErrorCode::unavailable));
         continue;
       }
       ++pulled;
@@ -129,11 +142,14 @@ Outcome run(std::size_t n, std::uint64_t seed) {
 
 }  // namespace
 
-TEST_CASE("32 peers end with one directory through loss, repetition, reordering, damage, partitions and restarts") {
+TEST_CASE(
+    "32 peers end with one directory through loss, repetition, reordering, damage, partitions and "
+    "restarts") {
   for (std::uint64_t seed = 1; seed <= 3; ++seed) {
     const Outcome outcome = run(32, seed);
     CHECK(outcome.records > 20);
-    std::printf("seed %llu: %zu records everywhere\n", static_cast<unsigned long long>(seed), outcome.records);
+    std::printf("seed %llu: %zu records everywhere\n", static_cast<unsigned long long>(seed),
+                outcome.records);
   }
 }
 
@@ -150,7 +166,9 @@ TEST_CASE("what a peer sends until all know all grows with log n") {
     std::uint64_t calm = 0, lossy = 0;
   };
   std::vector<Row> rows;
-  std::printf("peers  messages a peer, most (every peer publishes one anchor; until all directories agree)\n");
+  std::printf(
+      "peers  messages a peer, most (every peer publishes one anchor; until all directories "
+      "agree)\n");
   for (const std::size_t n : {8U, 16U, 32U, 64U}) {
     Row row{n};
     for (const bool lossy : {false, true}) {
@@ -163,15 +181,18 @@ TEST_CASE("what a peer sends until all know all grows with log n") {
           REQUIRE(kvmeld::publish_pool(*net.peers[i].exchange, *net.peers[i].pool).ok());
         }
         int steps = 0;
-        const auto done = [&] { return net.agree() && net.peers[0].exchange->directory().size() == n; };
+        const auto done = [&] {
+          return net.agree() && net.peers[0].exchange->directory().size() == n;
+        };
         for (; steps < 6000 && !done(); ++steps) net.step();
         REQUIRE(done());
         worst = (std::max)(worst, net.most_messages());
         for (std::size_t i = 0; i < n; ++i) sum += net.messages(i);
       }
       (lossy ? row.lossy : row.calm) = worst;
-      std::printf("%5zu  %s: most %llu, mean %.1f; everybody to everybody: %zu\n", n, lossy ? "bad network" : "calm       ",
-                  static_cast<unsigned long long>(worst), static_cast<double>(sum) / static_cast<double>(3 * n), n - 1);
+      std::printf("%5zu  %s: most %llu, mean %.1f; everybody to everybody: %zu\n", n,
+                  lossy ? "bad network" : "calm       ", static_cast<unsigned long long>(worst),
+                  static_cast<double>(sum) / static_cast<double>(3 * n), n - 1);
     }
     rows.push_back(row);
   }
@@ -202,9 +223,13 @@ void settle(Peers& net, int steps = 300) {
   for (int step = 0; step < steps; ++step) net.step();
   REQUIRE(net.agree());
 }
-std::uint64_t pieces(const Peers& net, std::size_t i) { return net.peers[i].exchange->counters().sent[static_cast<std::size_t>(kvmeld::AnchorMessage::piece)]; }
+std::uint64_t pieces(const Peers& net, std::size_t i) {
+  return net.peers[i].exchange->counters().sent[static_cast<std::size_t>(
+      kvmeld::AnchorMessage::piece)];
+}
 
-/// An anchor that peer 0 publishes and that belongs to another; `rank` are peers as the key is drawn to them, peer 0 left out.
+/// An anchor that peer 0 publishes and that belongs to another; `rank` are peers as the key is
+/// drawn to them, peer 0 left out.
 struct Published {
   kvmeld::Anchor anchor;
   FragmentId key;
@@ -228,7 +253,8 @@ Published published(Peers& net) {
 
 }  // namespace
 
-TEST_CASE("the owner by rank is asked first, takes over what it is asked for, and serves the next one") {
+TEST_CASE(
+    "the owner by rank is asked first, takes over what it is asked for, and serves the next one") {
   Peers net(8, 1);
   const Published p = published(net);
   const std::size_t owner = p.rank[0], a = p.rank[5], b = p.rank[6];
@@ -278,31 +304,38 @@ TEST_CASE("the owner by rank is asked first, takes over what it is asked for, an
   CHECK(net.peers[b].exchange->directory().find(p.key)->owner == net.members[a]);
 }
 
-TEST_CASE("where the owner is missing the next by rank is asked; where nobody answers, or nobody has it, the pull says so") {
+TEST_CASE(
+    "where the owner is missing the next by rank is asked; where nobody answers, or nobody has it, "
+    "the pull says so") {
   Peers net(8, 2);
   const Published p = published(net);
   const std::size_t owner = p.rank[0], second = p.rank[1], a = p.rank[6];
-  net.network.set_side(net.members[owner], true);  // does not hear, does not answer
-  REQUIRE(pulled(net, second, p.key).anchor.ok()); // from the writer
+  net.network.set_side(net.members[owner], true);   // does not hear, does not answer
+  REQUIRE(pulled(net, second, p.key).anchor.ok());  // from the writer
   net.network.set_side(net.members[0], true);
   const auto got = pulled(net, a, p.key);
   REQUIRE(got.anchor.ok());
   CHECK(test::same_anchor(*got.anchor, p.anchor, test::place(2)));
   CHECK(pieces(net, second) > 0);
   const std::size_t b = p.rank[5];
-  for (const kvmeld::MemberId member : net.members) net.network.set_side(member, member != net.members[b]);
+  for (const kvmeld::MemberId member : net.members)
+    net.network.set_side(member, member != net.members[b]);
   CHECK(pulled(net, b, p.key).anchor.error().code() == ErrorCode::unavailable);
   // Those that had it are gone, and everybody knows who lives.
   net.network.heal();
   std::vector<kvmeld::MemberId> left;
   for (const kvmeld::MemberId member : net.members) {
-    if (member != net.members[0] && member != net.members[second] && member != net.members[a]) left.push_back(member);
+    if (member != net.members[0] && member != net.members[second] && member != net.members[a])
+      left.push_back(member);
   }
-  for (const std::size_t gone : {std::size_t{0}, second, a}) net.network.set_side(net.members[gone], true);
+  for (const std::size_t gone : {std::size_t{0}, second, a})
+    net.network.set_side(net.members[gone], true);
   for (Peers::Peer& peer : net.peers) peer.exchange->set_members(left);
   CHECK(pulled(net, b, p.key).anchor.error().code() == ErrorCode::not_found);
   for (int step = 0; step < 300; ++step) net.step();
-  for (const kvmeld::MemberId member : left) CHECK(net.peers[member - 1].exchange->directory().find(p.key) == nullptr);  // buried for all
+  // buried for all
+  for (const kvmeld::MemberId member : left)
+    CHECK(net.peers[member - 1].exchange->directory().find(p.key) == nullptr);
 }
 
 TEST_CASE("a damaged blob is refused, its sender is struck, and the next one is asked") {
@@ -312,7 +345,8 @@ TEST_CASE("a damaged blob is refused, its sender is struck, and the next one is 
   kvmeld::MemoryStore& store = net.peers[a].store;
   REQUIRE(net.peers[a].exchange->pull(p.key).ok());
   // By hand from here: the first that is asked sends every blob with one bit wrong.
-  const auto deliver = [&](std::size_t from, std::size_t to, const kvmeld::Outgoing& out, bool damage) {
+  const auto deliver = [&](std::size_t from, std::size_t to, const kvmeld::Outgoing& out,
+                           bool damage) {
     std::vector<std::byte> bytes = out.bytes;
     const auto& frame = net.peers[to].exchange->options().frame;
     if (damage) {
@@ -335,7 +369,8 @@ TEST_CASE("a damaged blob is refused, its sender is struck, and the next one is 
   for (int step = 0; step < 100; ++step) {
     for (std::size_t i : {p.rank[0], std::size_t{0}}) {
       for (const auto& out : net.peers[i].exchange->take_outbox()) {
-        if (out.to == net.members[i == 0 ? p.rank[0] : 0]) REQUIRE(deliver(i, i == 0 ? p.rank[0] : 0, out, false).ok());
+        if (out.to == net.members[i == 0 ? p.rank[0] : 0])
+          REQUIRE(deliver(i, i == 0 ? p.rank[0] : 0, out, false).ok());
       }
     }
   }
@@ -343,7 +378,9 @@ TEST_CASE("a damaged blob is refused, its sender is struck, and the next one is 
   REQUIRE(deliver(a, p.rank[0], fetch, false).ok());
   int lies = 0;
   for (const auto& out : net.peers[p.rank[0]].exchange->take_outbox()) {
-    if (out.to != net.members[a] || out.type != static_cast<std::uint8_t>(kvmeld::AnchorMessage::piece)) continue;
+    if (out.to != net.members[a] ||
+        out.type != static_cast<std::uint8_t>(kvmeld::AnchorMessage::piece))
+      continue;
     CHECK(deliver(p.rank[0], a, out, true).code() == ErrorCode::id_mismatch);
     ++lies;
   }
@@ -390,7 +427,8 @@ TEST_CASE("tombstones are bounded by number and age, and errors leave an exchang
   CHECK(exchange.directory().digest() == kvmeld::Digest256{});
 
   const kvmeld::Anchor whole = test::anchor(11, {1, 2});
-  CHECK(exchange.publish(whole, test::place(3), 1).error().code() == ErrorCode::not_found);  // no such Δ
+  // no such Δ
+  CHECK(exchange.publish(whole, test::place(3), 1).error().code() == ErrorCode::not_found);
   kvmeld::MemoryStore small(100);
   test::Exchange other(small, options);
   CHECK(other.publish(whole, test::place(1), 1).error().code() == ErrorCode::store_full);
@@ -403,7 +441,8 @@ TEST_CASE("tombstones are bounded by number and age, and errors leave an exchang
   CHECK(full.publish(whole, test::place(2), 1).error().code() == ErrorCode::quota_exceeded);
   CHECK(full.directory().size() == 1);
   CHECK(store.blob_count() == blobs);  // the base, which both would need, stays
-  const kvmeld::AnchorRecord record = *full.directory().find(kvmeld::record_key(whole.id, test::place(1)));
+  const kvmeld::AnchorRecord record =
+      *full.directory().find(kvmeld::record_key(whole.id, test::place(1)));
   const auto again = kvmeld::load_anchor(store, record, options.format);
   REQUIRE(again.ok());
   CHECK(test::same_anchor(*again, whole, test::place(1)));
@@ -462,7 +501,9 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("approximate anchors say so in their record, give way to exact ones, and answer no exact look-up") {
+TEST_CASE(
+    "approximate anchors say so in their record, give way to exact ones, and answer no exact "
+    "look-up") {
   Peers net(3, 4);
   kvmeld::Anchor blended = test::anchor(1);
   blended.approximate = true;
@@ -509,8 +550,12 @@ struct Moody {
   }
   kvmeld::Status erase(const kvmeld::BlobKey& key) { return inner.erase(key); }
   kvmeld::Status add_record(std::span<const std::byte> bytes) { return inner.add_record(bytes); }
-  kvmeld::Result<kvmeld::RecordBatch> records(std::uint64_t cursor) { return inner.records(cursor); }
-  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) { return inner.replace_records(cursor, bytes); }
+  kvmeld::Result<kvmeld::RecordBatch> records(std::uint64_t cursor) {
+    return inner.records(cursor);
+  }
+  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
+    return inner.replace_records(cursor, bytes);
+  }
 };
 
 /// Member 1, whose store has moods, and member 2, by hand.
@@ -531,7 +576,9 @@ struct Two {
     out.retry_ms = 60;
     return out;
   }
-  Two() : one(store, options<kvmeld::AnchorExchange<Moody>>(1)), two(theirs, options<test::Exchange>(2)) {}
+  Two()
+      : one(store, options<kvmeld::AnchorExchange<Moody>>(1)),
+        two(theirs, options<test::Exchange>(2)) {}
 
   void to_two() {
     for (const auto& out : one.take_outbox()) (void)two.receive(1, out.bytes);
@@ -549,7 +596,9 @@ struct Two {
   }
   kvmeld::Status tell_one(std::vector<kvmeld::AnchorRecord> records) {
     const auto body = kvmeld::encode_records(one.options().frame.name_space, records);
-    return one.receive(2, *kvmeld::encode_frame(static_cast<std::uint8_t>(kvmeld::AnchorMessage::records), body, one.options().frame));
+    return one.receive(
+        2, *kvmeld::encode_frame(static_cast<std::uint8_t>(kvmeld::AnchorMessage::records), body,
+                                 one.options().frame));
   }
   /// The list of what member 2 published, sent on request and not yet delivered.
   std::vector<kvmeld::Outgoing> list_on_the_way(const FragmentId& key) {
@@ -566,12 +615,14 @@ struct Two {
 
 }  // namespace
 
-TEST_CASE("a pulled anchor that the pool cannot have yet is not withdrawn, whichever is done first") {
+TEST_CASE(
+    "a pulled anchor that the pool cannot have yet is not withdrawn, whichever is done first") {
   for (const bool publish_first : {true, false}) {
     Two net;
     test::Pool pool(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {});
     std::uint64_t number = 1;
-    while (net.one.owner(kvmeld::record_key(test::anchor(number).id, test::place(1))) != 2) ++number;
+    while (net.one.owner(kvmeld::record_key(test::anchor(number).id, test::place(1))) != 2)
+      ++number;
     const kvmeld::Anchor a = test::anchor(number);
     const FragmentId key = kvmeld::record_key(a.id, test::place(1));
     REQUIRE(net.two.publish(a, test::place(1), 1).ok());
@@ -584,7 +635,8 @@ TEST_CASE("a pulled anchor that the pool cannot have yet is not withdrawn, which
     REQUIRE(kvmeld::commit_pulled(pool, done[0]).ok());
     REQUIRE(*kvmeld::publish_pool(net.one, pool) == 0);
     CHECK(net.one.holds(key));
-    CHECK(kvmeld::load_anchor(net.store, *net.one.directory().find(key), net.one.options().format).ok());
+    CHECK(kvmeld::load_anchor(net.store, *net.one.directory().find(key), net.one.options().format)
+              .ok());
     REQUIRE(pool.erase(a.id));
     REQUIRE(*kvmeld::publish_pool(net.one, pool) == 0);
     CHECK_FALSE(net.one.holds(key));
@@ -592,7 +644,9 @@ TEST_CASE("a pulled anchor that the pool cannot have yet is not withdrawn, which
   }
 }
 
-TEST_CASE("a pull whose record changes ends with a result, through a store that was out of reach as well") {
+TEST_CASE(
+    "a pull whose record changes ends with a result, through a store that was out of reach as "
+    "well") {
   Two net;
   kvmeld::Anchor blended = test::anchor(1, {1}, 9);
   blended.approximate = true;
@@ -614,7 +668,8 @@ TEST_CASE("a pull whose record changes ends with a result, through a store that 
   REQUIRE(done.size() == 1);
   REQUIRE(done[0].anchor.ok());
   CHECK(test::same_anchor(*done[0].anchor, exact, test::place(1)));
-  CHECK(net.store.inner.blob_count() == net.theirs.blob_count());  // the other version's list is not left
+  // the other version's list is not left
+  CHECK(net.store.inner.blob_count() == net.theirs.blob_count());
 }
 
 TEST_CASE("a pull whose record comes to name another anchor's list ends with that as its reason") {
@@ -638,7 +693,9 @@ TEST_CASE("a pull whose record comes to name another anchor's list ends with tha
   CHECK(net.store.inner.blob_count() == blobs);
 }
 
-TEST_CASE("what a pull brought leaves the store if the rest does not come, but for what others here need") {
+TEST_CASE(
+    "what a pull brought leaves the store if the rest does not come, but for what others here "
+    "need") {
   Two net;
   const auto mine = net.one.publish(test::anchor(1, {1}, 9), test::place(1), 1);
   REQUIRE(mine.ok());
@@ -673,16 +730,20 @@ TEST_CASE("what a pull brought leaves the store if the rest does not come, but f
   REQUIRE(done.size() == 2);
   CHECK(std::count_if(done.begin(), done.end(), [](const auto& d) { return d.anchor.ok(); }) == 1);
   REQUIRE(net.one.holds(keys[2]));
-  CHECK(kvmeld::load_anchor(net.store, *net.one.directory().find(keys[2]), net.one.options().format).ok());
+  CHECK(kvmeld::load_anchor(net.store, *net.one.directory().find(keys[2]), net.one.options().format)
+            .ok());
   REQUIRE(net.one.withdraw(keys[2]).ok());
   CHECK(net.store.inner.blob_count() == 0);
 }
 
-TEST_CASE("what a pull brought before a restart does no harm: the next pull asks for the rest, and all goes with the anchor") {
+TEST_CASE(
+    "what a pull brought before a restart does no harm: the next pull asks for the rest, and all "
+    "goes with the anchor") {
   for (const bool rotten : {false, true}) {
     Two net;
     std::uint64_t number = 1;
-    while (net.one.owner(kvmeld::record_key(test::anchor(number).id, test::place(1))) != 2) ++number;
+    while (net.one.owner(kvmeld::record_key(test::anchor(number).id, test::place(1))) != 2)
+      ++number;
     const kvmeld::Anchor a = test::anchor(number, {1}, 9);
     const FragmentId key = kvmeld::record_key(a.id, test::place(1));
     REQUIRE(net.two.publish(a, test::place(1), 1).ok());
@@ -696,18 +757,22 @@ TEST_CASE("what a pull brought before a restart does no harm: the next pull asks
     for (const auto& piece : pieces) REQUIRE(net.one.receive(2, piece.bytes).ok());
     REQUIRE(net.store.inner.blob_count() == 4);
 
-    net.one = kvmeld::AnchorExchange<Moody>(net.store, Two::options<kvmeld::AnchorExchange<Moody>>(1));
+    net.one =
+        kvmeld::AnchorExchange<Moody>(net.store, Two::options<kvmeld::AnchorExchange<Moody>>(1));
     for (int i = 0; i < 20 && net.one.directory().find(key) == nullptr; ++i) net.run(500);
     REQUIRE(net.one.directory().find(key) != nullptr);
     CHECK_FALSE(net.one.holds(key));
     CHECK(net.store.inner.blob_count() == 4);
     if (rotten) {  // while nobody looked
-      const auto piece = kvmeld::detail::decode_piece(kvmeld::decode_frame(pieces[0].bytes, net.one.options().frame)->body);
+      const auto piece = kvmeld::detail::decode_piece(
+          kvmeld::decode_frame(pieces[0].bytes, net.one.options().frame)->body);
       REQUIRE(piece.ok());
       REQUIRE(net.store.inner.erase(piece->key).ok());
-      REQUIRE(*net.store.inner.put(piece->key, kvmeld::encode_chunk(std::as_bytes(std::span("other bytes")))));
+      REQUIRE(*net.store.inner.put(piece->key,
+                                   kvmeld::encode_chunk(std::as_bytes(std::span("other bytes")))));
     }
-    const std::uint64_t before = net.two.counters().sent[static_cast<std::size_t>(kvmeld::AnchorMessage::piece)];
+    const std::uint64_t before =
+        net.two.counters().sent[static_cast<std::size_t>(kvmeld::AnchorMessage::piece)];
     REQUIRE(net.one.pull(key).ok());
     net.run(3000);
     auto done = net.one.take_pulled();
@@ -715,7 +780,9 @@ TEST_CASE("what a pull brought before a restart does no harm: the next pull asks
     INFO(done[0].anchor.status().message());
     REQUIRE(done[0].anchor.ok());
     CHECK(test::same_anchor(*done[0].anchor, a, test::place(1)));
-    CHECK(net.two.counters().sent[static_cast<std::size_t>(kvmeld::AnchorMessage::piece)] - before == all - 4 + (rotten ? 1 : 0));
+    CHECK(net.two.counters().sent[static_cast<std::size_t>(kvmeld::AnchorMessage::piece)] -
+              before ==
+          all - 4 + (rotten ? 1 : 0));
     REQUIRE(net.one.withdraw(key).ok());
     CHECK(net.store.inner.blob_count() == 0);
   }
@@ -743,7 +810,8 @@ TEST_CASE("a full store is no refused message; damage is") {
 
 TEST_CASE("a key that is removed again and again has one grave") {
   kvmeld::detail::AnchorGraves graves;
-  const FragmentId a = kvmeld::record_key({}, test::place(1)), b = kvmeld::record_key({}, test::place(2));
+  const FragmentId a = kvmeld::record_key({}, test::place(1)),
+                   b = kvmeld::record_key({}, test::place(2));
   for (std::int64_t now = 0; now < 100; ++now) {
     graves.dig(a);
     if (now == 50) graves.dig(b);

@@ -23,15 +23,20 @@ class Tampered : public kvmeld::Replica<SimulatedStore> {
  public:
   using Replica::Replica;
 
-  kvmeld::Result<std::optional<kvmeld::FrameView>> receive(MemberId from, std::span<const std::byte> bytes) {
+  kvmeld::Result<std::optional<kvmeld::FrameView>> receive(MemberId from,
+                                                           std::span<const std::byte> bytes) {
     const auto frame = kvmeld::decode_frame(bytes);
-    if (!frame || frame->type != static_cast<std::uint8_t>(kvmeld::ReplicaMessage::delta)) return Replica::receive(from, bytes);
+    if (!frame || frame->type != static_cast<std::uint8_t>(kvmeld::ReplicaMessage::delta))
+      return Replica::receive(from, bytes);
     const auto body = kvmeld::detail::decode_body(frame->body);
     if (!body) return Replica::receive(from, bytes);
     const auto delta = kvmeld::decode_set(body->rest);
     if (!delta) return Replica::receive(from, bytes);
     const auto changed = change_(*delta);
-    return changed ? Replica::receive(from, *kvmeld::encode_replica_frame(kvmeld::ReplicaMessage::delta, body->merger, encode_set(*changed))) : Replica::receive(from, bytes);
+    return changed ? Replica::receive(
+                         from, *kvmeld::encode_replica_frame(kvmeld::ReplicaMessage::delta,
+                                                             body->merger, encode_set(*changed)))
+                   : Replica::receive(from, bytes);
   }
 
  private:
@@ -49,7 +54,8 @@ struct DropsAMark {
       entries.front().metadata.marks.erase(entries.front().metadata.marks.begin());
       if (entries.front().metadata.marks.empty()) entries.erase(entries.begin());
     }
-    return FragmentSet::from_parts(delta.hash(), entries, {delta.removals().begin(), delta.removals().end()}, gone);
+    return FragmentSet::from_parts(delta.hash(), entries,
+                                   {delta.removals().begin(), delta.removals().end()}, gone);
   }
 };
 
@@ -58,7 +64,8 @@ struct ForgetsRemovals {
   kvmeld::Result<FragmentSet> operator()(const FragmentSet& delta) const {
     std::vector<kvmeld::Removal> removals(delta.removals().begin(), delta.removals().end());
     for (kvmeld::Removal& removal : removals) removal.removed.clear();
-    return FragmentSet::from_parts(delta.hash(), {delta.entries().begin(), delta.entries().end()}, removals, delta.compacted());
+    return FragmentSet::from_parts(delta.hash(), {delta.entries().begin(), delta.entries().end()},
+                                   removals, delta.compacted());
   }
 };
 
@@ -70,12 +77,15 @@ struct LastWriterWins {
     for (FragmentSet::Entry& entry : entries) {
       auto& marks = entry.metadata.marks;
       while (marks.size() > 1) {
-        const auto oldest = std::min_element(marks.begin(), marks.end(), [](const Mark& a, const Mark& b) { return a.time_ms < b.time_ms; });
+        const auto oldest =
+            std::min_element(marks.begin(), marks.end(),
+                             [](const Mark& a, const Mark& b) { return a.time_ms < b.time_ms; });
         gone.add(oldest->dot);
         marks.erase(oldest);
       }
     }
-    return FragmentSet::from_parts(delta.hash(), entries, {delta.removals().begin(), delta.removals().end()}, gone);
+    return FragmentSet::from_parts(delta.hash(), entries,
+                                   {delta.removals().begin(), delta.removals().end()}, gone);
   }
 };
 
@@ -84,20 +94,29 @@ struct LazyStore {
   SimulatedStore* store;
   int records_added = 0;
 
-  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) { return store->put(key, bytes); }
+  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+    return store->put(key, bytes);
+  }
   kvmeld::Result<kvmeld::Blob> get(const kvmeld::BlobKey& key) { return store->get(key); }
   kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) { return store->contains(key); }
   kvmeld::Status erase(const kvmeld::BlobKey& key) { return store->erase(key); }
-  kvmeld::Status add_record(std::span<const std::byte> bytes) { return ++records_added % 7 == 0 ? kvmeld::Status() : store->add_record(bytes); }
-  kvmeld::Result<kvmeld::RecordBatch> records(std::uint64_t cursor) { return store->records(cursor); }
-  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) { return store->replace_records(cursor, bytes); }
+  kvmeld::Status add_record(std::span<const std::byte> bytes) {
+    return ++records_added % 7 == 0 ? kvmeld::Status() : store->add_record(bytes);
+  }
+  kvmeld::Result<kvmeld::RecordBatch> records(std::uint64_t cursor) {
+    return store->records(cursor);
+  }
+  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
+    return store->replace_records(cursor, bytes);
+  }
 };
 struct HasLazyStore {
   LazyStore lazy;
 };
 class Lazy : HasLazyStore, public kvmeld::Replica<LazyStore> {
  public:
-  Lazy(SimulatedStore& store, Options options) : HasLazyStore{{&store}}, Replica(lazy, std::move(options)) {}
+  Lazy(SimulatedStore& store, Options options)
+      : HasLazyStore{{&store}}, Replica(lazy, std::move(options)) {}
 };
 
 // An order that depends on where the bytes lie, so that every member has its own.
@@ -105,14 +124,17 @@ struct ByAddress {
   static constexpr bool reproducible = false;
   kvmeld::Result<std::vector<std::uint32_t>> order(std::span<const kvmeld::Source> sources) const {
     std::vector<std::uint32_t> out = kvmeld::detail::indices(sources.size());
-    std::sort(out.begin(), out.end(), [&](std::uint32_t a, std::uint32_t b) { return sources[a].payload->bytes < sources[b].payload->bytes; });
+    std::sort(out.begin(), out.end(), [&](std::uint32_t a, std::uint32_t b) {
+      return sources[a].payload->bytes < sources[b].payload->bytes;
+    });
     return out;
   }
   void digest(kvmeld::Hasher& hasher) const { hasher.text("test.ByAddress"); }
 };
 
 void caught(const char* what, const Report& report) {
-  std::printf("%-22s caught at seed %llu: %s\n", what, static_cast<unsigned long long>(report.seed), report.failure.c_str());
+  std::printf("%-22s caught at seed %llu: %s\n", what, static_cast<unsigned long long>(report.seed),
+              report.failure.c_str());
   CHECK_FALSE(report.ok());
 }
 

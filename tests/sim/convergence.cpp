@@ -1,6 +1,8 @@
-// Replicas end with one whole set, whatever the network, the disks, the clocks and a lying peer did.
+// Replicas end with one whole set, whatever the network, the disks, the clocks and a lying peer
+// did.
 //
-//   KVMELD_SIM_SEED=17 build/tests/tests/sim_convergence     runs one seed and writes every event to standard error
+//   KVMELD_SIM_SEED=17 build/tests/tests/sim_convergence     runs one seed and writes every event
+//   to standard error
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -26,8 +28,10 @@ bool is_set(const char* name) {
 }  // namespace
 
 TEST_CASE("every seed ends in one state with nothing lost, and every kind of fault did happen") {
-  const auto merger = kvmeld::merger(kvmeld::ByProvenance{}, kvmeld::Aligner{kvmeld::TokenMatch{.mode = kvmeld::MatchMode::common_prefix}},
-                                     kvmeld::Fuser{kvmeld::Max{}});
+  const auto merger =
+      kvmeld::merger(kvmeld::ByProvenance{},
+                     kvmeld::Aligner{kvmeld::TokenMatch{.mode = kvmeld::MatchMode::common_prefix}},
+                     kvmeld::Fuser{kvmeld::Max{}});
   CheckOptions options;
   options.seeds = is_set("KVMELD_TEST_LONG") ? 5'000 : 300;
   const Report report = kvmeld::testing::check_convergence(merger, options);
@@ -48,7 +52,8 @@ TEST_CASE("every seed ends in one state with nothing lost, and every kind of fau
   CHECK(report.corrupt_records > 0);
   CHECK(report.compacted > 0);
   CHECK(report.other_mergers > 0);
-  CHECK(report.lost_operations * 20 < report.inserted);  // lost disks are the exception, or survival would say little
+  // lost disks are the exception, or survival would say little
+  CHECK(report.lost_operations * 20 < report.inserted);
 }
 
 TEST_CASE("a seed determines a run, and a fault that is switched off does not happen") {
@@ -60,10 +65,12 @@ TEST_CASE("a seed determines a run, and a fault that is switched off does not ha
   CHECK(once.fingerprint != Simulation<>(8).run().fingerprint);
   for (const bool shared : {false, true}) {
     for (std::uint64_t seed = 0; seed < 5; ++seed) {
-      const Report calm = Simulation<>(seed, {.shared_store = shared, .faults = Faults::none()}).run();
+      const Report calm =
+          Simulation<>(seed, {.shared_store = shared, .faults = Faults::none()}).run();
       INFO(calm.failure);
       CHECK(calm.ok());
-      for (std::size_t kind = 0; kind < kvmeld::testing::fault_kinds; ++kind) CHECK(calm.faults.of[kind] == 0);
+      for (std::size_t kind = 0; kind < kvmeld::testing::fault_kinds; ++kind)
+        CHECK(calm.faults.of[kind] == 0);
       CHECK(calm.unconfirmed == 0);
       CHECK(calm.refused + calm.strikes + calm.lost_operations + calm.lost_payloads == 0);
     }

@@ -1,4 +1,5 @@
-// The code of docs/convergence.md, word for word: a fusion policy of one's own under the simulation.
+// The code of docs/convergence.md, word for word: a fusion policy of one's own under the
+// simulation.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +13,8 @@
 #include "support/catch.hpp"
 
 // example-begin: own-policy
-/// Keeps, channel by channel, the value of the largest magnitude; equal magnitudes keep the first fragment's.
+/// Keeps, channel by channel, the value of the largest magnitude; equal magnitudes keep the first
+/// fragment's.
 struct Strongest {
   static constexpr bool reproducible = true;
   static constexpr bool rotation_equivariant = false;
@@ -29,7 +31,8 @@ struct Strongest {
 };
 
 TEST_CASE("members that fuse by Strongest end with the same bytes") {
-  const auto mine = kvmeld::merger(kvmeld::ById{}, kvmeld::Aligner{kvmeld::TokenMatch{}}, kvmeld::Fuser{Strongest{}});
+  const auto mine = kvmeld::merger(kvmeld::ById{}, kvmeld::Aligner{kvmeld::TokenMatch{}},
+                                   kvmeld::Fuser{Strongest{}});
   const auto report = kvmeld::testing::check_convergence(mine, {.seeds = 50});
   if (!report.ok()) std::printf("%s\n%s\n", report.failure.c_str(), report.replay().c_str());
   CHECK(report.ok());
@@ -41,18 +44,20 @@ TEST_CASE("fragments and faults of one's own") {
   kvmeld::testing::CheckOptions options;
   options.seeds = 20;
   options.simulation.most_replicas = 3;
-  options.simulation.shared_store = true;                  // as over Redis
+  options.simulation.shared_store = true;  // as over Redis
   options.simulation.faults = kvmeld::testing::Faults::none();
-  options.simulation.faults.drop = 0.3;                    // a bad network, and nothing else
+  options.simulation.faults.drop = 0.3;  // a bad network, and nothing else
   options.simulation.faults.partition = 1;
   // example-end
   const auto corpus = kvmeld::testing::make_corpus(kvmeld::testing::small_geometry(), 6, 42);
   REQUIRE(corpus.ok());
   options.simulation.corpus = *corpus;
-  const auto report = kvmeld::testing::check_convergence(options, kvmeld::merger(), kvmeld::merger(kvmeld::ById{}));
+  const auto report =
+      kvmeld::testing::check_convergence(options, kvmeld::merger(), kvmeld::merger(kvmeld::ById{}));
   INFO(report.failure);
   CHECK(report.ok());
-  if (std::getenv("KVMELD_SIM_SEED") == nullptr) CHECK(report.faults[kvmeld::testing::Fault::drop] > 0);
+  if (std::getenv("KVMELD_SIM_SEED") == nullptr)
+    CHECK(report.faults[kvmeld::testing::Fault::drop] > 0);
   CHECK(report.faults[kvmeld::testing::Fault::crash] == 0);
 }
 
@@ -66,7 +71,8 @@ TEST_CASE("docs/convergence.md shows this code") {
     }
     return lines;
   };
-  const std::vector<std::string> page = lines_of("docs/convergence.md"), source = lines_of("tests/sim/own_policy.cpp");
+  const std::vector<std::string> page = lines_of("docs/convergence.md"),
+                                 source = lines_of("tests/sim/own_policy.cpp");
   INFO("tests run in the project's root");
   REQUIRE_FALSE(page.empty());
   REQUIRE_FALSE(source.empty());

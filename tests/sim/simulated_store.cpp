@@ -1,4 +1,5 @@
-// The simulated disk keeps the contract that it simulates, also where the process ends in the middle of a write.
+// The simulated disk keeps the contract that it simulates, also where the process ends in the
+// middle of a write.
 #include <kvmeld/testing/simulated_store.hpp>
 
 #include "support/store_laws.hpp"
@@ -12,7 +13,9 @@ TEST_CASE("laws of stores") {
   test::store_laws(store, other, 3, false);
 }
 
-TEST_CASE("what was acknowledged stays, what failed is there or not, and a replacement cut short loses nothing") {
+TEST_CASE(
+    "what was acknowledged stays, what failed is there or not, and a replacement cut short loses "
+    "nothing") {
   int torn = 0, whole = 0, absent = 0;
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
     const auto disk = std::make_shared<SimulatedDisk>();
@@ -30,14 +33,18 @@ TEST_CASE("what was acknowledged stays, what failed is there or not, and a repla
       CHECK_FALSE(store.records(0).ok());
       store.restart();
       const auto there = store.records(0)->records;
-      if (there.size() == n) ++absent; else ++(there.back() == bytes ? whole : torn);
+      if (there.size() == n)
+        ++absent;
+      else
+        ++(there.back() == bytes ? whole : torn);
       const std::set<std::uint64_t> now = test::numbers_in(1, *store.records(0));
       CHECK(std::ranges::includes(now, acknowledged));
       break;
     }
     const auto before = test::numbers_in(1, *store.records(0));
     store.dies_in = 1;
-    CHECK_FALSE(store.replace_records(store.records(0)->cursor, test::number_record(1, before)).ok());
+    CHECK_FALSE(
+        store.replace_records(store.records(0)->cursor, test::number_record(1, before)).ok());
     store.restart();
     CHECK(test::numbers_in(1, *store.records(0)) == before);
   }

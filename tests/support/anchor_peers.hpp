@@ -22,19 +22,23 @@ using Pool = kvmeld::AnchorPool<kvmeld::SimHash, kvmeld::LRU>;
 using Exchange = kvmeld::AnchorExchange<kvmeld::MemoryStore>;
 
 inline const std::shared_ptr<const kvmeld::Geometry>& anchor_geometry() {
-  static const std::shared_ptr<const kvmeld::Geometry> shape = geometry({.layers = 2, .heads = 1, .channels = 8});
+  static const std::shared_ptr<const kvmeld::Geometry> shape =
+      geometry({.layers = 2, .heads = 1, .channels = 8});
   return shape;
 }
 inline kvmeld::Digest128 place(std::uint64_t n) { return {n, 7}; }
 inline std::vector<kvmeld::TokenId> words(std::uint64_t n, std::int64_t tokens) {
   std::vector<kvmeld::TokenId> out;
-  for (std::int64_t t = 0; t < tokens; ++t) out.push_back(static_cast<kvmeld::TokenId>(1000 * n + static_cast<std::uint64_t>(t)));
+  for (std::int64_t t = 0; t < tokens; ++t)
+    out.push_back(static_cast<kvmeld::TokenId>(1000 * n + static_cast<std::uint64_t>(t)));
   return out;
 }
 
-/// Anchor n, of tokens of its own, with a Δ for each of some places; its K/V is numbers that depend on n and the place.
-inline kvmeld::Anchor anchor(std::uint64_t n, const std::vector<std::uint64_t>& places = {1}, std::int64_t tokens = 3,
-                             const std::shared_ptr<const kvmeld::Geometry>& shape = anchor_geometry()) {
+/// Anchor n, of tokens of its own, with a Δ for each of some places; its K/V is numbers that depend
+/// on n and the place.
+inline kvmeld::Anchor anchor(
+    std::uint64_t n, const std::vector<std::uint64_t>& places = {1}, std::int64_t tokens = 3,
+    const std::shared_ptr<const kvmeld::Geometry>& shape = anchor_geometry()) {
   const auto ids = words(n, tokens);
   const auto sealed_at = [&](std::uint64_t seed, std::int64_t position) {
     TestCache cache(shape, tokens);
@@ -48,7 +52,8 @@ inline kvmeld::Anchor anchor(std::uint64_t n, const std::vector<std::uint64_t>& 
   for (const std::uint64_t at : places) {
     const auto segment = *kvmeld::measure_offset(sealed_at(n * 31 + at, 100), alone);
     // Some contexts have text behind the slot, which has a Δ of its own.
-    const auto following = at % 2 == 0 ? *kvmeld::measure_offset(sealed_at(n * 37 + at, 200), alone) : kvmeld::Fragment{};
+    const auto following = at % 2 == 0 ? *kvmeld::measure_offset(sealed_at(n * 37 + at, 200), alone)
+                                       : kvmeld::Fragment{};
     if (!*kvmeld::add_offset(out, {place(at), segment, following})) std::abort();
   }
   return out;
@@ -58,18 +63,24 @@ inline bool same_bytes(const kvmeld::Fragment& a, const kvmeld::Fragment& b) {
   if (a.valid() != b.valid()) return false;
   if (!a.valid()) return true;
   const kvmeld::Payload &x = a.payloads()[0], &y = b.payloads()[0];
-  return a.id() == b.id() && a.geometry() == b.geometry() && std::ranges::equal(a.tokens(), b.tokens()) && a.token_count() == b.token_count() &&
-         x.positions == y.positions && x.token_sets == y.token_sets && x.layer_set == y.layer_set && x.plane_offsets == y.plane_offsets &&
-         x.byte_count == y.byte_count && x.bytes != nullptr && std::memcmp(x.bytes.get(), y.bytes.get(), x.byte_count) == 0;
+  return a.id() == b.id() && a.geometry() == b.geometry() &&
+         std::ranges::equal(a.tokens(), b.tokens()) && a.token_count() == b.token_count() &&
+         x.positions == y.positions && x.token_sets == y.token_sets && x.layer_set == y.layer_set &&
+         x.plane_offsets == y.plane_offsets && x.byte_count == y.byte_count && x.bytes != nullptr &&
+         std::memcmp(x.bytes.get(), y.bytes.get(), x.byte_count) == 0;
 }
 /// Whether an anchor that arrived is the one that was published, with the Δ of one place.
-inline bool same_anchor(const kvmeld::Anchor& got, const kvmeld::Anchor& published, const kvmeld::Digest128& context) {
-  if (got.id != published.id || got.vector != published.vector || got.embedding != published.embedding || got.approximate != published.approximate) return false;
+inline bool same_anchor(const kvmeld::Anchor& got, const kvmeld::Anchor& published,
+                        const kvmeld::Digest128& context) {
+  if (got.id != published.id || got.vector != published.vector ||
+      got.embedding != published.embedding || got.approximate != published.approximate)
+    return false;
   if (!same_bytes(got.base, published.base)) return false;
   if (context == kvmeld::Digest128{}) return got.offsets.empty();
   const kvmeld::ContextOffset* const one = got.find(context);
   const kvmeld::ContextOffset* const other = published.find(context);
-  return got.offsets.size() == 1 && one != nullptr && other != nullptr && same_bytes(one->segment, other->segment) && same_bytes(one->following, other->following);
+  return got.offsets.size() == 1 && one != nullptr && other != nullptr &&
+         same_bytes(one->segment, other->segment) && same_bytes(one->following, other->following);
 }
 
 /// Peers, their pools and disks, on a simulated network.
@@ -91,13 +102,16 @@ class Peers {
 
   void start(std::size_t i, bool new_pool, bool new_store) {
     Peer& peer = peers[i];
-    if (new_pool) peer.pool = std::make_unique<Pool>(kvmeld::AnchorSpace::of(*anchor_geometry()), kvmeld::AnchorCapacity{});
+    if (new_pool)
+      peer.pool = std::make_unique<Pool>(kvmeld::AnchorSpace::of(*anchor_geometry()),
+                                         kvmeld::AnchorCapacity{});
     if (new_store) peer.store = kvmeld::MemoryStore();
     if (peer.exchange) peer.messages += peer.exchange->counters().messages();
     Exchange::Options options;
     options.self = members[i];
     options.members = members;
-    options.frame.name_space = kvmeld::anchor_namespace(kvmeld::AnchorSpace::of(*anchor_geometry()), kvmeld::SimHash{});
+    options.frame.name_space =
+        kvmeld::anchor_namespace(kvmeld::AnchorSpace::of(*anchor_geometry()), kvmeld::SimHash{});
     options.format.chunk_bytes = 64;
     options.round_ms = 100;
     options.retry_ms = 60;
@@ -124,13 +138,18 @@ class Peers {
     for (Peer& peer : peers) {
       if (!peer.exchange->tick(now)) broken = true;
       send(peer);
-      for (kvmeld::PulledAnchor& pulled : peer.exchange->take_pulled()) peer.pulled.push_back(std::move(pulled));
+      for (kvmeld::PulledAnchor& pulled : peer.exchange->take_pulled())
+        peer.pulled.push_back(std::move(pulled));
     }
   }
   [[nodiscard]] bool agree() const {
-    return std::all_of(peers.begin(), peers.end(), [&](const Peer& peer) { return peer.exchange->directory().digest() == peers[0].exchange->directory().digest(); });
+    return std::all_of(peers.begin(), peers.end(), [&](const Peer& peer) {
+      return peer.exchange->directory().digest() == peers[0].exchange->directory().digest();
+    });
   }
-  [[nodiscard]] std::uint64_t messages(std::size_t i) const { return peers[i].messages + peers[i].exchange->counters().messages(); }
+  [[nodiscard]] std::uint64_t messages(std::size_t i) const {
+    return peers[i].messages + peers[i].exchange->counters().messages();
+  }
   [[nodiscard]] std::uint64_t most_messages() const {
     std::uint64_t most = 0;
     for (std::size_t i = 0; i < peers.size(); ++i) most = (std::max)(most, messages(i));
@@ -147,7 +166,8 @@ class Peers {
 
  private:
   void send(Peer& peer) {
-    for (const kvmeld::Outgoing& out : peer.exchange->take_outbox()) network.send(now, peer.exchange->options().self, out.to, out.bytes);
+    for (const kvmeld::Outgoing& out : peer.exchange->take_outbox())
+      network.send(now, peer.exchange->options().self, out.to, out.bytes);
   }
 
   kvmeld::testing::Random random_;

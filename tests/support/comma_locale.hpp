@@ -1,6 +1,6 @@
 #pragma once
-// A process whose locale writes 1,5 and 1.000: made here by glibc's `localedef`, which needs no root and no locale
-// package.
+// A process whose locale writes 1,5 and 1.000: made here by glibc's `localedef`, which needs no
+// root and no locale package.
 
 #include <clocale>
 #include <cstdio>
@@ -34,12 +34,14 @@ class CommaLocale {
       }
       map << "END CHARMAP\n";
       std::ofstream source(folder_ / "source");
-      source << "comment_char %\nescape_char /\nLC_NUMERIC\ndecimal_point \",\"\nthousands_sep \".\"\n"
-                "grouping 3;3\nEND LC_NUMERIC\n";
+      source
+          << "comment_char %\nescape_char /\nLC_NUMERIC\ndecimal_point \",\"\nthousands_sep \".\"\n"
+             "grouping 3;3\nEND LC_NUMERIC\n";
     }
     // Its status is about the categories that are left out; whether it worked, setlocale says.
-    const std::string make = "localedef -c -i '" + (folder_ / "source") + "' -f '" + (folder_ / "charmap") + "' '" +
-                             (folder_ / "comma") + "' >/dev/null 2>&1";
+    const std::string make = "localedef -c -i '" + (folder_ / "source") + "' -f '" +
+                             (folder_ / "charmap") + "' '" + (folder_ / "comma") +
+                             "' >/dev/null 2>&1";
     [[maybe_unused]] const int status = std::system(make.c_str());
     ::setenv("LOCPATH", folder_.path().c_str(), 1);
     for (const char* name : {"comma", "de_DE.UTF-8", "fr_FR.UTF-8", "ru_RU.UTF-8"}) {
@@ -58,10 +60,13 @@ class CommaLocale {
     std::locale::global(before_);
     (void)std::setlocale(LC_ALL, "C");
   }
-  /// What a test needs before anything else: a comma is written now, or the whole test is skipped and says so.
+  /// What a test needs before anything else: a comma is written now, or the whole test is skipped
+  /// and says so.
   void require() const {
     if (works_) return;
-    std::puts("skipped: neither localedef nor an installed locale gives a decimal comma (Debian: libc-bin, locales)");
+    std::puts(
+        "skipped: neither localedef nor an installed locale gives a decimal comma (Debian: "
+        "libc-bin, locales)");
     std::exit(77);
   }
 

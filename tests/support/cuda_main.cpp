@@ -1,4 +1,5 @@
-// Main of the device tests: without a CUDA device it says so and returns 77, which ctest counts as skipped.
+// Main of the device tests: without a CUDA device it says so and returns 77, which ctest counts as
+// skipped.
 #include <cuda_runtime_api.h>
 
 #include <cstdio>

@@ -30,7 +30,8 @@ inline std::vector<Ids> binary_strings(int longest) {
 
 /// table[i][j]: edits between the first i tokens of a and the first j of b.
 inline std::vector<std::vector<std::int64_t>> distance_table(const Ids& a, const Ids& b) {
-  std::vector<std::vector<std::int64_t>> table(a.size() + 1, std::vector<std::int64_t>(b.size() + 1));
+  std::vector<std::vector<std::int64_t>> table(a.size() + 1,
+                                               std::vector<std::int64_t>(b.size() + 1));
   for (std::size_t i = 0; i <= a.size(); ++i) {
     for (std::size_t j = 0; j <= b.size(); ++j) {
       if (i == 0 || j == 0) {
@@ -44,7 +45,8 @@ inline std::vector<std::vector<std::int64_t>> distance_table(const Ids& a, const
   return table;
 }
 
-/// Pairs kept, by the order of ties that the library documents: match, substitute, delete, insert, from the end.
+/// Pairs kept, by the order of ties that the library documents: match, substitute, delete, insert,
+/// from the end.
 inline Pairs reference_script(Ids a, Ids b) {
   const bool swapped = a.size() != b.size() ? a.size() > b.size() : b < a;
   if (swapped) std::swap(a, b);
@@ -77,7 +79,8 @@ inline Pairs pairs(const kvmeld::EditScript& script) {
   return out;
 }
 
-/// Runs ascend, do not touch on a diagonal, and hold equal tokens; the distance is what their gaps need.
+/// Runs ascend, do not touch on a diagonal, and hold equal tokens; the distance is what their gaps
+/// need.
 inline bool holds(const kvmeld::EditScript& script, const Ids& a, const Ids& b) {
   std::int64_t i = 0, j = 0, edits = 0;
   for (const kvmeld::MatchRun& run : script.runs) {
@@ -86,13 +89,16 @@ inline bool holds(const kvmeld::EditScript& script, const Ids& a, const Ids& b) 
     edits += std::max(run.a_begin - i, run.b_begin - j);
     for (int k = 0; k < run.length; ++k) {
       if (run.a_begin + k >= std::ssize(a) || run.b_begin + k >= std::ssize(b)) return false;
-      if (a[static_cast<std::size_t>(run.a_begin + k)] != b[static_cast<std::size_t>(run.b_begin + k)]) return false;
+      if (a[static_cast<std::size_t>(run.a_begin + k)] !=
+          b[static_cast<std::size_t>(run.b_begin + k)])
+        return false;
     }
     i = run.a_begin + run.length;
     j = run.b_begin + run.length;
   }
   edits += std::max(std::ssize(a) - i, std::ssize(b) - j);
-  return edits == script.distance && script.a_tokens == std::ssize(a) && script.b_tokens == std::ssize(b);
+  return edits == script.distance && script.a_tokens == std::ssize(a) &&
+         script.b_tokens == std::ssize(b);
 }
 
 /// A copy with `edits` substitutions, deletions and insertions at random places.
@@ -101,18 +107,25 @@ inline Ids edited(Ids ids, int edits, std::uint64_t vocabulary, Random& random) 
     const auto at = static_cast<std::ptrdiff_t>(random.below(ids.size() + 1));
     const auto token = static_cast<kvmeld::TokenId>(random.below(vocabulary));
     switch (at == std::ssize(ids) ? 2 : random.below(3)) {
-      case 0: ids[static_cast<std::size_t>(at)] = token; break;
-      case 1: ids.erase(ids.begin() + at); break;
-      default: ids.insert(ids.begin() + at, token);
+      case 0:
+        ids[static_cast<std::size_t>(at)] = token;
+        break;
+      case 1:
+        ids.erase(ids.begin() + at);
+        break;
+      default:
+        ids.insert(ids.begin() + at, token);
     }
   }
   return ids;
 }
 
 /// Every selected token of every source is in one output token, in ascending order of sources.
-inline bool keeps_every_token(const kvmeld::Alignment& alignment, const std::vector<kvmeld::Source>& sources) {
+inline bool keeps_every_token(const kvmeld::Alignment& alignment,
+                              const std::vector<kvmeld::Source>& sources) {
   std::vector<std::vector<int>> seen;
-  for (const kvmeld::Source& s : sources) seen.emplace_back(static_cast<std::size_t>(s.fragment->token_count()), 0);
+  for (const kvmeld::Source& s : sources)
+    seen.emplace_back(static_cast<std::size_t>(s.fragment->token_count()), 0);
   for (std::size_t o = 0; o < alignment.positions.size(); ++o) {
     const auto row = alignment.groups[0].row(o);
     if (row.empty()) return false;
@@ -123,7 +136,8 @@ inline bool keeps_every_token(const kvmeld::Alignment& alignment, const std::vec
   }
   for (std::size_t s = 0; s < sources.size(); ++s) {
     std::vector<int> want(seen[s].size(), 0);
-    for (std::int64_t i = 0; i < sources[s].selected_count(); ++i) want[static_cast<std::size_t>(sources[s].selected_token(i))] = 1;
+    for (std::int64_t i = 0; i < sources[s].selected_count(); ++i)
+      want[static_cast<std::size_t>(sources[s].selected_token(i))] = 1;
     if (seen[s] != want) return false;
   }
   return true;

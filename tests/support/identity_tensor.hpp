@@ -1,7 +1,7 @@
 #pragma once
 
-// The elements' share of the identity program: bytes that must be the same for every compiler, level and instruction
-// set.
+// The elements' share of the identity program: bytes that must be the same for every compiler,
+// level and instruction set.
 
 #include <cstddef>
 #include <cstdint>
@@ -9,7 +9,8 @@
 
 #include "tensor_forms.hpp"
 
-/// Feeds rows of every element type, single elements, and the f64 routines to `sink.bytes(const void*, std::size_t)`.
+/// Feeds rows of every element type, single elements, and the f64 routines to `sink.bytes(const
+/// void*, std::size_t)`.
 template <class Sink>
 inline void tensor_identity(Sink& sink) {
   using kvmeld::ElementType;

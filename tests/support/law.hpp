@@ -7,8 +7,9 @@
 
 namespace test {
 
-/// Fails the test case when `property` has a counterexample; RapidCheck prints it, shrunk, with the seed that found it
-/// (RC_PARAMS="seed=..." runs it again, RC_PARAMS="max_success=1000" tries longer).
+/// Fails the test case when `property` has a counterexample; RapidCheck prints it, shrunk, with the
+/// seed that found it (RC_PARAMS="seed=..." runs it again, RC_PARAMS="max_success=1000" tries
+/// longer).
 template <class Property>
 void law(const char* sentence, Property&& property) {
   INFO(sentence);

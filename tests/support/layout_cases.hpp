@@ -1,7 +1,7 @@
 #pragma once
-// Every layout as its engine defines it: extents of its tensors and, for one element, an index on each axis. Addresses
-// come from these alone (row-major, last axis contiguous), so that the library's strides are checked against something
-// written apart.
+// Every layout as its engine defines it: extents of its tensors and, for one element, an index on
+// each axis. Addresses come from these alone (row-major, last axis contiguous), so that the
+// library's strides are checked against something written apart.
 
 #include <cstdint>
 #include <cstring>
@@ -33,7 +33,8 @@ struct Setup {
   std::uint32_t seed = 1;
 };
 
-// Where the tokens of a case are: the tables that the library reads, and the slots that the test computed itself.
+// Where the tokens of a case are: the tables that the library reads, and the slots that the test
+// computed itself.
 struct Tokens {
   std::vector<std::int32_t> narrow;
   std::vector<std::int64_t> wide;
@@ -57,7 +58,8 @@ struct LayoutCase {
   std::function<kvmeld::Result<kvmeld::MutableKvCacheRef>(Memory&)> write;
 };
 
-inline std::int64_t flat(std::initializer_list<std::int64_t> extents, std::initializer_list<std::int64_t> indices) {
+inline std::int64_t flat(std::initializer_list<std::int64_t> extents,
+                         std::initializer_list<std::int64_t> indices) {
   std::int64_t at = 0;
   auto index = indices.begin();
   for (const std::int64_t extent : extents) at = at * extent + *index++;
@@ -65,17 +67,23 @@ inline std::int64_t flat(std::initializer_list<std::int64_t> extents, std::initi
 }
 inline std::int64_t bytes_of(ElementType type, std::int64_t elements) {
   switch (type) {
-    case ElementType::f64: return elements * 8;
-    case ElementType::f32: return elements * 4;
+    case ElementType::f64:
+      return elements * 8;
+    case ElementType::f32:
+      return elements * 4;
     case ElementType::f16:
-    case ElementType::bf16: return elements * 2;
-    case ElementType::q8_0: return elements / 32 * 34;
-    default: return elements;
+    case ElementType::bf16:
+      return elements * 2;
+    case ElementType::q8_0:
+      return elements / 32 * 34;
+    default:
+      return elements;
   }
 }
 inline std::int64_t step_of(ElementType type) { return type == ElementType::q8_0 ? 32 : 1; }
 
-constexpr std::int64_t case_layers = 2, case_blocks = 9, case_block_tokens = 4, case_capacity = case_blocks * case_block_tokens;
+constexpr std::int64_t case_layers = 2, case_blocks = 9, case_block_tokens = 4,
+                       case_capacity = case_blocks * case_block_tokens;
 
 inline std::shared_ptr<Tokens> place(const Setup& s, std::int64_t reserved = 0) {
   auto out = std::make_shared<Tokens>();
@@ -98,7 +106,9 @@ inline std::shared_ptr<Tokens> place(const Setup& s, std::int64_t reserved = 0) 
   if (by_block) {
     for (std::size_t t = 0; t < n; ++t) {
       const std::int64_t block = out->wide[t / case_block_tokens];
-      out->slots.push_back(block < 0 ? -1 : block * case_block_tokens + static_cast<std::int64_t>(t % case_block_tokens));
+      out->slots.push_back(block < 0 ? -1
+                                     : block * case_block_tokens +
+                                           static_cast<std::int64_t>(t % case_block_tokens));
     }
   } else {
     out->wide.resize(n);
@@ -108,15 +118,24 @@ inline std::shared_ptr<Tokens> place(const Setup& s, std::int64_t reserved = 0) 
   const std::span<const std::int64_t> wide = out->wide;
   const std::span<const std::int32_t> narrow = out->narrow;
   switch (s.kind) {
-    case SlotKind::block_table_i32: out->placement = TokenPlacement::block_table(narrow, s.tokens); break;
-    case SlotKind::block_table_i64: out->placement = TokenPlacement::block_table(wide, s.tokens); break;
-    case SlotKind::slot_list_i32: out->placement = TokenPlacement::slot_list(narrow); break;
-    default: out->placement = TokenPlacement::slot_list(wide); break;
+    case SlotKind::block_table_i32:
+      out->placement = TokenPlacement::block_table(narrow, s.tokens);
+      break;
+    case SlotKind::block_table_i64:
+      out->placement = TokenPlacement::block_table(wide, s.tokens);
+      break;
+    case SlotKind::slot_list_i32:
+      out->placement = TokenPlacement::slot_list(narrow);
+      break;
+    default:
+      out->placement = TokenPlacement::slot_list(wide);
+      break;
   }
   return out;
 }
 
-inline std::shared_ptr<const kvmeld::Geometry> key_value_geometry(const Setup& s, std::int64_t value_channels = 0) {
+inline std::shared_ptr<const kvmeld::Geometry> key_value_geometry(const Setup& s,
+                                                                  std::int64_t value_channels = 0) {
   kvmeld::Geometry g;
   g.model = "layout test";
   for (std::int64_t l = 0; l < case_layers; ++l) {
@@ -143,40 +162,50 @@ kvmeld::Buffers<Byte> all_of(Bytes& memory) {
   return out;
 }
 
-// Key and value tensors of `elements` each, for every layer; `at` is the element's flat index in its tensor.
+// Key and value tensors of `elements` each, for every layer; `at` is the element's flat index in
+// its tensor.
 template <class Factory, class Options, class At>
-LayoutCase separate(const Setup& s, std::shared_ptr<Tokens> tokens, std::int64_t elements, Factory factory,
-                    Options options, At at) {
+LayoutCase separate(const Setup& s, std::shared_ptr<Tokens> tokens, std::int64_t elements,
+                    Factory factory, Options options, At at) {
   LayoutCase c;
   c.geometry = key_value_geometry(s);
   c.tokens = std::move(tokens);
   c.tensor_bytes.assign(static_cast<std::size_t>(2 * case_layers), bytes_of(s.type, elements));
-  c.address = [s, at](std::size_t l, std::size_t p, std::int64_t slot, std::int64_t h, std::int64_t ch) {
+  c.address = [s, at](std::size_t l, std::size_t p, std::int64_t slot, std::int64_t h,
+                      std::int64_t ch) {
     return Address{2 * l + p, bytes_of(s.type, at(p, slot, h, ch))};
   };
   c.read = [g = c.geometry, factory, options](const Memory& m) {
     return factory(g, split<const std::byte>(m), options);
   };
-  c.write = [g = c.geometry, factory, options](Memory& m) { return factory(g, split<std::byte>(m), options); };
+  c.write = [g = c.geometry, factory, options](Memory& m) {
+    return factory(g, split<std::byte>(m), options);
+  };
   return c;
 }
 
 // One tensor a layer, or one for all; `at` says which element.
 template <class Factory, class Options, class At>
-LayoutCase shared(const Setup& s, std::shared_ptr<Tokens> tokens, bool one_tensor, std::int64_t elements,
-                  Factory factory, Options options, At at, std::int64_t value_channels = 0) {
+LayoutCase shared(const Setup& s, std::shared_ptr<Tokens> tokens, bool one_tensor,
+                  std::int64_t elements, Factory factory, Options options, At at,
+                  std::int64_t value_channels = 0) {
   LayoutCase c;
   c.geometry = key_value_geometry(s, value_channels);
   c.tokens = std::move(tokens);
-  c.tensor_bytes.assign(one_tensor ? 1 : static_cast<std::size_t>(case_layers), bytes_of(s.type, elements));
-  c.address = [s, at, one_tensor](std::size_t l, std::size_t p, std::int64_t slot, std::int64_t h, std::int64_t ch) {
+  c.tensor_bytes.assign(one_tensor ? 1 : static_cast<std::size_t>(case_layers),
+                        bytes_of(s.type, elements));
+  c.address = [s, at, one_tensor](std::size_t l, std::size_t p, std::int64_t slot, std::int64_t h,
+                                  std::int64_t ch) {
     return Address{one_tensor ? 0 : l,
-                   bytes_of(s.type, at(static_cast<std::int64_t>(l), static_cast<std::int64_t>(p), slot, h, ch))};
+                   bytes_of(s.type, at(static_cast<std::int64_t>(l), static_cast<std::int64_t>(p),
+                                       slot, h, ch))};
   };
   c.read = [g = c.geometry, factory, options](const Memory& m) {
     return factory(g, all_of<const std::byte>(m), options);
   };
-  c.write = [g = c.geometry, factory, options](Memory& m) { return factory(g, all_of<std::byte>(m), options); };
+  c.write = [g = c.geometry, factory, options](Memory& m) {
+    return factory(g, all_of<std::byte>(m), options);
+  };
   return c;
 }
 
@@ -185,7 +214,8 @@ inline LayoutCase contiguous_hnd(const Setup& s) {
   const std::int64_t H = s.heads, D = s.channels, S = case_capacity;
   return separate(
       s, tokens, 3 * H * S * D, [](auto&&... a) { return kvmeld::contiguous_view(a...); },
-      kvmeld::ContiguousOptions{.tokens = tokens->placement, .max_tokens = S, .batch = 3, .batch_index = 1},
+      kvmeld::ContiguousOptions{
+          .tokens = tokens->placement, .max_tokens = S, .batch = 3, .batch_index = 1},
       [=](std::size_t, std::int64_t t, std::int64_t h, std::int64_t c) {
         return flat({3, H, S, D}, {1, h, t, c});
       });
@@ -209,7 +239,8 @@ inline LayoutCase ort(const Setup& s) {
   const std::int64_t H = s.heads, D = s.channels, S = case_capacity;
   return separate(
       s, tokens, 2 * H * S * D, [](auto&&... a) { return kvmeld::ort_view(a...); },
-      kvmeld::OrtOptions{.tokens = tokens->placement, .max_length = S, .batch = 2, .batch_index = 0},
+      kvmeld::OrtOptions{
+          .tokens = tokens->placement, .max_length = S, .batch = 2, .batch_index = 0},
       [=](std::size_t, std::int64_t t, std::int64_t h, std::int64_t c) {
         return flat({2, H, S, D}, {0, h, t, c});
       });
@@ -219,8 +250,11 @@ inline LayoutCase llama(const Setup& s, bool transposed) {
   const std::int64_t H = s.heads, D = s.channels, S = case_capacity;
   return separate(
       s, tokens, 2 * H * S * D, [](auto&&... a) { return kvmeld::llama_view(a...); },
-      kvmeld::LlamaOptions{
-          .tokens = tokens->placement, .cells = S, .transposed_values = transposed, .streams = 2, .stream = 1},
+      kvmeld::LlamaOptions{.tokens = tokens->placement,
+                           .cells = S,
+                           .transposed_values = transposed,
+                           .streams = 2,
+                           .stream = 1},
       [=](std::size_t p, std::int64_t t, std::int64_t h, std::int64_t c) {
         if (p == 1 && transposed) return flat({2, H * D, S}, {1, h * D + c, t});
         return flat({2, S, H * D}, {1, t, h * D + c});
@@ -238,10 +272,13 @@ inline LayoutCase sglang(const Setup& s) {
 }
 inline LayoutCase split_channel(const Setup& s) {
   auto tokens = place(s);
-  const std::int64_t H = s.heads, D = s.channels, N = case_block_tokens, x = 16 / bytes_of(s.type, 1);
+  const std::int64_t H = s.heads, D = s.channels, N = case_block_tokens,
+                     x = 16 / bytes_of(s.type, 1);
   return separate(
-      s, tokens, H * D * case_capacity, [](auto&&... a) { return kvmeld::split_channel_view(a...); },
-      kvmeld::SplitChannelOptions{.tokens = tokens->placement, .blocks = case_blocks, .block_size = N},
+      s, tokens, H * D * case_capacity,
+      [](auto&&... a) { return kvmeld::split_channel_view(a...); },
+      kvmeld::SplitChannelOptions{
+          .tokens = tokens->placement, .blocks = case_blocks, .block_size = N},
       [=](std::size_t p, std::int64_t t, std::int64_t h, std::int64_t c) {
         if (p == 0) return flat({case_blocks, H, D / x, N, x}, {t / N, h, c / x, t % N, c % x});
         return flat({case_blocks, H, D, N}, {t / N, h, c, t % N});
@@ -252,23 +289,35 @@ inline LayoutCase paged(const Setup& s, kvmeld::PagedLayout layout) {
   using kvmeld::PagedLayout;
   auto tokens = place(s);
   const std::int64_t H = s.heads, D = s.channels, N = case_block_tokens, B = case_blocks;
-  const bool packed = layout == PagedLayout::block_head_token_packed || layout == PagedLayout::block_token_head_packed;
-  const std::int64_t E = packed ? D + 32 : D, W = D + E;  // packed rows may hold values of another size
+  const bool packed = layout == PagedLayout::block_head_token_packed ||
+                      layout == PagedLayout::block_token_head_packed;
+  // packed rows may hold values of another size
+  const std::int64_t E = packed ? D + 32 : D, W = D + E;
   const bool padded = layout == PagedLayout::block_kv_token_head;
   const std::int64_t page = padded ? 2 * N * H * D + 64 : 0;
   return shared(
-      s, tokens, false, padded ? B * page : B * N * H * W, [](auto&&... a) { return kvmeld::paged_view(a...); },
-      kvmeld::PagedOptions{
-          .tokens = tokens->placement, .layout = layout, .blocks = B, .block_size = N, .block_stride = page},
+      s, tokens, false, padded ? B * page : B * N * H * W,
+      [](auto&&... a) { return kvmeld::paged_view(a...); },
+      kvmeld::PagedOptions{.tokens = tokens->placement,
+                           .layout = layout,
+                           .blocks = B,
+                           .block_size = N,
+                           .block_stride = page},
       [=](std::int64_t, std::int64_t p, std::int64_t t, std::int64_t h, std::int64_t c) {
         const std::int64_t b = t / N, n = t % N;
         switch (layout) {
-          case PagedLayout::kv_block_token_head: return flat({2, B, N, H, D}, {p, b, n, h, c});
-          case PagedLayout::kv_block_head_token: return flat({2, B, H, N, D}, {p, b, h, n, c});
-          case PagedLayout::block_kv_token_head: return b * page + flat({2, N, H, D}, {p, n, h, c});
-          case PagedLayout::block_kv_head_token: return flat({B, 2, H, N, D}, {b, p, h, n, c});
-          case PagedLayout::block_head_token_packed: return flat({B, H, N, W}, {b, h, n, p * D + c});
-          case PagedLayout::block_token_head_packed: return flat({B, N, H, W}, {b, n, h, p * D + c});
+          case PagedLayout::kv_block_token_head:
+            return flat({2, B, N, H, D}, {p, b, n, h, c});
+          case PagedLayout::kv_block_head_token:
+            return flat({2, B, H, N, D}, {p, b, h, n, c});
+          case PagedLayout::block_kv_token_head:
+            return b * page + flat({2, N, H, D}, {p, n, h, c});
+          case PagedLayout::block_kv_head_token:
+            return flat({B, 2, H, N, D}, {b, p, h, n, c});
+          case PagedLayout::block_head_token_packed:
+            return flat({B, H, N, W}, {b, h, n, p * D + c});
+          case PagedLayout::block_token_head_packed:
+            return flat({B, N, H, W}, {b, n, h, p * D + c});
         }
         return std::int64_t{-1};
       },
@@ -277,17 +326,22 @@ inline LayoutCase paged(const Setup& s, kvmeld::PagedLayout layout) {
 inline LayoutCase cross_layer(const Setup& s, kvmeld::CrossLayerLayout layout) {
   using kvmeld::CrossLayerLayout;
   auto tokens = place(s);
-  const std::int64_t H = s.heads, D = s.channels, N = case_block_tokens, B = case_blocks, L = case_layers;
+  const std::int64_t H = s.heads, D = s.channels, N = case_block_tokens, B = case_blocks,
+                     L = case_layers;
   return shared(
       s, tokens, true, B * L * 2 * N * H * D,
       [](auto&& g, auto&& buffers, auto&& o) { return kvmeld::cross_layer_view(g, buffers[0], o); },
-      kvmeld::CrossLayerOptions{.tokens = tokens->placement, .layout = layout, .blocks = B, .block_size = N},
+      kvmeld::CrossLayerOptions{
+          .tokens = tokens->placement, .layout = layout, .blocks = B, .block_size = N},
       [=](std::int64_t l, std::int64_t p, std::int64_t t, std::int64_t h, std::int64_t c) {
         const std::int64_t b = t / N, n = t % N;
         switch (layout) {
-          case CrossLayerLayout::block_layer_kv_token_head: return flat({B, L, 2, N, H, D}, {b, l, p, n, h, c});
-          case CrossLayerLayout::block_layer_kv_head_token: return flat({B, L, 2, H, N, D}, {b, l, p, h, n, c});
-          case CrossLayerLayout::block_head_layer_kv_token: return flat({B, H, L, 2, N, D}, {b, h, l, p, n, c});
+          case CrossLayerLayout::block_layer_kv_token_head:
+            return flat({B, L, 2, N, H, D}, {b, l, p, n, h, c});
+          case CrossLayerLayout::block_layer_kv_head_token:
+            return flat({B, L, 2, H, N, D}, {b, l, p, h, n, c});
+          case CrossLayerLayout::block_head_layer_kv_token:
+            return flat({B, H, L, 2, N, D}, {b, h, l, p, n, c});
           case CrossLayerLayout::block_layer_token_head_packed:
             return flat({B, L, N, H, 2 * D}, {b, l, n, h, p * D + c});
           case CrossLayerLayout::block_head_layer_token_packed:
@@ -300,7 +354,8 @@ inline LayoutCase cross_layer(const Setup& s, kvmeld::CrossLayerLayout layout) {
 inline LayoutCase trtllm(Setup s) {
   s.holes = false;
   auto tokens = place(s);
-  const std::int64_t H = s.heads, D = s.channels, N = case_block_tokens, B = case_blocks, L = case_layers;
+  const std::int64_t H = s.heads, D = s.channels, N = case_block_tokens, B = case_blocks,
+                     L = case_layers;
   auto offsets = std::make_shared<std::vector<std::vector<std::int32_t>>>(2);
   for (const std::int64_t b : tokens->wide) {
     for (std::size_t p = 0; p < 2; ++p)
@@ -351,21 +406,29 @@ inline LayoutCase latent(const Setup& s, kvmeld::LatentRow row, bool layers_in_b
                      scale_bytes = quantised ? R / 32 * 4 : 0;
   const std::int64_t row_bytes = latent_bytes + rope_bytes + scale_bytes;
   const std::int64_t in_block = layers_in_block ? case_layers : 1;
-  c.tensor_bytes.assign(layers_in_block ? 1 : static_cast<std::size_t>(case_layers), case_blocks * in_block * N * row_bytes);
+  c.tensor_bytes.assign(layers_in_block ? 1 : static_cast<std::size_t>(case_layers),
+                        case_blocks * in_block * N * row_bytes);
   c.address = [=](std::size_t l, std::size_t p, std::int64_t slot, std::int64_t, std::int64_t ch) {
-    const std::int64_t first = flat({case_blocks, in_block, N, row_bytes},
-                                    {slot / N, layers_in_block ? static_cast<std::int64_t>(l) : 0, slot % N, 0});
-    std::int64_t inside = p == 0 ? bytes_of(s.type, ch) : latent_bytes + scale_bytes + bytes_of(rope_type, ch);
+    const std::int64_t first =
+        flat({case_blocks, in_block, N, row_bytes},
+             {slot / N, layers_in_block ? static_cast<std::int64_t>(l) : 0, slot % N, 0});
+    std::int64_t inside =
+        p == 0 ? bytes_of(s.type, ch) : latent_bytes + scale_bytes + bytes_of(rope_type, ch);
     if (row == kvmeld::LatentRow::rope_latent)
       inside = p == 0 ? rope_bytes + bytes_of(s.type, ch) : bytes_of(rope_type, ch);
     return Address{layers_in_block ? 0 : l, first + inside};
   };
-  const kvmeld::LatentOptions options{
-      .tokens = tokens->placement, .row = row, .blocks = case_blocks, .block_size = N, .layers_in_block = layers_in_block};
+  const kvmeld::LatentOptions options{.tokens = tokens->placement,
+                                      .row = row,
+                                      .blocks = case_blocks,
+                                      .block_size = N,
+                                      .layers_in_block = layers_in_block};
   c.read = [g = c.geometry, options](const Memory& m) {
     return kvmeld::latent_view(g, all_of<const std::byte>(m), options);
   };
-  c.write = [g = c.geometry, options](Memory& m) { return kvmeld::latent_view(g, all_of<std::byte>(m), options); };
+  c.write = [g = c.geometry, options](Memory& m) {
+    return kvmeld::latent_view(g, all_of<std::byte>(m), options);
+  };
   return c;
 }
 
@@ -381,7 +444,9 @@ inline const std::vector<NamedLayout>& every_layout() {
   using kvmeld::CrossLayerLayout;
   using kvmeld::LatentRow;
   using kvmeld::PagedLayout;
-  static const auto in = [](PagedLayout layout) { return [layout](const Setup& s) { return paged(s, layout); }; };
+  static const auto in = [](PagedLayout layout) {
+    return [layout](const Setup& s) { return paged(s, layout); };
+  };
   static const auto across = [](CrossLayerLayout layout) {
     return [layout](const Setup& s) { return cross_layer(s, layout); };
   };
@@ -390,7 +455,8 @@ inline const std::vector<NamedLayout>& every_layout() {
       {"contiguous NHD", contiguous_nhd, false},
       {"ONNX Runtime [B,H,S,D]", ort, false},
       {"llama.cpp cells", [](const Setup& s) { return llama(s, false); }, false},
-      {"llama.cpp cells, V transposed", [](const Setup& s) { return llama(s, true); }, false, true, false},
+      {"llama.cpp cells, V transposed", [](const Setup& s) { return llama(s, true); }, false, true,
+       false},
       {"SGLang slots", sglang, false},
       {"split channel", split_channel, true, true, false},
       {"vLLM [2,B,N,H,D]", in(PagedLayout::kv_block_token_head)},
@@ -405,9 +471,12 @@ inline const std::vector<NamedLayout>& every_layout() {
       {"cross-layer [B,L,N,H,2D]", across(CrossLayerLayout::block_layer_token_head_packed)},
       {"cross-layer [B,H,L,N,2D]", across(CrossLayerLayout::block_head_layer_token_packed)},
       {"TensorRT-LLM pool", trtllm, true, false},
-      {"MLA, latent then rope", [](const Setup& s) { return latent(s, LatentRow::latent_rope, false); }},
-      {"MLA, rope then latent", [](const Setup& s) { return latent(s, LatentRow::rope_latent, false); }},
-      {"MLA, layers in the block", [](const Setup& s) { return latent(s, LatentRow::latent_rope, true); }},
+      {"MLA, latent then rope",
+       [](const Setup& s) { return latent(s, LatentRow::latent_rope, false); }},
+      {"MLA, rope then latent",
+       [](const Setup& s) { return latent(s, LatentRow::rope_latent, false); }},
+      {"MLA, layers in the block",
+       [](const Setup& s) { return latent(s, LatentRow::latent_rope, true); }},
   };
   return list;
 }

@@ -1,5 +1,6 @@
 #pragma once
-// Sequence-state bytes written by hand, one word after the other, apart from the library's own writer.
+// Sequence-state bytes written by hand, one word after the other, apart from the library's own
+// writer.
 
 #include <cstddef>
 #include <cstdint>
@@ -13,14 +14,16 @@ namespace test {
 
 struct BlobSpec {
   kvmeld::llama::StateForm form;
-  std::uint32_t stream = 0;                      // which stream holds the cells
-  std::vector<std::vector<std::int32_t>> cells;  // positions of each section, in the order of the bytes
+  std::uint32_t stream = 0;  // which stream holds the cells
+  // positions of each section, in the order of the bytes
+  std::vector<std::vector<std::int32_t>> cells;
 };
 
 /// Byte `b` of a cell's row: tells layer, plane, position and place apart.
-inline std::uint8_t pattern(std::size_t layer, std::size_t plane, std::int64_t position, std::size_t b) {
-  return static_cast<std::uint8_t>(layer * 101 + plane * 53 + static_cast<std::size_t>(position) * 31 + b * 7 +
-                                   b / 256);
+inline std::uint8_t pattern(std::size_t layer, std::size_t plane, std::int64_t position,
+                            std::size_t b) {
+  return static_cast<std::uint8_t>(layer * 101 + plane * 53 +
+                                   static_cast<std::size_t>(position) * 31 + b * 7 + b / 256);
 }
 
 class Words {
@@ -56,23 +59,25 @@ inline std::int32_t engine_number(kvmeld::ElementType type) {
   }
 }
 
-inline void add_plane(Words& out, const kvmeld::PlaneShape& shape, std::size_t layer, std::size_t plane,
-                      bool transposed, const std::vector<std::int32_t>& cells) {
+inline void add_plane(Words& out, const kvmeld::PlaneShape& shape, std::size_t layer,
+                      std::size_t plane, bool transposed, const std::vector<std::int32_t>& cells) {
   const std::size_t element = element_bytes(shape.type);
-  const std::size_t per_row =
-      static_cast<std::size_t>(shape.heads * shape.channels) / (shape.type == kvmeld::ElementType::q8_0 ? 32 : 1);
+  const std::size_t per_row = static_cast<std::size_t>(shape.heads * shape.channels) /
+                              (shape.type == kvmeld::ElementType::q8_0 ? 32 : 1);
   out.add(engine_number(shape.type));
   if (!transposed) {
     out.add(static_cast<std::uint64_t>(per_row * element));
     for (const std::int32_t position : cells)
-      for (std::size_t b = 0; b < per_row * element; ++b) out.add(pattern(layer, plane, position, b));
+      for (std::size_t b = 0; b < per_row * element; ++b)
+        out.add(pattern(layer, plane, position, b));
     return;
   }
   out.add(static_cast<std::uint32_t>(element));
   out.add(static_cast<std::uint32_t>(per_row));
   for (std::size_t row = 0; row < per_row; ++row)
     for (const std::int32_t position : cells)
-      for (std::size_t b = 0; b < element; ++b) out.add(pattern(layer, plane, position, row * element + b));
+      for (std::size_t b = 0; b < element; ++b)
+        out.add(pattern(layer, plane, position, row * element + b));
 }
 
 inline std::vector<std::byte> write_blob(const kvmeld::Geometry& geometry, const BlobSpec& spec) {
@@ -102,14 +107,16 @@ inline std::vector<std::byte> write_blob(const kvmeld::Geometry& geometry, const
       }
       std::vector<std::size_t> layers;
       for (std::size_t l = 0; l < geometry.layers.size(); ++l)
-        if (spec.cells.size() == 1 || (geometry.layers[l].window > 0) == (s == 1)) layers.push_back(l);
+        if (spec.cells.size() == 1 || (geometry.layers[l].window > 0) == (s == 1))
+          layers.push_back(l);
       out.add(static_cast<std::uint32_t>(spec.form.transposed_values ? 1 : 0));
       out.add(static_cast<std::uint32_t>(layers.size()));
       if (spec.form.basis_words) {
         out.add(spec.form.key_basis);
         out.add(spec.form.value_basis);
       }
-      for (const std::size_t l : layers) add_plane(out, geometry.layers[l].planes[0], l, 0, false, cells);
+      for (const std::size_t l : layers)
+        add_plane(out, geometry.layers[l].planes[0], l, 0, false, cells);
       for (const std::size_t l : layers)
         add_plane(out, geometry.layers[l].planes[1], l, 1, spec.form.transposed_values, cells);
     }
@@ -117,7 +124,8 @@ inline std::vector<std::byte> write_blob(const kvmeld::Geometry& geometry, const
   return out.bytes;
 }
 
-inline std::shared_ptr<const kvmeld::Geometry> blob_geometry(kvmeld::ElementType key, kvmeld::ElementType value,
+inline std::shared_ptr<const kvmeld::Geometry> blob_geometry(kvmeld::ElementType key,
+                                                             kvmeld::ElementType value,
                                                              std::int32_t window = 0) {
   kvmeld::Geometry geometry;
   const auto rope = kvmeld::RopeSpec::rotary(32, 10000.0, kvmeld::RopePairing::half_split);

@@ -1,5 +1,6 @@
 #pragma once
-// A model and one context of it, owned, as tests want them: quiet, one thread, f32 K and V unless told otherwise.
+// A model and one context of it, owned, as tests want them: quiet, one thread, f32 K and V unless
+// told otherwise.
 
 #include <llama.h>
 

@@ -1,5 +1,6 @@
 #pragma once
-// Small random models as GGUF files (version 3 of the format), so that tests of the engine need no download.
+// Small random models as GGUF files (version 3 of the format), so that tests of the engine need no
+// download.
 
 #include <unistd.h>
 
@@ -37,7 +38,8 @@ class TinyModelFile {
  public:
   explicit TinyModelFile(const TinyModel& model) : random_(model.seed) {
     static int count = 0;
-    const std::string name = "kvmeld-tiny-" + std::to_string(getpid()) + "-" + std::to_string(count++) + ".gguf";
+    const std::string name =
+        "kvmeld-tiny-" + std::to_string(getpid()) + "-" + std::to_string(count++) + ".gguf";
     path_ = (std::filesystem::temp_directory_path() / name).string();
     const std::uint32_t embedding = model.heads * model.channels;
     metadata(model, embedding);
@@ -72,7 +74,9 @@ class TinyModelFile {
   }
   void add(const std::string& name, std::uint32_t value) { key(name, 4), put(keys_, value); }
   void add(const std::string& name, float value) { key(name, 6), put(keys_, value); }
-  void add(const std::string& name, const std::string& value) { key(name, 8), put_text(keys_, value); }
+  void add(const std::string& name, const std::string& value) {
+    key(name, 8), put_text(keys_, value);
+  }
   void add(const std::string& name, const std::vector<std::int32_t>& values) {
     key(name, 9);
     put(keys_, std::uint32_t{5});
@@ -167,7 +171,9 @@ class TinyModelFile {
     put(out, key_count_);
     out += keys_;
     std::uint64_t at = 0;
-    const auto padded = [](std::uint64_t size) { return (size + alignment - 1) / alignment * alignment; };
+    const auto padded = [](std::uint64_t size) {
+      return (size + alignment - 1) / alignment * alignment;
+    };
     for (const Tensor& tensor : tensors_) {
       put_text(out, tensor.name);
       put(out, static_cast<std::uint32_t>(tensor.shape.size()));
@@ -178,10 +184,12 @@ class TinyModelFile {
     }
     out.resize(padded(out.size()));
     for (const Tensor& tensor : tensors_) {
-      out.append(reinterpret_cast<const char*>(tensor.data.data()), tensor.data.size() * sizeof(float));
+      out.append(reinterpret_cast<const char*>(tensor.data.data()),
+                 tensor.data.size() * sizeof(float));
       out.resize(padded(out.size()));
     }
-    std::ofstream(path_, std::ios::binary).write(out.data(), static_cast<std::streamsize>(out.size()));
+    std::ofstream(path_, std::ios::binary)
+        .write(out.data(), static_cast<std::streamsize>(out.size()));
   }
 
   std::string path_;

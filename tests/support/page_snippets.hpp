@@ -22,7 +22,8 @@ inline std::vector<std::string> lines_of(const std::string& path) {
   return lines;
 }
 
-/// Demands that a page shows every snippet that the sources mark with example-begin and example-end, and no other C++ code.
+/// Demands that a page shows every snippet that the sources mark with example-begin and
+/// example-end, and no other C++ code.
 inline void check_page(const std::string& page_path, const std::vector<std::string>& source_paths) {
   const std::vector<std::string> page = lines_of(page_path);
   std::size_t shown = 0, tested = 0;
@@ -34,8 +35,10 @@ inline void check_page(const std::string& page_path, const std::vector<std::stri
     for (std::size_t i = 0; i < source.size(); ++i) {
       if (source[i].rfind("// example-begin", 0) != 0) continue;
       ++tested;
-      const auto end = std::find(source.begin() + static_cast<std::ptrdiff_t>(i), source.end(), "// example-end");
-      const std::vector<std::string> snippet(source.begin() + static_cast<std::ptrdiff_t>(i) + 1, end);
+      const auto end = std::find(source.begin() + static_cast<std::ptrdiff_t>(i), source.end(),
+                                 "// example-end");
+      const std::vector<std::string> snippet(source.begin() + static_cast<std::ptrdiff_t>(i) + 1,
+                                             end);
       INFO(source[i]);
       CHECK(std::search(page.begin(), page.end(), snippet.begin(), snippet.end()) != page.end());
     }

@@ -1,5 +1,6 @@
 #pragma once
-// Caches in several layouts, filled with repeatable numbers, whose addresses are worked out here and not by the library.
+// Caches in several layouts, filled with repeatable numbers, whose addresses are worked out here
+// and not by the library.
 
 #include <algorithm>
 #include <cstddef>
@@ -28,7 +29,9 @@ class Random {
   }
   std::uint64_t below(std::uint64_t n) { return next() % n; }
   /// In [−4, 4), a multiple of 2^−20.
-  float value() { return static_cast<float>(static_cast<std::int32_t>(next() >> 41) - (1 << 22)) * 0x1p-20F; }
+  float value() {
+    return static_cast<float>(static_cast<std::int32_t>(next() >> 41) - (1 << 22)) * 0x1p-20F;
+  }
 
  private:
   std::uint64_t state_;
@@ -68,38 +71,50 @@ inline std::shared_ptr<kvmeld::Geometry> geometry(const Model& m = {}) {
 using Dense = std::vector<std::vector<double>>;
 
 enum class Layout { canonical, head_first, paged, slot_list, transposed_values, split_channels };
-inline constexpr Layout all_layouts[] = {Layout::canonical, Layout::head_first,        Layout::paged,
-                                         Layout::slot_list, Layout::transposed_values, Layout::split_channels};
+inline constexpr Layout all_layouts[] = {
+    Layout::canonical, Layout::head_first,        Layout::paged,
+    Layout::slot_list, Layout::transposed_values, Layout::split_channels};
 
-/// A cache that owns its memory; bytes that hold no element, and elements that were not filled, are `untouched`.
+/// A cache that owns its memory; bytes that hold no element, and elements that were not filled, are
+/// `untouched`.
 class TestCache {
  public:
   static constexpr std::byte untouched{0x5A};
 
-  /// @param hidden  for each layer, how many leading tokens it does not hold (slot-list layout only); empty: none.
-  TestCache(std::shared_ptr<const kvmeld::Geometry> geometry, std::int64_t tokens, Layout layout = Layout::canonical,
-            std::vector<std::int64_t> hidden = {})
-      : geometry_(std::move(geometry)), tokens_(tokens), capacity_((tokens + 7) / 4 * 4), hidden_(std::move(hidden)) {
+  /// @param hidden  for each layer, how many leading tokens it does not hold (slot-list layout
+  /// only); empty: none.
+  TestCache(std::shared_ptr<const kvmeld::Geometry> geometry, std::int64_t tokens,
+            Layout layout = Layout::canonical, std::vector<std::int64_t> hidden = {})
+      : geometry_(std::move(geometry)),
+        tokens_(tokens),
+        capacity_((tokens + 7) / 4 * 4),
+        hidden_(std::move(hidden)) {
     // Blocks and slots lie backwards, with a stride that skips: nothing but the table finds them.
     const std::int64_t blocks = capacity_ / block;
-    for (std::int64_t b = 0; b < blocks; ++b) blocks_.push_back(static_cast<std::int32_t>(blocks - 1 - b));
+    for (std::int64_t b = 0; b < blocks; ++b)
+      blocks_.push_back(static_cast<std::int32_t>(blocks - 1 - b));
     for (std::int64_t t = 0; t < capacity_; ++t) slots_.push_back((t * 5 + 3) % capacity_);
     if (std::gcd(capacity_, std::int64_t{5}) != 1) {
-      for (std::int64_t t = 0; t < capacity_; ++t) slots_[static_cast<std::size_t>(t)] = capacity_ - 1 - t;
+      for (std::int64_t t = 0; t < capacity_; ++t)
+        slots_[static_cast<std::size_t>(t)] = capacity_ - 1 - t;
     }
     std::size_t l = 0;
     for (const kvmeld::LayerShape& layer : geometry_->layers) {
       layer_slots_.push_back(slots_);
-      for (std::size_t t = 0; !hidden_.empty() && t < static_cast<std::size_t>(hidden_[l]); ++t) layer_slots_[l][t] = -1;
+      for (std::size_t t = 0; !hidden_.empty() && t < static_cast<std::size_t>(hidden_[l]); ++t)
+        layer_slots_[l][t] = -1;
       ++l;
-      for (const kvmeld::PlaneShape& shape : layer.planes) layouts_.push_back(usable(layout, shape));
+      for (const kvmeld::PlaneShape& shape : layer.planes)
+        layouts_.push_back(usable(layout, shape));
     }
     std::vector<kvmeld::MutablePlaneRef> planes;
     std::size_t p = 0;
     for (l = 0; l < geometry_->layers.size(); ++l) {
       for (const kvmeld::PlaneShape& shape : geometry_->layers[l].planes) {
         const auto rows = static_cast<std::size_t>(capacity_ * shape.heads);
-        buffers_.emplace_back(rows * static_cast<std::size_t>(kvmeld::byte_size(shape.type, shape.channels)), untouched);
+        buffers_.emplace_back(
+            rows * static_cast<std::size_t>(kvmeld::byte_size(shape.type, shape.channels)),
+            untouched);
         planes.push_back(declare(shape, layouts_[p], buffers_[p].data(), layer_slots_[l].data()));
         plane_layer_.push_back(l);
         ++p;
@@ -116,7 +131,9 @@ class TestCache {
   [[nodiscard]] std::int64_t tokens() const { return tokens_; }
   [[nodiscard]] std::vector<std::vector<std::byte>>& buffers() { return buffers_; }
   [[nodiscard]] const std::vector<std::vector<std::byte>>& buffers() const { return buffers_; }
-  [[nodiscard]] const kvmeld::PlaneShape& shape(std::size_t plane) const { return ref_.planes()[plane].shape; }
+  [[nodiscard]] const kvmeld::PlaneShape& shape(std::size_t plane) const {
+    return ref_.planes()[plane].shape;
+  }
   [[nodiscard]] std::size_t planes() const { return layouts_.size(); }
   [[nodiscard]] std::size_t layer_of(std::size_t plane) const { return plane_layer_[plane]; }
   [[nodiscard]] bool holds(std::size_t plane, std::int64_t token) const {
@@ -124,19 +141,29 @@ class TestCache {
   }
 
   /// Number of an element in its plane's buffer.
-  [[nodiscard]] std::int64_t element(std::size_t plane, std::int64_t t, std::int64_t h, std::int64_t c) const {
+  [[nodiscard]] std::int64_t element(std::size_t plane, std::int64_t t, std::int64_t h,
+                                     std::int64_t c) const {
     const std::int64_t heads = shape(plane).heads, channels = shape(plane).channels;
     switch (layouts_[plane]) {
-      case Layout::canonical: return (t * heads + h) * channels + c;
-      case Layout::head_first: return (h * capacity_ + t) * channels + c;
-      case Layout::paged: return ((blocks_[static_cast<std::size_t>(t / block)] * block + t % block) * heads + h) * channels + c;
-      case Layout::slot_list: return (slots_[static_cast<std::size_t>(t)] * heads + h) * channels + c;
-      case Layout::transposed_values: return (h * channels + c) * capacity_ + t;
-      case Layout::split_channels: return ((h * (channels / split) + c / split) * capacity_ + t) * split + c % split;
+      case Layout::canonical:
+        return (t * heads + h) * channels + c;
+      case Layout::head_first:
+        return (h * capacity_ + t) * channels + c;
+      case Layout::paged:
+        return ((blocks_[static_cast<std::size_t>(t / block)] * block + t % block) * heads + h) *
+                   channels +
+               c;
+      case Layout::slot_list:
+        return (slots_[static_cast<std::size_t>(t)] * heads + h) * channels + c;
+      case Layout::transposed_values:
+        return (h * channels + c) * capacity_ + t;
+      case Layout::split_channels:
+        return ((h * (channels / split) + c / split) * capacity_ + t) * split + c % split;
     }
     return -1;
   }
-  [[nodiscard]] double get(std::size_t plane, std::int64_t t, std::int64_t h, std::int64_t c) const {
+  [[nodiscard]] double get(std::size_t plane, std::int64_t t, std::int64_t h,
+                           std::int64_t c) const {
     const kvmeld::ElementType type = shape(plane).type;
     const std::byte* data = buffers_[plane].data();
     if (type == kvmeld::ElementType::f64) {
@@ -148,14 +175,18 @@ class TestCache {
   }
   /// Sets one element of a type that is not stored in blocks.
   void set(std::size_t plane, std::int64_t t, std::int64_t h, std::int64_t c, float value) {
-    kvmeld::detail::store_element(shape(plane).type, buffers_[plane].data(), element(plane, t, h, c), value);
+    kvmeld::detail::store_element(shape(plane).type, buffers_[plane].data(),
+                                  element(plane, t, h, c), value);
   }
   /// The bytes of one element, or of the block that holds it.
-  [[nodiscard]] const std::byte* bytes(std::size_t plane, std::int64_t t, std::int64_t h, std::int64_t c) const {
+  [[nodiscard]] const std::byte* bytes(std::size_t plane, std::int64_t t, std::int64_t h,
+                                       std::int64_t c) const {
     const kvmeld::ElementType type = shape(plane).type;
-    return buffers_[plane].data() + element(plane, t, h, c) / kvmeld::block_elements(type) * kvmeld::block_bytes(type);
+    return buffers_[plane].data() +
+           element(plane, t, h, c) / kvmeld::block_elements(type) * kvmeld::block_bytes(type);
   }
-  [[nodiscard]] std::byte* bytes(std::size_t plane, std::int64_t t, std::int64_t h, std::int64_t c) {
+  [[nodiscard]] std::byte* bytes(std::size_t plane, std::int64_t t, std::int64_t h,
+                                 std::int64_t c) {
     return const_cast<std::byte*>(std::as_const(*this).bytes(plane, t, h, c));
   }
 
@@ -169,12 +200,14 @@ class TestCache {
           for (float& x : row) x = random.value();
           if (!holds(p, t)) continue;
           if (kvmeld::block_elements(shape(p).type) > 1) {
-            kvmeld::detail::store_row<kvmeld::Isa::baseline>(shape(p).type, row.data(), std::ssize(row), bytes(p, t, h, 0));
+            kvmeld::detail::store_row<kvmeld::Isa::baseline>(shape(p).type, row.data(),
+                                                             std::ssize(row), bytes(p, t, h, 0));
           } else {
             for (std::size_t c = 0; c < row.size(); ++c) {
               const auto channel = static_cast<std::int64_t>(c);
               set(p, t, h, channel, row[c]);
-              if (get(p, t, h, channel) == 0.0) set(p, t, h, channel, 0.0F);  // never −0, which seal would turn
+              // never −0, which seal would turn
+              if (get(p, t, h, channel) == 0.0) set(p, t, h, channel, 0.0F);
             }
           }
         }
@@ -187,7 +220,8 @@ class TestCache {
     for (std::size_t p = 0; p < planes(); ++p) {
       for (std::int64_t t = 0; t < tokens_; ++t) {
         for (std::int64_t h = 0; h < shape(p).heads; ++h) {
-          for (std::int64_t c = 0; c < shape(p).channels; ++c) out[p].push_back(holds(p, t) ? get(p, t, h, c) : 0.0);
+          for (std::int64_t c = 0; c < shape(p).channels; ++c)
+            out[p].push_back(holds(p, t) ? get(p, t, h, c) : 0.0);
         }
       }
     }
@@ -207,12 +241,13 @@ class TestCache {
   static Layout usable(Layout layout, const kvmeld::PlaneShape& shape) {
     const bool cuts_rows = layout == Layout::transposed_values || layout == Layout::split_channels;
     if (cuts_rows && kvmeld::block_elements(shape.type) > 1) return Layout::canonical;
-    if (layout == Layout::transposed_values && shape.plane == kvmeld::Plane::key) return Layout::canonical;
+    if (layout == Layout::transposed_values && shape.plane == kvmeld::Plane::key)
+      return Layout::canonical;
     if (layout == Layout::split_channels && shape.channels % split != 0) return Layout::canonical;
     return layout;
   }
-  [[nodiscard]] kvmeld::MutablePlaneRef declare(const kvmeld::PlaneShape& shape, Layout layout, std::byte* data,
-                                                const std::int64_t* slots) const {
+  [[nodiscard]] kvmeld::MutablePlaneRef declare(const kvmeld::PlaneShape& shape, Layout layout,
+                                                std::byte* data, const std::int64_t* slots) const {
     kvmeld::MutablePlaneRef plane;
     plane.data = data;
     plane.shape = shape;
@@ -221,16 +256,21 @@ class TestCache {
     plane.token_stride = channels * heads;
     plane.head_stride = channels;
     switch (layout) {
-      case Layout::canonical: break;
+      case Layout::canonical:
+        break;
       case Layout::head_first:
         plane.token_stride = channels;
         plane.head_stride = channels * capacity_;
         break;
       case Layout::paged:
-        plane.slots = {.kind = kvmeld::SlotKind::block_table_i32, .table = blocks_.data(), .block_size = block,
+        plane.slots = {.kind = kvmeld::SlotKind::block_table_i32,
+                       .table = blocks_.data(),
+                       .block_size = block,
                        .block_stride = block * heads * channels};
         break;
-      case Layout::slot_list: plane.slots = {.kind = kvmeld::SlotKind::slot_list_i64, .table = slots}; break;
+      case Layout::slot_list:
+        plane.slots = {.kind = kvmeld::SlotKind::slot_list_i64, .table = slots};
+        break;
       case Layout::transposed_values:
         plane.token_stride = 1;
         plane.head_stride = channels * capacity_;
@@ -255,7 +295,7 @@ class TestCache {
   std::vector<std::vector<std::int64_t>> layer_slots_;  // (layers)
   std::vector<Layout> layouts_;                         // (planes)
   std::vector<std::size_t> plane_layer_;
-  std::vector<std::vector<std::byte>> buffers_;         // (planes)
+  std::vector<std::vector<std::byte>> buffers_;  // (planes)
   kvmeld::MutableKvCacheRef ref_;
 };
 
@@ -274,9 +314,9 @@ struct Streaming {
 /// A fragment beside the numbers that went into it.
 struct Sealed {
   kvmeld::Fragment fragment;
-  Dense values;                          // of payload 0
+  Dense values;  // of payload 0
   std::vector<std::int64_t> positions;
-  std::vector<std::int64_t> hidden;      // leading tokens that each layer does not hold; empty: none
+  std::vector<std::int64_t> hidden;  // leading tokens that each layer does not hold; empty: none
 };
 
 /// Positions 3, 5, 6, 8, 9, 11, …: ascending with gaps.
@@ -286,9 +326,12 @@ inline std::vector<std::int64_t> gapped_positions(std::int64_t tokens, std::int6
   return out;
 }
 
-/// Seals a random cache; an empty result means that `seal` refused, which the caller's next check will show.
-inline Sealed sealed(const std::shared_ptr<const kvmeld::Geometry>& g, std::int64_t tokens, std::uint64_t seed,
-                     kvmeld::SealOptions options = {}, Layout layout = Layout::canonical, const std::vector<std::int64_t>& hidden = {}) {
+/// Seals a random cache; an empty result means that `seal` refused, which the caller's next check
+/// will show.
+inline Sealed sealed(const std::shared_ptr<const kvmeld::Geometry>& g, std::int64_t tokens,
+                     std::uint64_t seed, kvmeld::SealOptions options = {},
+                     Layout layout = Layout::canonical,
+                     const std::vector<std::int64_t>& hidden = {}) {
   TestCache cache(g, tokens, layout, hidden);
   cache.fill(seed);
   Sealed out;

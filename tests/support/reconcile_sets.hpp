@@ -21,11 +21,16 @@ enum class Differ { either_side, one_side, tags, mixed };
 struct SetPair {
   ReconcileItems a, b;
   kvmeld::ReconcileDifference from_a;  // what a side finds that holds `a`
-  std::size_t differing() const { return from_a.mine_only.size() + from_a.theirs_only.size() + from_a.different.size(); }
-  kvmeld::ReconcileDifference from_b() const { return {from_a.theirs_only, from_a.mine_only, from_a.different}; }
+  std::size_t differing() const {
+    return from_a.mine_only.size() + from_a.theirs_only.size() + from_a.different.size();
+  }
+  kvmeld::ReconcileDifference from_b() const {
+    return {from_a.theirs_only, from_a.mine_only, from_a.different};
+  }
 };
 
-/// An id as XXH3 makes them: hash tag, 16 random bytes, zeros. `prefix` of the random bytes are the same in all ids.
+/// An id as XXH3 makes them: hash tag, 16 random bytes, zeros. `prefix` of the random bytes are the
+/// same in all ids.
 inline kvmeld::FragmentId random_id(std::mt19937_64& random, std::size_t prefix = 0) {
   kvmeld::FragmentId id;
   id.bytes[0] = 1;
@@ -33,10 +38,13 @@ inline kvmeld::FragmentId random_id(std::mt19937_64& random, std::size_t prefix 
   return id;
 }
 
-inline bool lower_id(const kvmeld::ReconcileItem& x, const kvmeld::ReconcileItem& y) { return x.id < y.id; }
+inline bool lower_id(const kvmeld::ReconcileItem& x, const kvmeld::ReconcileItem& y) {
+  return x.id < y.id;
+}
 
 /// `ids` ids of which `differing` differ; neighbours where `clustered`.
-inline SetPair set_pair(std::size_t ids, std::size_t differing, Differ how, bool clustered, std::uint64_t seed, std::size_t prefix = 0) {
+inline SetPair set_pair(std::size_t ids, std::size_t differing, Differ how, bool clustered,
+                        std::uint64_t seed, std::size_t prefix = 0) {
   std::mt19937_64 random(seed);
   ReconcileItems all(ids);
   for (auto& item : all) item = {random_id(random, prefix), random()};
@@ -52,11 +60,18 @@ inline SetPair set_pair(std::size_t ids, std::size_t differing, Differ how, bool
   SetPair out;
   for (std::size_t i = 0; i < ids; ++i) {
     kvmeld::ReconcileItem item = all[i];
-    const std::uint64_t choice = how == Differ::either_side ? random() % 2 : how == Differ::one_side ? 0 : how == Differ::tags ? 2 : random() % 3;
+    const std::uint64_t choice = how == Differ::either_side ? random() % 2
+                                 : how == Differ::one_side  ? 0
+                                 : how == Differ::tags      ? 2
+                                                            : random() % 3;
     if (!differs[i] || choice != 1) out.a.push_back(item);
     if (differs[i] && choice == 2) item.tag += 1 + random() % 3;
     if (!differs[i] || choice != 0) out.b.push_back(item);
-    if (differs[i]) (choice == 0 ? out.from_a.mine_only : choice == 1 ? out.from_a.theirs_only : out.from_a.different).push_back(item.id);
+    if (differs[i])
+      (choice == 0   ? out.from_a.mine_only
+       : choice == 1 ? out.from_a.theirs_only
+                     : out.from_a.different)
+          .push_back(item.id);
   }
   return out;
 }
@@ -83,7 +98,8 @@ struct SessionTrace {
   }
 };
 
-inline SessionTrace reconcile(const SetPair& pair, std::uint64_t salt, const kvmeld::ReconcileLimits& limits = {}) {
+inline SessionTrace reconcile(const SetPair& pair, std::uint64_t salt,
+                              const kvmeld::ReconcileLimits& limits = {}) {
   SessionTrace out;
   kvmeld::Reconciliation a(pair.a, limits), b(pair.b, limits);
   auto first = a.start(salt);
@@ -101,7 +117,8 @@ inline SessionTrace reconcile(const SetPair& pair, std::uint64_t salt, const kvm
     if (!reply->message) break;
     out.messages.push_back(*std::move(reply->message));
   }
-  out.right = a.done() && b.done() && same(a.result(), pair.from_a) && same(b.result(), pair.from_b());
+  out.right =
+      a.done() && b.done() && same(a.result(), pair.from_a) && same(b.result(), pair.from_b());
   return out;
 }
 

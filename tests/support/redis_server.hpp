@@ -1,5 +1,6 @@
 #pragma once
-// A real redis-server of one test's own: on a Unix socket and, where asked, a loopback port, in a folder that goes with it.
+// A real redis-server of one test's own: on a Unix socket and, where asked, a loopback port, in a
+// folder that goes with it.
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -38,12 +39,14 @@ inline bool has_program(const std::string& name) {
 class RedisServer {
  public:
   /// Starts it. Options as on its command line: {"--appendonly", "yes"}.
-  explicit RedisServer(std::vector<std::string> options = {}, bool loopback = false) : options_(std::move(options)), loopback_(loopback) {
+  explicit RedisServer(std::vector<std::string> options = {}, bool loopback = false)
+      : options_(std::move(options)), loopback_(loopback) {
     if (!has_program("redis-server")) {
       std::printf("skipped: no redis-server on the PATH (Debian: redis-server)\n");
       std::exit(77);
     }
-    std::string pattern = (std::filesystem::temp_directory_path() / "kvmeld-redis-").string() + std::string(6, 'X');
+    std::string pattern =
+        (std::filesystem::temp_directory_path() / "kvmeld-redis-").string() + std::string(6, 'X');
     if (mkdtemp(pattern.data()) == nullptr) std::abort();
     folder_ = pattern;
     std::filesystem::create_directory(folder_ / "data");
@@ -111,7 +114,8 @@ class RedisServer {
     kvmeld::RedisConnection connection(client());
     const auto reply = connection.command(arguments);
     if (!reply) return reply.error().message();
-    return reply->is_integer() ? std::to_string(reply->number().value_or(0)) : std::string(reply->text());
+    return reply->is_integer() ? std::to_string(reply->number().value_or(0))
+                               : std::string(reply->text());
   }
 
  private:
@@ -129,10 +133,13 @@ class RedisServer {
 
   bool start() {
     // A cluster's node listens 10000 higher, too.
-    for (int tries = 0; loopback_ && (port_ == 0 || port_ > 55'000) && tries < 1000; ++tries) port_ = free_port();
-    std::vector<std::string> words{"redis-server", "--port",      std::to_string(port_),       "--bind",      "127.0.0.1",
-                                   "--unixsocket", socket(),      "--dir",                     data_folder().string(),
-                                   "--logfile",    log(),         "--daemonize",               "no",          "--save", ""};
+    for (int tries = 0; loopback_ && (port_ == 0 || port_ > 55'000) && tries < 1000; ++tries)
+      port_ = free_port();
+    std::vector<std::string> words{"redis-server", "--port",    std::to_string(port_),
+                                   "--bind",       "127.0.0.1", "--unixsocket",
+                                   socket(),       "--dir",     data_folder().string(),
+                                   "--logfile",    log(),       "--daemonize",
+                                   "no",           "--save",    ""};
     words.insert(words.end(), options_.begin(), options_.end());
     std::vector<char*> arguments;
     for (std::string& word : words) arguments.push_back(word.data());

@@ -32,13 +32,16 @@ enum class Fuse { mean, sum, max };
 inline std::vector<Output> concat(const std::vector<Sealed>& spans, std::int64_t position = 0) {
   std::vector<Output> out;
   for (std::size_t s = 0; s < spans.size(); ++s) {
-    for (std::int64_t t = 0; t < std::ssize(spans[s].positions); ++t) out.push_back({position++, {{s, t}}});
+    for (std::int64_t t = 0; t < std::ssize(spans[s].positions); ++t)
+      out.push_back({position++, {{s, t}}});
   }
   return out;
 }
 
-/// The first `shared` tokens of all spans share outputs, the rest follow span by span. `shared` < 0: by index, all along.
-inline std::vector<Output> match(const std::vector<Sealed>& spans, std::int64_t shared, std::int64_t position = 0) {
+/// The first `shared` tokens of all spans share outputs, the rest follow span by span. `shared` <
+/// 0: by index, all along.
+inline std::vector<Output> match(const std::vector<Sealed>& spans, std::int64_t shared,
+                                 std::int64_t position = 0) {
   std::int64_t longest = 0;
   for (const Sealed& s : spans) longest = std::max(longest, std::ssize(s.positions));
   if (shared < 0) shared = longest;
@@ -51,7 +54,8 @@ inline std::vector<Output> match(const std::vector<Sealed>& spans, std::int64_t 
     out.push_back(output);
   }
   for (std::size_t s = 0; s < spans.size(); ++s) {
-    for (std::int64_t t = shared; t < std::ssize(spans[s].positions); ++t) out.push_back({position++, {{s, t}}});
+    for (std::int64_t t = shared; t < std::ssize(spans[s].positions); ++t)
+      out.push_back({position++, {{s, t}}});
   }
   return out;
 }
@@ -61,12 +65,15 @@ inline std::int64_t common_prefix(const std::vector<Sealed>& spans) {
   for (std::int64_t t = 0;; ++t) {
     for (const Sealed& s : spans) {
       const auto ids = s.fragment.tokens();
-      if (t == std::ssize(ids) || ids[static_cast<std::size_t>(t)] != spans[0].fragment.tokens()[static_cast<std::size_t>(t)]) return t;
+      if (t == std::ssize(ids) || ids[static_cast<std::size_t>(t)] !=
+                                      spans[0].fragment.tokens()[static_cast<std::size_t>(t)])
+        return t;
     }
   }
 }
 
-/// Turns one head's row by `shift` positions: unscaled frequencies base^(−2i / rotary), angles in double.
+/// Turns one head's row by `shift` positions: unscaled frequencies base^(−2i / rotary), angles in
+/// double.
 inline void turn(const kvmeld::RopeSpec& rope, double shift, std::vector<double>& row) {
   const int pairs = rope.rotary_channels / 2;
   for (int i = 0; i < pairs; ++i) {
@@ -88,11 +95,13 @@ struct Row {
   std::size_t inputs = 0;  // that this layer holds; 0: the row is left as it was
 };
 
-inline Row row(const kvmeld::Geometry& g, std::size_t layer, std::size_t plane_in_layer, std::size_t plane, std::int64_t head,
-               const std::vector<Sealed>& spans, const Output& output, Fuse fuse) {
+inline Row row(const kvmeld::Geometry& g, std::size_t layer, std::size_t plane_in_layer,
+               std::size_t plane, std::int64_t head, const std::vector<Sealed>& spans,
+               const Output& output, Fuse fuse) {
   const kvmeld::LayerShape& shape = g.layers[layer];
   const kvmeld::PlaneShape& p = shape.planes[plane_in_layer];
-  const bool turns = p.rotary && shape.rope.kind == kvmeld::RopeKind::rotary && shape.key_form == kvmeld::KeyForm::post_rope;
+  const bool turns = p.rotary && shape.rope.kind == kvmeld::RopeKind::rotary &&
+                     shape.key_form == kvmeld::KeyForm::post_rope;
   const auto channels = static_cast<std::size_t>(p.channels);
   Row out;
   double total = 0.0;
@@ -103,13 +112,16 @@ inline Row row(const kvmeld::Geometry& g, std::size_t layer, std::size_t plane_i
     const Sealed& span = spans[in.source];
     if (!span.hidden.empty() && in.token < span.hidden[layer]) continue;
     const std::size_t begin = static_cast<std::size_t>(in.token * p.heads + head) * channels;
-    std::vector<double> x(span.values[plane].begin() + static_cast<std::ptrdiff_t>(begin),
-                          span.values[plane].begin() + static_cast<std::ptrdiff_t>(begin + channels));
+    std::vector<double> x(
+        span.values[plane].begin() + static_cast<std::ptrdiff_t>(begin),
+        span.values[plane].begin() + static_cast<std::ptrdiff_t>(begin + channels));
     const std::int64_t from = span.positions[static_cast<std::size_t>(in.token)];
     original = x;
-    out.exact = out.exact && !(turns && from != output.position) && (fuse != Fuse::sum || in.weight == 1.0);
+    out.exact =
+        out.exact && !(turns && from != output.position) && (fuse != Fuse::sum || in.weight == 1.0);
     if (turns) {
-      turn(shape.rope, -static_cast<double>(from), x);  // un-rotated: in exact arithmetic the frame does not matter
+      // un-rotated: in exact arithmetic the frame does not matter
+      turn(shape.rope, -static_cast<double>(from), x);
     }
     ++out.inputs;
     total += in.weight;
@@ -123,7 +135,8 @@ inline Row row(const kvmeld::Geometry& g, std::size_t layer, std::size_t plane_i
   if (out.inputs == 0) return out;
   for (std::size_t c = 0; c < channels; ++c) {
     if (fuse == Fuse::mean) out.values[c] /= total;
-    out.magnitude = std::max(out.magnitude, fuse == Fuse::mean ? size[c] / std::abs(total) : size[c]);
+    out.magnitude =
+        std::max(out.magnitude, fuse == Fuse::mean ? size[c] / std::abs(total) : size[c]);
   }
   if (turns) turn(shape.rope, static_cast<double>(output.position), out.values);
   if (out.exact) out.values = original;
@@ -132,10 +145,11 @@ inline Row row(const kvmeld::Geometry& g, std::size_t layer, std::size_t plane_i
 
 /// How far a rendered element may lie from the reference.
 ///
-/// f32 arithmetic: at most two turns (2^-25 a table entry and 2^-24 for each of two roundings on both members of a pair:
-/// below 4 · 2^-24 of the pair's size a turn) and a fold of n contributions in chunks of 64 (at most 64 + 12 + 2
-/// roundings deep), each 2^-24 of the sum of magnitudes. Storage: half a unit of the type, and half its smallest
-/// subnormal; q8_0: half a step, a step is the block's largest magnitude / 127, and 127 steps of its f16 scale's error.
+/// f32 arithmetic: at most two turns (2^-25 a table entry and 2^-24 for each of two roundings on
+/// both members of a pair: below 4 · 2^-24 of the pair's size a turn) and a fold of n contributions
+/// in chunks of 64 (at most 64 + 12 + 2 roundings deep), each 2^-24 of the sum of magnitudes.
+/// Storage: half a unit of the type, and half its smallest subnormal; q8_0: half a step, a step is
+/// the block's largest magnitude / 127, and 127 steps of its f16 scale's error.
 inline double tolerance(kvmeld::ElementType type, const Row& row, std::size_t channel) {
   if (row.exact) return 0.0;
   const double deep = static_cast<double>(std::min<std::size_t>(row.inputs, 64)) + 14.0;
@@ -143,23 +157,33 @@ inline double tolerance(kvmeld::ElementType type, const Row& row, std::size_t ch
   const double at = std::abs(row.values[channel]);
   switch (type) {
     case kvmeld::ElementType::f64:
-    case kvmeld::ElementType::f32: return f32 + at * 0x1p-24 + 0x1p-149;
-    case kvmeld::ElementType::f16: return 1.01 * f32 + at * 0x1p-11 + 0x1p-25;
-    case kvmeld::ElementType::bf16: return 1.01 * f32 + at * 0x1p-8 + 0x1p-134;
-    case kvmeld::ElementType::f8_e4m3: return 1.1 * f32 + at * 0x1p-4 + 0x1p-10;
-    case kvmeld::ElementType::f8_e5m2: return 1.2 * f32 + at * 0x1p-3 + 0x1p-17;
-    case kvmeld::ElementType::i8: return f32 + 0.5;
-    case kvmeld::ElementType::q8_0: break;
+    case kvmeld::ElementType::f32:
+      return f32 + at * 0x1p-24 + 0x1p-149;
+    case kvmeld::ElementType::f16:
+      return 1.01 * f32 + at * 0x1p-11 + 0x1p-25;
+    case kvmeld::ElementType::bf16:
+      return 1.01 * f32 + at * 0x1p-8 + 0x1p-134;
+    case kvmeld::ElementType::f8_e4m3:
+      return 1.1 * f32 + at * 0x1p-4 + 0x1p-10;
+    case kvmeld::ElementType::f8_e5m2:
+      return 1.2 * f32 + at * 0x1p-3 + 0x1p-17;
+    case kvmeld::ElementType::i8:
+      return f32 + 0.5;
+    case kvmeld::ElementType::q8_0:
+      break;
   }
   double largest = 0.0;
-  for (std::size_t c = channel / 32 * 32; c < channel / 32 * 32 + 32; ++c) largest = std::max(largest, std::abs(row.values[c]));
+  for (std::size_t c = channel / 32 * 32; c < channel / 32 * 32 + 32; ++c)
+    largest = std::max(largest, std::abs(row.values[c]));
   return 2.0 * f32 + (largest + f32) * (0.5 / 127.0 + 0x1p-11) + 0x1p-25 * 127.0;
 }
 
 /// The largest ratio of error to tolerance over a whole cache: at most 1 where the render is right.
 ///
-/// A row without inputs must still hold `untouched` bytes. Exact rows must be equal (0 / 0 counts as right).
-inline double worst(const test::TestCache& cache, const std::vector<Sealed>& spans, const std::vector<Output>& outputs, Fuse fuse) {
+/// A row without inputs must still hold `untouched` bytes. Exact rows must be equal (0 / 0 counts
+/// as right).
+inline double worst(const test::TestCache& cache, const std::vector<Sealed>& spans,
+                    const std::vector<Output>& outputs, Fuse fuse) {
   double worst_ratio = 0.0;
   const kvmeld::Geometry& g = cache.geometry();
   std::size_t plane = 0;
@@ -172,7 +196,8 @@ inline double worst(const test::TestCache& cache, const std::vector<Sealed>& spa
           for (std::size_t c = 0; c < want.values.size(); ++c) {
             const auto token = static_cast<std::int64_t>(o), channel = static_cast<std::int64_t>(c);
             if (want.inputs == 0) {
-              if (*cache.bytes(plane, token, h, channel) != test::TestCache::untouched) return std::numeric_limits<double>::infinity();
+              if (*cache.bytes(plane, token, h, channel) != test::TestCache::untouched)
+                return std::numeric_limits<double>::infinity();
               continue;
             }
             const double off = std::abs(cache.get(plane, token, h, channel) - want.values[c]);

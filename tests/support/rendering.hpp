@@ -17,7 +17,10 @@ struct Given {
   static constexpr bool reproducible = true;
   std::shared_ptr<const kvmeld::Alignment> alignment;
 
-  [[nodiscard]] kvmeld::Result<kvmeld::Alignment> align(std::span<const kvmeld::Source>, std::int64_t) const { return *alignment; }
+  [[nodiscard]] kvmeld::Result<kvmeld::Alignment> align(std::span<const kvmeld::Source>,
+                                                        std::int64_t) const {
+    return *alignment;
+  }
   void digest(kvmeld::Hasher& hasher) const { hasher.text("test.Given"); }
 };
 
@@ -43,7 +46,8 @@ std::unique_ptr<TestCache> run_in(const E& exec, const kvmeld::Plan<M>& plan, La
 
 /// Plans, runs in every executor, demands the same bytes of all, and returns one of the caches.
 template <class M>
-std::unique_ptr<TestCache> render_everywhere(const kvmeld::FragmentSet& set, const M& merger, const kvmeld::Target& target,
+std::unique_ptr<TestCache> render_everywhere(const kvmeld::FragmentSet& set, const M& merger,
+                                             const kvmeld::Target& target,
                                              Layout layout = Layout::canonical) {
   const auto plan = kvmeld::plan(set, merger, target);
   INFO(plan.status().message());
@@ -51,7 +55,8 @@ std::unique_ptr<TestCache> render_everywhere(const kvmeld::FragmentSet& set, con
   auto first = run_in(kvmeld::exec::Sequential{.isa = kvmeld::Isa::baseline}, *plan, layout);
   for (const kvmeld::Isa isa : instruction_sets()) {
     INFO(kvmeld::to_string(isa));
-    REQUIRE(run_in(kvmeld::exec::Sequential{.isa = isa}, *plan, layout)->buffers() == first->buffers());
+    REQUIRE(run_in(kvmeld::exec::Sequential{.isa = isa}, *plan, layout)->buffers() ==
+            first->buffers());
     REQUIRE(run_in(Streaming{isa}, *plan, layout)->buffers() == first->buffers());
   }
   INFO("lanes");
@@ -66,13 +71,15 @@ std::unique_ptr<TestCache> render_everywhere(const kvmeld::FragmentSet& set, con
 inline kvmeld::FragmentSet set_of(const std::vector<Sealed>& fragments) {
   kvmeld::FragmentSet set;
   std::uint64_t agent = 0;
-  for (const Sealed& f : fragments) REQUIRE(set.insert(f.fragment, kvmeld::Provenance{++agent, 0}).ok());
+  for (const Sealed& f : fragments)
+    REQUIRE(set.insert(f.fragment, kvmeld::Provenance{++agent, 0}).ok());
   return set;
 }
 
 /// In ascending order of id.
 inline std::vector<Sealed> by_id(std::vector<Sealed> spans) {
-  std::sort(spans.begin(), spans.end(), [](const Sealed& a, const Sealed& b) { return a.fragment.id() < b.fragment.id(); });
+  std::sort(spans.begin(), spans.end(),
+            [](const Sealed& a, const Sealed& b) { return a.fragment.id() < b.fragment.id(); });
   return spans;
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-// What the BlobStore concept asks for and no compiler checks. Any store, also one that holds other things already: keys and
-// records come from a seed, so that two runs on one server do not meet.
+// What the BlobStore concept asks for and no compiler checks. Any store, also one that holds other
+// things already: keys and records come from a seed, so that two runs on one server do not meet.
 
 #include <algorithm>
 #include <atomic>
@@ -30,11 +30,14 @@ inline kvmeld::BlobKey blob_key(std::uint64_t seed, std::uint64_t number) {
 /// Bytes that only this number has, each of which depends on it.
 inline Bytes blob_bytes(std::uint64_t number, std::size_t size) {
   Bytes bytes(size);
-  for (std::size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>((number + i * i + (i >> 9U)) * 0x9E3779B1U >> 11U);
+  for (std::size_t i = 0; i < size; ++i)
+    bytes[i] = static_cast<std::byte>((number + i * i + (i >> 9U)) * 0x9E3779B1U >> 11U);
   return bytes;
 }
 
-inline bool equal(const kvmeld::Blob& blob, const Bytes& bytes) { return std::ranges::equal(blob.bytes(), bytes); }
+inline bool equal(const kvmeld::Blob& blob, const Bytes& bytes) {
+  return std::ranges::equal(blob.bytes(), bytes);
+}
 
 /// A record of the seed that holds some numbers.
 inline Bytes number_record(std::uint64_t seed, const std::set<std::uint64_t>& numbers) {
@@ -50,7 +53,8 @@ inline std::set<std::uint64_t> numbers_in(std::uint64_t seed, const kvmeld::Reco
   std::set<std::uint64_t> numbers;
   for (const Bytes& record : batch.records) {
     std::vector<std::uint64_t> words(record.size() / sizeof(std::uint64_t));
-    if (!words.empty()) std::memcpy(words.data(), record.data(), words.size() * sizeof(std::uint64_t));
+    if (!words.empty())
+      std::memcpy(words.data(), record.data(), words.size() * sizeof(std::uint64_t));
     if (words.empty() || words[0] != seed) continue;
     numbers.insert(words.begin() + 1, words.end());
   }
@@ -118,7 +122,8 @@ void blob_laws(Store& store, Store& other, std::uint64_t seed) {
     }
     const auto held = store.get(key);
     REQUIRE(held.ok());
-    // Other bytes in its place, of another length and of the same one, are not taken for it: they are replaced.
+    // Other bytes in its place, of another length and of the same one, are not taken for it: they
+    // are replaced.
     Bytes one_bit = bytes;
     if (size > 0) one_bit[size / 2] ^= std::byte{16};
     for (const Bytes& wrong : {others, one_bit}) {
@@ -207,7 +212,8 @@ void record_laws(Store& store, Store& other, std::uint64_t seed) {
       CHECK(std::ranges::includes(all, numbers));
       cursors.push_back({batch->cursor, all});
     } else {
-      // Any cursor, also one that is outdated by replacements since: nothing may be lost that r does not hold.
+      // Any cursor, also one that is outdated by replacements since: nothing may be lost that r
+      // does not hold.
       const Seen& from = cursors[random() % cursors.size()];
       REQUIRE(s.replace_records(from.cursor, number_record(histories, from.numbers)).ok());
     }
@@ -229,15 +235,20 @@ void record_laws(Store& store, Store& other, std::uint64_t seed) {
   CHECK((numbers_in(histories, *again) == all));
 }
 
-/// Threads over two handles; for stores whose calls are thread-safe. Asserts only behind the threads: Catch is not thread-safe.
+/// Threads over two handles; for stores whose calls are thread-safe. Asserts only behind the
+/// threads: Catch is not thread-safe.
 template <kvmeld::BlobStore Store>
 void concurrent_laws(Store& store, Store& other, std::uint64_t seed, int rounds = 40) {
   constexpr int writers = 4;
   const std::uint64_t tag = seed * 16 + 2;
   std::atomic<int> errors{0}, partial{0}, created{0}, returned_absent{0};
   std::atomic<bool> stop{false};
-  const auto key = [seed](int round) { return blob_key(seed, 77'000 + static_cast<std::uint64_t>(round)); };
-  const auto bytes = [](int round) { return blob_bytes(static_cast<std::uint64_t>(round), 10'000 + static_cast<std::size_t>(round)); };
+  const auto key = [seed](int round) {
+    return blob_key(seed, 77'000 + static_cast<std::uint64_t>(round));
+  };
+  const auto bytes = [](int round) {
+    return blob_bytes(static_cast<std::uint64_t>(round), 10'000 + static_cast<std::size_t>(round));
+  };
   std::vector<std::thread> threads;
   for (int w = 0; w < writers; ++w) {
     threads.emplace_back([&, w] {
@@ -249,7 +260,8 @@ void concurrent_laws(Store& store, Store& other, std::uint64_t seed, int rounds 
         const auto got = s.get(key(r));
         if (!got) ++returned_absent;
         if (got && !equal(*got, bytes(r))) ++partial;
-        if (!s.add_record(number_record(tag, {static_cast<std::uint64_t>(w * rounds + r)})).ok()) ++errors;
+        if (!s.add_record(number_record(tag, {static_cast<std::uint64_t>(w * rounds + r)})).ok())
+          ++errors;
       }
     });
   }
@@ -267,7 +279,8 @@ void concurrent_laws(Store& store, Store& other, std::uint64_t seed, int rounds 
         ++errors;
         continue;
       }
-      if (!store.replace_records(batch->cursor, number_record(tag, numbers_in(tag, *batch))).ok()) ++errors;
+      if (!store.replace_records(batch->cursor, number_record(tag, numbers_in(tag, *batch))).ok())
+        ++errors;
       std::this_thread::yield();
     }
   });
@@ -302,7 +315,9 @@ void store_laws(Store& store, Store& other, std::uint64_t seed, bool threads = t
 template <kvmeld::PayloadStore Store>
 struct Payloads {
   Store& store;
-  auto put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) { return store.put_payload(key, bytes); }
+  auto put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+    return store.put_payload(key, bytes);
+  }
   auto get(const kvmeld::BlobKey& key) { return store.map_payload(key); }
   auto erase(const kvmeld::BlobKey& key) { return store.erase_payload(key); }
   kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) { return store.map_payload(key).ok(); }
@@ -326,9 +341,11 @@ void payload_laws(Store& store, Store& other, std::uint64_t seed) {
   REQUIRE(store.erase_payload(key).ok());
 }
 
-/// A store that is about to refuse: `store_full`, and nothing that was there has changed. Ends with a full store.
+/// A store that is about to refuse: `store_full`, and nothing that was there has changed. Ends with
+/// a full store.
 ///
-/// @param step bytes of each blob put, until one is refused; the store must refuse before `limit` bytes.
+/// @param step bytes of each blob put, until one is refused; the store must refuse before `limit`
+/// bytes.
 template <kvmeld::BlobStore Store>
 void full_laws(Store& store, std::uint64_t seed, std::size_t step, std::size_t limit) {
   std::uint64_t number = 0;

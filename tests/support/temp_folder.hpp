@@ -10,8 +10,10 @@ namespace test {
 
 class TempFolder {
  public:
-  explicit TempFolder(const std::filesystem::path& parent = std::filesystem::temp_directory_path()) {
-    std::string pattern = (parent / ("kvmeld-test-" + std::string(6, 'X'))).string();  // as mkdtemp wants it
+  explicit TempFolder(
+      const std::filesystem::path& parent = std::filesystem::temp_directory_path()) {
+    // as mkdtemp wants it
+    std::string pattern = (parent / ("kvmeld-test-" + std::string(6, 'X'))).string();
     if (::mkdtemp(pattern.data()) != nullptr) path_ = pattern;
   }
   TempFolder(const TempFolder&) = delete;
@@ -22,7 +24,9 @@ class TempFolder {
   }
   /// Empty where the parent cannot be written.
   [[nodiscard]] const std::filesystem::path& path() const { return path_; }
-  [[nodiscard]] std::string operator/(const std::string& name) const { return (path_ / name).string(); }
+  [[nodiscard]] std::string operator/(const std::string& name) const {
+    return (path_ / name).string();
+  }
 
  private:
   std::filesystem::path path_;

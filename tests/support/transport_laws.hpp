@@ -1,5 +1,6 @@
 #pragma once
-// What the Transport concept asks for and no compiler checks, on three members of one session that have just met.
+// What the Transport concept asks for and no compiler checks, on three members of one session that
+// have just met.
 
 #include <algorithm>
 #include <atomic>
@@ -26,7 +27,8 @@ inline Message message(std::uint64_t number, std::size_t size) {
   return bytes;
 }
 
-/// Sends until it arrives: a transport may lose. False where it has not come within ten seconds, or something else came.
+/// Sends until it arrives: a transport may lose. False where it has not come within ten seconds, or
+/// something else came.
 template <class From, class To>
 bool carries(From& from, To& to, kvmeld::MemberId address, const Message& bytes) {
   for (int attempt = 0; attempt < 20; ++attempt) {
@@ -43,7 +45,8 @@ bool carries(From& from, To& to, kvmeld::MemberId address, const Message& bytes)
 template <class To>
 std::size_t drain(To& to, std::int64_t quiet_ms) {
   std::size_t count = 0;
-  for (auto got = to.receive(quiet_ms); got && got->has_value(); got = to.receive(quiet_ms)) ++count;
+  for (auto got = to.receive(quiet_ms); got && got->has_value(); got = to.receive(quiet_ms))
+    ++count;
   return count;
 }
 
@@ -64,7 +67,8 @@ void transport_laws(T& a, T& b, T& c, std::int64_t quiet_ms = 20) {
   for (const std::int64_t wait : {0, 30}) {
     const auto begin = Clock::now();
     const auto none = a.receive(wait);
-    const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
+    const auto took =
+        std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begin).count();
     REQUIRE(none.ok());
     CHECK_FALSE(none->has_value());
     CHECK(took >= wait - 1);
@@ -72,7 +76,8 @@ void transport_laws(T& a, T& b, T& c, std::int64_t quiet_ms = 20) {
   }
 
   // Whole, also empty ones and the largest.
-  for (const std::size_t size : {std::size_t{0}, std::size_t{1}, std::size_t{4096}, std::size_t{a.max_message_bytes()}}) {
+  for (const std::size_t size :
+       {std::size_t{0}, std::size_t{1}, std::size_t{4096}, std::size_t{a.max_message_bytes()}}) {
     INFO("a message of " << size << " bytes");
     CHECK(carries(a, b, b.self(), message(1, size)));
     quiet();
@@ -104,7 +109,8 @@ void transport_laws(T& a, T& b, T& c, std::int64_t quiet_ms = 20) {
   CHECK(drain(a, quiet_ms) == 0);
   // To nobody: not an error of the sender, or one that says so.
   const kvmeld::Status nobody = a.send(0x5EED'0FF1'CE00, news);
-  CHECK((nobody.ok() || nobody.code() == kvmeld::ErrorCode::unavailable || nobody.code() == kvmeld::ErrorCode::not_found));
+  CHECK((nobody.ok() || nobody.code() == kvmeld::ErrorCode::unavailable ||
+         nobody.code() == kvmeld::ErrorCode::not_found));
   quiet();
 
   // Waiting ends when something comes.
@@ -145,7 +151,9 @@ void transport_laws(T& a, T& b, T& c, std::int64_t quiet_ms = 20) {
       std::memcpy(&n, (*got)->bytes.data(), sizeof n);
       Message bytes = message(n, 200 + n % 97);
       std::memcpy(bytes.data(), &n, sizeof n);
-      if ((*got)->bytes != bytes || n >= 2000 + count || (*got)->from != (n < 2000 ? a.self() : b.self())) ++wrong;
+      if ((*got)->bytes != bytes || n >= 2000 + count ||
+          (*got)->from != (n < 2000 ? a.self() : b.self()))
+        ++wrong;
       received.insert(n);
     }
   });

@@ -12,8 +12,10 @@
 
 namespace test {
 
-/// So many insertions of one agent, or of several, `of_each` operations each; the first has a sequence.
-inline kvmeld::FragmentSet unserved(std::size_t count, std::uint64_t agent, std::uint64_t sequence = 0,
+/// So many insertions of one agent, or of several, `of_each` operations each; the first has a
+/// sequence.
+inline kvmeld::FragmentSet unserved(std::size_t count, std::uint64_t agent,
+                                    std::uint64_t sequence = 0,
                                     std::size_t of_each = ~std::size_t{0}) {
   Random random(agent + sequence);
   std::vector<kvmeld::FragmentSet::Entry> entries;
@@ -25,7 +27,8 @@ inline kvmeld::FragmentSet unserved(std::size_t count, std::uint64_t agent, std:
     const kvmeld::Provenance dot{agent + i / of_each, sequence + i % of_each, 1};
     entries.back().metadata.marks.push_back({dot});
   }
-  std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
+  std::sort(entries.begin(), entries.end(),
+            [](const auto& a, const auto& b) { return a.id < b.id; });
   return *kvmeld::FragmentSet::from_parts({}, std::move(entries), {}, {});
 }
 

@@ -1,4 +1,5 @@
-// Signatures, scans, evictions, weights, temperatures, costs, decisions and places of anchors: exact cases and every reason.
+// Signatures, scans, evictions, weights, temperatures, costs, decisions and places of anchors:
+// exact cases and every reason.
 
 #include <algorithm>
 #include <bit>
@@ -51,19 +52,26 @@ TEST_CASE("SimHash: golden vectors, ties, insertions") {
   const kvmeld::SimHash pairs{.gram_tokens = 2};
   const std::vector<TokenId> one{7, 9}, two{7, 9, 11}, tail{9, 11};
   REQUIRE(*pairs.sign({.tokens = one}) == XXH3_64bits_withSeed(one.data(), 8, pairs.seed));
-  REQUIRE(*pairs.sign({.tokens = two}) == (*pairs.sign({.tokens = one}) & *pairs.sign({.tokens = tail})));
-  REQUIRE(*pairs.sign({.tokens = std::span(one).first(1)}) == XXH3_64bits_withSeed(one.data(), 4, pairs.seed));
+  REQUIRE(*pairs.sign({.tokens = two}) ==
+          (*pairs.sign({.tokens = one}) & *pairs.sign({.tokens = tail})));
+  REQUIRE(*pairs.sign({.tokens = std::span(one).first(1)}) ==
+          XXH3_64bits_withSeed(one.data(), 4, pairs.seed));
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
     const auto original = text(4100, seed);
     auto longer = original;
     const std::size_t places[] = {0, 1, 2050, 4099, 4100};
     longer.insert(longer.begin() + static_cast<std::ptrdiff_t>(places[seed % 5]), 17);
-    REQUIRE(kvmeld::similarity(*hash.sign({.tokens = original}), *hash.sign({.tokens = longer})) > 0.85);
-    REQUIRE(kvmeld::similarity(*hash.sign({.tokens = original}), *hash.sign({.tokens = text(4100, seed + 100)})) < 0.85);
+    REQUIRE(kvmeld::similarity(*hash.sign({.tokens = original}), *hash.sign({.tokens = longer})) >
+            0.85);
+    REQUIRE(kvmeld::similarity(*hash.sign({.tokens = original}),
+                               *hash.sign({.tokens = text(4100, seed + 100)})) < 0.85);
   }
-  REQUIRE(kvmeld::SimHash{.gram_tokens = 0}.sign({.tokens = few}).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::SimHash{.gram_tokens = 17}.sign({.tokens = few}).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::SimHash{.first_tokens = 0}.sign({.tokens = few}).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::SimHash{.gram_tokens = 0}.sign({.tokens = few}).status().code() ==
+          ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::SimHash{.gram_tokens = 17}.sign({.tokens = few}).status().code() ==
+          ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::SimHash{.first_tokens = 0}.sign({.tokens = few}).status().code() ==
+          ErrorCode::invalid_argument);
 }
 
 TEST_CASE(
@@ -118,16 +126,22 @@ TEST_CASE("EmbeddingHash and XxHash") {
   v[7] = std::nanf("");
   REQUIRE(hash.sign({.embedding = v}).status().code() == ErrorCode::non_finite);
 
-  // Angles: the share of bits that differ is angle / π, within four standard deviations of 64 throws.
+  // Angles: the share of bits that differ is angle / π, within four standard deviations of 64
+  // throws.
   for (const double angle : {0.3, 1.0, 2.0}) {
     double differing = 0;
     for (std::uint64_t seed = 0; seed < 50; ++seed) {
       std::vector<float> a(64), b(64);
       double dot = 0, aa = 0;
-      for (std::size_t i = 0; i < 64; ++i) a[i] = random.value(), b[i] = random.value(), dot += static_cast<double>(a[i] * b[i]), aa += static_cast<double>(a[i] * a[i]);
+      for (std::size_t i = 0; i < 64; ++i)
+        a[i] = random.value(), b[i] = random.value(), dot += static_cast<double>(a[i] * b[i]),
+        aa += static_cast<double>(a[i] * a[i]);
       double bb = 0;
-      for (std::size_t i = 0; i < 64; ++i) b[i] -= static_cast<float>(dot / aa) * a[i], bb += static_cast<double>(b[i] * b[i]);
-      for (std::size_t i = 0; i < 64; ++i) b[i] = static_cast<float>(std::cos(angle) * static_cast<double>(a[i]) + std::sin(angle) * std::sqrt(aa / bb) * static_cast<double>(b[i]));
+      for (std::size_t i = 0; i < 64; ++i)
+        b[i] -= static_cast<float>(dot / aa) * a[i], bb += static_cast<double>(b[i] * b[i]);
+      for (std::size_t i = 0; i < 64; ++i)
+        b[i] = static_cast<float>(std::cos(angle) * static_cast<double>(a[i]) +
+                                  std::sin(angle) * std::sqrt(aa / bb) * static_cast<double>(b[i]));
       const kvmeld::EmbeddingHash seeded{seed};
       differing += std::popcount(*seeded.sign({.embedding = a}) ^ *seeded.sign({.embedding = b}));
     }
@@ -162,7 +176,8 @@ TEST_CASE("a scan finds what a plain loop finds, in every form") {
       std::uint64_t s = random.next();
       if (i % 5 == 0) {  // near, by up to 20 bits
         s = query;
-        for (std::uint64_t flips = random.below(21); flips > 0; --flips) s ^= std::uint64_t{1} << random.below(64);
+        for (std::uint64_t flips = random.below(21); flips > 0; --flips)
+          s ^= std::uint64_t{1} << random.below(64);
       }
       low[i] = static_cast<std::uint32_t>(s);
       high[i] = static_cast<std::uint32_t>(s >> 32);
@@ -176,7 +191,8 @@ TEST_CASE("a scan finds what a plain loop finds, in every form") {
       }
       for (int isa = 0; isa <= static_cast<int>(kvmeld::best_scan_isa()); ++isa) {
         std::vector<kvmeld::HammingHit> hits{{7, 7}};
-        kvmeld::hamming_scan(run, query, distance, hits, 1000, low.data(), static_cast<kvmeld::ScanIsa>(isa));
+        kvmeld::hamming_scan(run, query, distance, hits, 1000, low.data(),
+                             static_cast<kvmeld::ScanIsa>(isa));
         REQUIRE(hits == expected);
       }
     }
@@ -267,10 +283,15 @@ TEST_CASE("weights, entropy and nucleus") {
   REQUIRE(kvmeld::entropy(w) / std::log(2) == Approx(1.3787834935).epsilon(1e-10));
   REQUIRE(kvmeld::entropy(w) / std::log(3) == Approx(0.8699155298).epsilon(1e-10));
   REQUIRE(kvmeld::softmax_weights(std::vector<double>{0, 1}, 1)[0] == Approx(0.7310585786));
-  REQUIRE(kvmeld::softmax_weights(std::vector<double>{3, 3, 3, 3}, 1) == std::vector<double>(4, 0.25));
-  REQUIRE(kvmeld::softmax_weights(std::vector<double>{5000, 1, 5000}, 1) == std::vector<double>{0, 1, 0});  // underflow is 0, never NaN
-  REQUIRE(kvmeld::softmax_weights(std::vector<double>{1e300, 1e300}, 1e-300) == std::vector<double>{0.5, 0.5});
-  REQUIRE(kvmeld::softmax_weights(std::vector<double>{2, 1, 1}, 0) == std::vector<double>{0, 0.5, 0.5});
+  REQUIRE(kvmeld::softmax_weights(std::vector<double>{3, 3, 3, 3}, 1) ==
+          std::vector<double>(4, 0.25));
+  // underflow is 0, never NaN
+  REQUIRE(kvmeld::softmax_weights(std::vector<double>{5000, 1, 5000}, 1) ==
+          std::vector<double>{0, 1, 0});
+  REQUIRE(kvmeld::softmax_weights(std::vector<double>{1e300, 1e300}, 1e-300) ==
+          std::vector<double>{0.5, 0.5});
+  REQUIRE(kvmeld::softmax_weights(std::vector<double>{2, 1, 1}, 0) ==
+          std::vector<double>{0, 0.5, 0.5});
   REQUIRE(kvmeld::softmax_weights({}, 1).empty());
   REQUIRE(kvmeld::entropy(std::vector<double>{1, 0}) == 0);
   REQUIRE(kvmeld::entropy(std::vector<double>(8, 0.125)) == Approx(std::log(8)));
@@ -281,8 +302,10 @@ TEST_CASE("weights, entropy and nucleus") {
   REQUIRE(kvmeld::nucleus(std::vector<double>{1, 0, 0}, 1.0) == std::vector<std::uint32_t>{0});
   REQUIRE(kvmeld::l2_distance(std::vector<float>{0, 3}, std::vector<float>{4, 0}) == 5);
   REQUIRE(std::isnan(kvmeld::l2_distance(std::vector<float>{0}, std::vector<float>{4, 0})));
-  REQUIRE(std::isnan(kvmeld::l2_distance(std::vector<float>{std::nanf("")}, std::vector<float>{1})));
-  const auto by_token = kvmeld::token_weights(std::vector<double>{0, std::log(3), std::log(3), 0}, 2, 1);
+  REQUIRE(
+      std::isnan(kvmeld::l2_distance(std::vector<float>{std::nanf("")}, std::vector<float>{1})));
+  const auto by_token =
+      kvmeld::token_weights(std::vector<double>{0, std::log(3), std::log(3), 0}, 2, 1);
   REQUIRE(by_token[0] == Approx(0.75));
   REQUIRE(by_token[1] == Approx(0.25));
   REQUIRE(by_token[2] == Approx(0.25));
@@ -294,7 +317,8 @@ TEST_CASE("every decision has its reason") {
   const kvmeld::ReuseRequest request{.tokens = 5};
   using Candidates = std::vector<kvmeld::ReuseCandidate>;
   const kvmeld::ReuseCandidate good{id(1), 0.5, 9, true, true};
-  const auto reason = [&](const Candidates& c, kvmeld::ReuseRequest r = {.tokens = 5}, kvmeld::ReuseRule by = {}) { return kvmeld::decide(by, r, c).reason; };
+  const auto reason = [&](const Candidates& c, kvmeld::ReuseRequest r = {.tokens = 5},
+                          kvmeld::ReuseRule by = {}) { return kvmeld::decide(by, r, c).reason; };
 
   const auto sole = kvmeld::decide(rule, request, Candidates{good});
   REQUIRE(sole.reuses());
@@ -303,32 +327,45 @@ TEST_CASE("every decision has its reason") {
   REQUIRE(reason({good}, {.tokens = 0}) == ReuseReason::empty_segment);
   REQUIRE(reason({good}, {.tokens = -3}) == ReuseReason::empty_segment);
   for (const kvmeld::ReuseRule& bad :
-       {kvmeld::ReuseRule{.similarity = 1.5}, kvmeld::ReuseRule{.gamma = -1}, kvmeld::ReuseRule{.gamma = no_number}, kvmeld::ReuseRule{.temperature = -1},
-        kvmeld::ReuseRule{.temperature = infinite}, kvmeld::ReuseRule{.temperature = no_number}, kvmeld::ReuseRule{.min_anchors = 0},
-        kvmeld::ReuseRule{.nucleus_mass = 0}, kvmeld::ReuseRule{.nucleus_mass = 1.5}, kvmeld::ReuseRule{.short_list = 0}}) {
+       {kvmeld::ReuseRule{.similarity = 1.5}, kvmeld::ReuseRule{.gamma = -1},
+        kvmeld::ReuseRule{.gamma = no_number}, kvmeld::ReuseRule{.temperature = -1},
+        kvmeld::ReuseRule{.temperature = infinite}, kvmeld::ReuseRule{.temperature = no_number},
+        kvmeld::ReuseRule{.min_anchors = 0}, kvmeld::ReuseRule{.nucleus_mass = 0},
+        kvmeld::ReuseRule{.nucleus_mass = 1.5}, kvmeld::ReuseRule{.short_list = 0}}) {
     REQUIRE(reason({good}, request, bad) == ReuseReason::invalid_rule);
   }
-  REQUIRE(reason({good}, {.tokens = 5, .consumer = kvmeld::Consumer::never_approximate}) == ReuseReason::exact_required);
-  REQUIRE(reason({good}, {.tokens = 5, .last_position = 100, .trained_context = 100}) == ReuseReason::beyond_trained_context);
-  REQUIRE(reason({good}, {.tokens = 5, .last_position = 99, .trained_context = 100}) == ReuseReason::reuse);
+  REQUIRE(reason({good}, {.tokens = 5, .consumer = kvmeld::Consumer::never_approximate}) ==
+          ReuseReason::exact_required);
+  REQUIRE(reason({good}, {.tokens = 5, .last_position = 100, .trained_context = 100}) ==
+          ReuseReason::beyond_trained_context);
+  REQUIRE(reason({good}, {.tokens = 5, .last_position = 99, .trained_context = 100}) ==
+          ReuseReason::reuse);
   REQUIRE(reason({}) == ReuseReason::below_threshold);
   REQUIRE(reason({{id(1), 0.5, 4, true, true}}) == ReuseReason::too_short);
   REQUIRE(reason({{id(1), 0.5, 5, false, true}}) == ReuseReason::no_offset);
   REQUIRE(reason({{id(1), 0.5, 5, true, false}}) == ReuseReason::partly_evicted);
-  REQUIRE(reason({{id(1), no_number, 5, true, true}, {id(2), infinite, 5, true, true}, {id(3), -1, 5, true, true}}) == ReuseReason::distance_not_finite);
-  REQUIRE(reason({good, {id(2), no_number, 5, true, true}}) == ReuseReason::reuse);  // the others decide
+  REQUIRE(reason({{id(1), no_number, 5, true, true},
+                  {id(2), infinite, 5, true, true},
+                  {id(3), -1, 5, true, true}}) == ReuseReason::distance_not_finite);
+  // the others decide
+  REQUIRE(reason({good, {id(2), no_number, 5, true, true}}) == ReuseReason::reuse);
   REQUIRE(reason({good}, request, {.min_anchors = 2}) == ReuseReason::too_few_anchors);
-  REQUIRE(reason({good, {id(2), 0.5, 5, true, true}}) == ReuseReason::uncertain);  // equal distances say nothing
+  // equal distances say nothing
+  REQUIRE(reason({good, {id(2), 0.5, 5, true, true}}) == ReuseReason::uncertain);
   REQUIRE(reason({good, {id(2), 0.5, 5, true, true}}, request, {.gamma = 1}) == ReuseReason::reuse);
-  REQUIRE(reason({good, {id(2), 5000, 5, true, true}}) == ReuseReason::reuse);  // the other's weight underflows
-  REQUIRE(kvmeld::decide(rule, request, Candidates{good, {id(2), 5000, 5, true, true}}).chosen == std::vector<std::uint32_t>{0});
+  // the other's weight underflows
+  REQUIRE(reason({good, {id(2), 5000, 5, true, true}}) == ReuseReason::reuse);
+  REQUIRE(kvmeld::decide(rule, request, Candidates{good, {id(2), 5000, 5, true, true}}).chosen ==
+          std::vector<std::uint32_t>{0});
   REQUIRE(reason({good}, {.tokens = 5, .cost = {2, 1}}) == ReuseReason::not_cheaper);
   REQUIRE(reason({good}, {.tokens = 5, .cost = {1, 1}}) == ReuseReason::not_cheaper);
   REQUIRE(reason({good}, {.tokens = 5, .cost = {no_number, 1}}) == ReuseReason::not_cheaper);
   REQUIRE(reason({good}, {.tokens = 5, .cost = {1, 2}}) == ReuseReason::reuse);
 
   // γ = .87 stands between: H(w) is .8699 of log |A| for distances 0, ln 2, ln 4.
-  const Candidates three{{id(1), 0, 5, true, true}, {id(2), std::log(2), 5, true, true}, {id(3), std::log(4), 5, true, true}};
+  const Candidates three{{id(1), 0, 5, true, true},
+                         {id(2), std::log(2), 5, true, true},
+                         {id(3), std::log(4), 5, true, true}};
   REQUIRE(reason(three, request, {.gamma = 0.869}) == ReuseReason::uncertain);
   const auto taken = kvmeld::decide({.gamma = 0.87}, request, three);
   REQUIRE(taken.reuses());
@@ -339,7 +376,8 @@ TEST_CASE("every decision has its reason") {
   REQUIRE(heavy.weights[0] == Approx(2.0 / 3));
 
   std::set<std::string_view> names;
-  for (std::size_t r = 0; r < kvmeld::reuse_reasons; ++r) names.insert(to_string(static_cast<ReuseReason>(r)));
+  for (std::size_t r = 0; r < kvmeld::reuse_reasons; ++r)
+    names.insert(to_string(static_cast<ReuseReason>(r)));
   REQUIRE(names.size() == kvmeld::reuse_reasons);
   REQUIRE(names.count("unknown") == 0);
   REQUIRE(to_string(ReuseReason::reuse) == "reuse");
@@ -348,7 +386,8 @@ TEST_CASE("every decision has its reason") {
 }
 
 TEST_CASE("a temperature from measured distances tells like from unlike where 1 tells nothing") {
-  // Distances of tenths, as embeddings of one model have them: at temperature 1, the rule asks for new anchors for ever.
+  // Distances of tenths, as embeddings of one model have them: at temperature 1, the rule asks for
+  // new anchors for ever.
   const std::vector<double> unlike{.31, .28, .33, .30, .29, .32, .30};
   std::vector<kvmeld::ReuseCandidate> near, far;
   for (std::uint8_t i = 0; i < 5; ++i) {
@@ -361,14 +400,16 @@ TEST_CASE("a temperature from measured distances tells like from unlike where 1 
   REQUIRE(taken.reuses());
   REQUIRE(taken.weights[2] > 0.9F);
   REQUIRE(kvmeld::decide(measured, {.tokens = 5}, far).reason == ReuseReason::uncertain);
-  // What it promises, for several γ and numbers of anchors: at `like` medians the rule stands exactly on its edge. And it goes with the unit.
+  // What it promises, for several γ and numbers of anchors: at `like` medians the rule stands
+  // exactly on its edge. And it goes with the unit.
   for (const double gamma : {0.05, 0.3, 0.8}) {
     for (const std::size_t anchors : {std::size_t{2}, std::size_t{5}, std::size_t{64}}) {
       for (const double like : {0.0, 0.5, 0.9}) {
         const double t = kvmeld::spread_temperature(unlike, gamma, anchors, like);
         std::vector<double> distances(anchors, 0.30);  // the median
         distances[0] *= like;
-        REQUIRE(kvmeld::entropy(kvmeld::softmax_weights(distances, t)) == Approx(gamma * std::log(anchors)).epsilon(1e-9));
+        REQUIRE(kvmeld::entropy(kvmeld::softmax_weights(distances, t)) ==
+                Approx(gamma * std::log(anchors)).epsilon(1e-9));
         std::vector<double> scaled;
         for (const double d : unlike) scaled.push_back(1000 * d);
         REQUIRE(kvmeld::spread_temperature(scaled, gamma, anchors, like) == Approx(1000 * t));
@@ -396,7 +437,9 @@ TEST_CASE("a temperature from measured distances tells like from unlike where 1 
 TEST_CASE("costs are learned while a machine serves, and asked once both are known") {
   kvmeld::ReuseMeter meter;
   const std::vector<kvmeld::ReuseCandidate> good{{id(1), 0.5, 9, true, true}};
-  const auto reason = [&](std::int64_t tokens) { return kvmeld::decide({}, {.tokens = tokens, .cost = meter.cost(tokens)}, good).reason; };
+  const auto reason = [&](std::int64_t tokens) {
+    return kvmeld::decide({}, {.tokens = tokens, .cost = meter.cost(tokens)}, good).reason;
+  };
   REQUIRE(meter.cost(5).prefill_seconds == 0);
   meter.blended(100, 0.2);
   REQUIRE(meter.cost(5).blend_seconds == 0);
@@ -426,7 +469,8 @@ TEST_CASE("a pool's version as arrays, searched in the form that devices run") {
     test::TestCache cache(shape, 1 + i % 7);
     kvmeld::Anchor anchor;
     anchor.base = *kvmeld::seal(cache.ref());
-    table.push_back(random.next() & 0xFFFF, {std::make_shared<const kvmeld::Anchor>(std::move(anchor)), nullptr});
+    table.push_back(random.next() & 0xFFFF,
+                    {std::make_shared<const kvmeld::Anchor>(std::move(anchor)), nullptr});
   }
   const auto arrays = kvmeld::AnchorPoolArrays::of(table, 42);
   const kvmeld::AnchorPoolRef ref = arrays.ref();
@@ -440,14 +484,22 @@ TEST_CASE("a pool's version as arrays, searched in the form that devices run") {
   }
   for (const std::int32_t limit : {-1, 0, 2, 9, 64}) {
     std::vector<kvmeld::NearestAnchor> found(queries.size(), {1, 1}), host(queries.size());
-    REQUIRE(kvmeld::exec::lanes.bulk(50, kvmeld::FindNearestAnchor{ref, queries.data(), tokens.data(), limit, found.data()}).ok());
-    REQUIRE(kvmeld::exec::seq.bulk(50, kvmeld::FindNearestAnchor{ref, queries.data(), tokens.data(), limit, host.data()}).ok());
+    REQUIRE(kvmeld::exec::lanes
+                .bulk(50, kvmeld::FindNearestAnchor{ref, queries.data(), tokens.data(), limit,
+                                                    found.data()})
+                .ok());
+    REQUIRE(kvmeld::exec::seq
+                .bulk(50, kvmeld::FindNearestAnchor{ref, queries.data(), tokens.data(), limit,
+                                                    host.data()})
+                .ok());
     REQUIRE(found == host);
     for (std::size_t q = 0; q < queries.size(); ++q) {
       kvmeld::NearestAnchor best;
       for (std::uint32_t i = 0; i < 300; ++i) {
         const int d = std::popcount(table.signature(i) ^ queries[q]);
-        if (d <= limit && table.anchor(i)->base.token_count() >= tokens[q] && static_cast<std::uint32_t>(d) < best.distance) best = {i, static_cast<std::uint32_t>(d)};
+        if (d <= limit && table.anchor(i)->base.token_count() >= tokens[q] &&
+            static_cast<std::uint32_t>(d) < best.distance)
+          best = {i, static_cast<std::uint32_t>(d)};
       }
       REQUIRE(found[q] == best);
     }
@@ -462,17 +514,26 @@ TEST_CASE("places of slots and of the text behind them") {
   const std::vector<TemplateSlot> two{{5, 9}, {20, 24}};
   const auto placed = place(30, two, std::vector<SlotFill>{{10, 3}, {2, 0}});
   REQUIRE(placed.ok());
-  REQUIRE(*placed == std::vector<PlacedRun>{{-1, 0, 0, 5}, {0, 3, 5, 10}, {-1, 9, 15, 11}, {1, 0, 26, 2}, {-1, 24, 28, 6}});
+  REQUIRE(*placed ==
+          std::vector<PlacedRun>{
+              {-1, 0, 0, 5}, {0, 3, 5, 10}, {-1, 9, 15, 11}, {1, 0, 26, 2}, {-1, 24, 28, 6}});
   std::vector<std::int64_t> shifts;
   for (const PlacedRun& run : *placed) shifts.push_back(run.shift());
   REQUIRE(shifts == std::vector<std::int64_t>{0, 2, 6, 26, 4});
   // Leading, adjacent, empty and trailing slots; a template that is nothing but slots.
-  REQUIRE(*place(10, std::vector<TemplateSlot>{{0, 0}, {0, 4}, {4, 4}, {8, 10}}, std::vector<SlotFill>{{2, 0}, {0, 0}, {3, 7}, {1, 0}}, 100) ==
+  REQUIRE(*place(10, std::vector<TemplateSlot>{{0, 0}, {0, 4}, {4, 4}, {8, 10}},
+                 std::vector<SlotFill>{{2, 0}, {0, 0}, {3, 7}, {1, 0}}, 100) ==
           std::vector<PlacedRun>{{0, 0, 100, 2}, {2, 7, 102, 3}, {-1, 4, 105, 4}, {3, 0, 109, 1}});
   REQUIRE(place(4, std::vector<TemplateSlot>{{0, 4}}, std::vector<SlotFill>{{0, 0}})->empty());
   REQUIRE(*place(3, {}, {}) == std::vector<PlacedRun>{{-1, 0, 0, 3}});
-  REQUIRE(place(30, two, std::vector<SlotFill>{{1, 0}}).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(place(22, two, std::vector<SlotFill>{{1, 0}, {1, 0}}).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(place(30, std::vector<TemplateSlot>{{5, 9}, {8, 10}}, std::vector<SlotFill>{{1, 0}, {1, 0}}).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(place(30, two, std::vector<SlotFill>{{-1, 0}, {1, 0}}).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(place(30, two, std::vector<SlotFill>{{1, 0}}).status().code() ==
+          ErrorCode::invalid_argument);
+  REQUIRE(place(22, two, std::vector<SlotFill>{{1, 0}, {1, 0}}).status().code() ==
+          ErrorCode::invalid_argument);
+  REQUIRE(
+      place(30, std::vector<TemplateSlot>{{5, 9}, {8, 10}}, std::vector<SlotFill>{{1, 0}, {1, 0}})
+          .status()
+          .code() == ErrorCode::invalid_argument);
+  REQUIRE(place(30, two, std::vector<SlotFill>{{-1, 0}, {1, 0}}).status().code() ==
+          ErrorCode::invalid_argument);
 }

@@ -1,4 +1,5 @@
-// Anchors over shards: parts that agents share, loads that are even, moves that pay, and what that does to a queue's tail.
+// Anchors over shards: parts that agents share, loads that are even, moves that pay, and what that
+// does to a queue's tail.
 
 #include <algorithm>
 #include <cmath>
@@ -24,9 +25,12 @@ FragmentId anchor_id(std::uint64_t n) {
   for (std::size_t i = 0; i < 8; ++i) id.bytes[i + 1] = static_cast<std::uint8_t>(name >> (8 * i));
   return id;
 }
-double uniform(test::Random& random) { return (static_cast<double>(random.next() >> 11) + 0.5) * 0x1p-53; }
+double uniform(test::Random& random) {
+  return (static_cast<double>(random.next() >> 11) + 0.5) * 0x1p-53;
+}
 
-/// Which anchors agents ask for: all agents of a team prefer the same ones, by Zipf's law; a part of the asks is for anybody's.
+/// Which anchors agents ask for: all agents of a team prefer the same ones, by Zipf's law; a part
+/// of the asks is for anybody's.
 struct Load {
   std::size_t agents = 32, teams = 8, anchors = 512;
   double exponent = 1.1, own = 0.8;
@@ -35,12 +39,14 @@ struct Load {
 
   explicit Load(std::uint64_t shift = 0) : drift(shift) {
     double sum = 0;
-    for (std::size_t r = 0; r < anchors / teams; ++r) cumulative.push_back(sum += std::pow(static_cast<double>(r + 1), -exponent));
+    for (std::size_t r = 0; r < anchors / teams; ++r)
+      cumulative.push_back(sum += std::pow(static_cast<double>(r + 1), -exponent));
   }
   [[nodiscard]] std::size_t anchor(std::size_t agent, test::Random& random) const {
     const std::size_t team = uniform(random) < own ? agent % teams : random.below(teams);
     const double at = uniform(random) * cumulative.back();
-    const auto rank = static_cast<std::size_t>(std::lower_bound(cumulative.begin(), cumulative.end(), at) - cumulative.begin());
+    const auto rank = static_cast<std::size_t>(
+        std::lower_bound(cumulative.begin(), cumulative.end(), at) - cumulative.begin());
     return (rank * teams + team + drift * 131) % anchors;
   }
   [[nodiscard]] std::size_t agent(test::Random& random) const {  // some ask more than others
@@ -68,17 +74,23 @@ std::vector<AnchorAccess> watched(const Load& load, std::size_t requests, std::u
 struct Tail {
   double p50 = 0, p99 = 0;
 };
-/// Events in order of time: requests arrive by Poisson's law and queue at their anchor's shard, first come first served, each for an exponential
-/// time of mean 1; `busy` is the load of all shards together. Moves start one every 40 service times, and keep both shards busy for `move_time`.
-Tail simulate(const Load& load, const AnchorPartition& partition, std::uint32_t shards, double busy, std::size_t requests, std::uint64_t seed,
-              const std::vector<std::pair<std::uint32_t, std::uint32_t>>& moves = {}, double move_time = 0) {
+/// Events in order of time: requests arrive by Poisson's law and queue at their anchor's shard,
+/// first come first served, each for an exponential time of mean 1; `busy` is the load of all
+/// shards together. Moves start one every 40 service times, and keep both shards busy for
+/// `move_time`.
+Tail simulate(const Load& load, const AnchorPartition& partition, std::uint32_t shards, double busy,
+              std::size_t requests, std::uint64_t seed,
+              const std::vector<std::pair<std::uint32_t, std::uint32_t>>& moves = {},
+              double move_time = 0) {
   test::Random random(seed);
   struct Event {
     double time;
     std::uint64_t number;
     std::uint32_t shard;
     enum { arrival, done, move } kind;
-    bool operator<(const Event& o) const { return time != o.time ? time > o.time : number > o.number; }
+    bool operator<(const Event& o) const {
+      return time != o.time ? time > o.time : number > o.number;
+    }
   };
   struct Job {
     double arrived, takes;
@@ -87,7 +99,9 @@ Tail simulate(const Load& load, const AnchorPartition& partition, std::uint32_t 
   std::vector<std::queue<Job>> queues(shards);
   std::vector<double> waited;
   std::uint64_t number = 0;
-  const auto start = [&](std::uint32_t s, double now) { events.push({now + queues[s].front().takes, number++, s, Event::done}); };
+  const auto start = [&](std::uint32_t s, double now) {
+    events.push({now + queues[s].front().takes, number++, s, Event::done});
+  };
   const auto enter = [&](std::uint32_t s, double now, double takes, bool counts = true) {
     queues[s].push({counts ? now : -1.0, takes});
     if (queues[s].size() == 1) start(s, now);
@@ -108,7 +122,9 @@ Tail simulate(const Load& load, const AnchorPartition& partition, std::uint32_t 
       const std::size_t agent = load.agent(random);
       const std::uint32_t shard = partition.find(anchor_id(load.anchor(agent, random)));
       enter(shard, event.time, -std::log(uniform(random)));
-      if (--requests > 0) events.push({event.time - std::log(uniform(random)) / (busy * shards), number++, 0, Event::arrival});
+      if (--requests > 0)
+        events.push({event.time - std::log(uniform(random)) / (busy * shards), number++, 0,
+                     Event::arrival});
       continue;
     }
     auto& queue = queues[event.shard];
@@ -138,15 +154,23 @@ TEST_CASE("the tail of a skewed load falls against a static partition") {
   REQUIRE(balanced.ok());
   std::vector<std::pair<double, std::pair<Tail, Tail>>> runs;
   for (std::uint64_t seed = 10; seed < 15; ++seed) {  // requests that the balance has not seen
-    const Tail before = simulate(load, fixed, shards, 0.6, 100000, seed), after = simulate(load, balanced->partition, shards, 0.6, 100000, seed);
+    const Tail before = simulate(load, fixed, shards, 0.6, 100000, seed),
+               after = simulate(load, balanced->partition, shards, 0.6, 100000, seed);
     runs.push_back({after.p99 / before.p99, {before, after}});
   }
-  std::sort(runs.begin(), runs.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::sort(runs.begin(), runs.end(),
+            [](const auto& a, const auto& b) { return a.first < b.first; });
   const auto& [before, after] = runs[2].second;
-  std::printf("balance: 8 shards 60 %% busy, 32 agents, 512 anchors by Zipf 1.1: the heaviest shard has %.2f -> %.2f of its share, %zu anchors moved\n",
-              heaviest_share(load, fixed, shards), heaviest_share(load, balanced->partition, shards), balanced->moved.size());
-  std::printf("balance: latency in service times, median of 5 runs: p50 %.1f -> %.1f, p99 %.0f -> %.0f; p99 against the static partition %.2f (%.2f to %.2f)\n",
-              before.p50, after.p50, before.p99, after.p99, runs[2].first, runs.front().first, runs.back().first);
+  std::printf(
+      "balance: 8 shards 60 %% busy, 32 agents, 512 anchors by Zipf 1.1: the heaviest shard has "
+      "%.2f -> %.2f of its share, %zu anchors moved\n",
+      heaviest_share(load, fixed, shards), heaviest_share(load, balanced->partition, shards),
+      balanced->moved.size());
+  std::printf(
+      "balance: latency in service times, median of 5 runs: p50 %.1f -> %.1f, p99 %.0f -> %.0f; "
+      "p99 against the static partition %.2f (%.2f to %.2f)\n",
+      before.p50, after.p50, before.p99, after.p99, runs[2].first, runs.front().first,
+      runs.back().first);
   REQUIRE(runs.back().first < 0.5);
 }
 
@@ -158,21 +182,33 @@ TEST_CASE("hysteresis: noise moves nothing, a new load moves what pays") {
   REQUIRE(first->moved.empty());
   std::size_t eager = 0;
   for (std::uint64_t seed = 2; seed < 6; ++seed) {  // the same load, watched again
-    const auto again = kvmeld::balance(watched(load, 20000, seed), first->partition, {.shards = shards});
+    const auto again =
+        kvmeld::balance(watched(load, 20000, seed), first->partition, {.shards = shards});
     REQUIRE(again->moved.empty());
     REQUIRE(again->partition.find(anchor_id(3)) == first->partition.find(anchor_id(3)));
-    eager += kvmeld::balance(watched(load, 20000, seed), first->partition, {.shards = shards, .move_cost = 0, .hysteresis = 0})->moved.size();
+    eager += kvmeld::balance(watched(load, 20000, seed), first->partition,
+                             {.shards = shards, .move_cost = 0, .hysteresis = 0})
+                 ->moved.size();
   }
   const Load drifted(1);
-  const auto after = kvmeld::balance(watched(drifted, 20000, 9), first->partition, {.shards = shards});
+  const auto after =
+      kvmeld::balance(watched(drifted, 20000, 9), first->partition, {.shards = shards});
   REQUIRE(!after->moved.empty());
   REQUIRE(after->cost_after < after->cost_before);
-  const auto greedy = kvmeld::balance(watched(drifted, 20000, 9), first->partition, {.shards = shards, .move_cost = 0, .hysteresis = 0});
+  const auto greedy = kvmeld::balance(watched(drifted, 20000, 9), first->partition,
+                                      {.shards = shards, .move_cost = 0, .hysteresis = 0});
   std::vector<std::pair<std::uint32_t, std::uint32_t>> moves;
-  for (const std::size_t a : after->moved) moves.emplace_back(first->partition.find(after->partition.anchors[a]), after->partition.shards[a]);
-  const Tail stay = simulate(drifted, first->partition, shards, 0.6, 100000, 20), moved = simulate(drifted, after->partition, shards, 0.6, 100000, 20, moves, 5);
-  std::printf("balance: after a drift %zu of %zu anchors move (without hysteresis %zu); p99 %.0f -> %.0f, moves of 5 service times each counted; without hysteresis noise alone moves %zu anchors a round\n",
-              after->moved.size(), after->partition.anchors.size(), greedy->moved.size(), stay.p99, moved.p99, eager / 4);
+  for (const std::size_t a : after->moved)
+    moves.emplace_back(first->partition.find(after->partition.anchors[a]),
+                       after->partition.shards[a]);
+  const Tail stay = simulate(drifted, first->partition, shards, 0.6, 100000, 20),
+             moved = simulate(drifted, after->partition, shards, 0.6, 100000, 20, moves, 5);
+  std::printf(
+      "balance: after a drift %zu of %zu anchors move (without hysteresis %zu); p99 %.0f -> %.0f, "
+      "moves of 5 service times each counted; without hysteresis noise alone moves %zu anchors a "
+      "round\n",
+      after->moved.size(), after->partition.anchors.size(), greedy->moved.size(), stay.p99,
+      moved.p99, eager / 4);
   REQUIRE(after->moved.size() < greedy->moved.size());
   REQUIRE(eager > 0);
   REQUIRE(moved.p99 < stay.p99);
@@ -182,12 +218,14 @@ TEST_CASE("what a partition is") {
   // Two teams that share nothing, two shards: one each, whatever the order of counting.
   std::vector<AnchorAccess> agents(4);
   for (std::uint64_t a = 0; a < 20; ++a) {
-    for (std::size_t g = 0; g < 2; ++g) agents[2 * (a % 2) + g].count(anchor_id(a), 1.0 + static_cast<double>((a * 7 + g) % 5));
+    for (std::size_t g = 0; g < 2; ++g)
+      agents[2 * (a % 2) + g].count(anchor_id(a), 1.0 + static_cast<double>((a * 7 + g) % 5));
   }
   const auto parts = kvmeld::balance(agents, {}, {.shards = 2, .slack = 0.5});
   REQUIRE(parts.ok());
   REQUIRE(parts->partition.anchors.size() == 20);
-  for (std::uint64_t a = 2; a < 20; ++a) REQUIRE(parts->partition.find(anchor_id(a)) == parts->partition.find(anchor_id(a % 2)));
+  for (std::uint64_t a = 2; a < 20; ++a)
+    REQUIRE(parts->partition.find(anchor_id(a)) == parts->partition.find(anchor_id(a % 2)));
   REQUIRE(parts->partition.find(anchor_id(0)) != parts->partition.find(anchor_id(1)));
   REQUIRE(parts->partition.find(anchor_id(99), 7) == 7);
 
@@ -203,10 +241,13 @@ TEST_CASE("what a partition is") {
   }
   for (std::uint64_t a = 0; a < 20; ++a) {
     double weight = 0;
-    for (const AnchorAccess& agent : agents) weight += agent.uses().count(anchor_id(a)) != 0 ? agent.uses().at(anchor_id(a)) : 0.0;
+    for (const AnchorAccess& agent : agents)
+      weight += agent.uses().count(anchor_id(a)) != 0 ? agent.uses().at(anchor_id(a)) : 0.0;
     const auto s = parts->partition.find(anchor_id(a));
     for (std::size_t g = 0; g < 4; ++g) {
-      const double own = agents[g].uses().count(anchor_id(a)) != 0 ? agents[g].uses().at(anchor_id(a)) / weight : 0.0;
+      const double own = agents[g].uses().count(anchor_id(a)) != 0
+                             ? agents[g].uses().at(anchor_id(a)) / weight
+                             : 0.0;
       spread += weight * (own - sums[s][g] / loads[s]) * (own - sums[s][g] / loads[s]) / total;
     }
   }
@@ -235,9 +276,12 @@ TEST_CASE("what a partition is") {
 
   // Errors.
   using kvmeld::ErrorCode;
-  REQUIRE(kvmeld::balance(agents, {}, {.shards = 0}).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::balance(agents, {}, {.shards = 2, .slack = NAN}).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::balance(agents, {}, {.shards = 2, .hysteresis = -1}).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::balance(agents, {}, {.shards = 0}).status().code() ==
+          ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::balance(agents, {}, {.shards = 2, .slack = NAN}).status().code() ==
+          ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::balance(agents, {}, {.shards = 2, .hysteresis = -1}).status().code() ==
+          ErrorCode::invalid_argument);
   agents[1].count(anchor_id(5), NAN);
   REQUIRE(kvmeld::balance(agents, {}, {.shards = 2}).status().code() == ErrorCode::non_finite);
   REQUIRE(kvmeld::balance({}, {}, {.shards = 3})->partition.anchors.empty());

@@ -1,4 +1,5 @@
-// Bytes of anchors and of records that nobody vouches for: what is taken is sound, what is not is refused and changes nothing.
+// Bytes of anchors and of records that nobody vouches for: what is taken is sound, what is not is
+// refused and changes nothing.
 #include "support/anchor_peers.hpp"
 #include "support/catch.hpp"
 
@@ -48,7 +49,9 @@ std::vector<AnchorRecord> some_records() {
 std::string hex(std::span<const std::byte> bytes) {
   std::string out;
   for (const std::byte b : bytes) {
-    for (const unsigned half : {std::to_integer<unsigned>(b) >> 4U, std::to_integer<unsigned>(b) & 15U}) out += "0123456789abcdef"[half];
+    for (const unsigned half :
+         {std::to_integer<unsigned>(b) >> 4U, std::to_integer<unsigned>(b) & 15U})
+      out += "0123456789abcdef"[half];
   }
   return out;
 }
@@ -57,11 +60,22 @@ std::vector<std::byte> damaged(std::vector<std::byte> bytes, kvmeld::testing::Ra
   for (std::size_t edits = 1 + random.below(3); edits > 0 && !bytes.empty(); --edits) {
     const std::size_t at = random.below(bytes.size());
     switch (random.below(5)) {
-      case 0: bytes.resize(at); break;
-      case 1: bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(at), static_cast<std::byte>(random.next())); break;
-      case 2: bytes[at] = std::byte{0xFF}; break;
-      case 3: bytes[at] = static_cast<std::byte>(random.next()); break;
-      default: bytes[at] ^= static_cast<std::byte>(1U << random.below(8)); break;
+      case 0:
+        bytes.resize(at);
+        break;
+      case 1:
+        bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(at),
+                     static_cast<std::byte>(random.next()));
+        break;
+      case 2:
+        bytes[at] = std::byte{0xFF};
+        break;
+      case 3:
+        bytes[at] = static_cast<std::byte>(random.next());
+        break;
+      default:
+        bytes[at] ^= static_cast<std::byte>(1U << random.below(8));
+        break;
     }
   }
   return bytes;
@@ -81,15 +95,37 @@ std::vector<std::byte> list_bytes(const kvmeld::Anchor& anchor, const kvmeld::Di
 TEST_CASE("records have the bytes that they had") {
   const auto all = some_records();
   CHECK(hex(kvmeld::encode_records(space, std::span(all).first(1))) ==
-        "01" "0300000000000000" "0400000000000000" "01"
-        "0100000000000000000100000000000000000000000000000000000000000000" "0100000000000000" "0700000000000000" "e803000000000000" "64" "00"
-        "0100000000000000" "0100000000000000" "efcdab8967452301" "64" "e807" "8100000000000000000000000000000000000000000000000000000000000001");
+        "01"
+        "0300000000000000"
+        "0400000000000000"
+        "01"
+        "0100000000000000000100000000000000000000000000000000000000000000"
+        "0100000000000000"
+        "0700000000000000"
+        "e803000000000000"
+        "64"
+        "00"
+        "0100000000000000"
+        "0100000000000000"
+        "efcdab8967452301"
+        "64"
+        "e807"
+        "8100000000000000000000000000000000000000000000000000000000000001");
   CHECK(hex(kvmeld::encode_records(space, std::span(all).subspan(2, 1))) ==
-        "01" "0300000000000000" "0400000000000000" "01"
-        "0100000000000000000300000000000000000000000000000000000000000000" "0300000000000000" "0700000000000000" "b80b000000000000" "8407" "01");
+        "01"
+        "0300000000000000"
+        "0400000000000000"
+        "01"
+        "0100000000000000000300000000000000000000000000000000000000000000"
+        "0300000000000000"
+        "0700000000000000"
+        "b80b000000000000"
+        "8407"
+        "01");
 }
 
-TEST_CASE("records: every cut is refused, damage is refused or gives sound records, noise does no harm") {
+TEST_CASE(
+    "records: every cut is refused, damage is refused or gives sound records, noise does no harm") {
   const auto all = some_records();
   const auto bytes = kvmeld::encode_records(space, all);
   REQUIRE(*kvmeld::decode_records(bytes, space) == all);
@@ -121,8 +157,11 @@ TEST_CASE("records: every cut is refused, damage is refused or gives sound recor
   CHECK(taken > 0);
 }
 
-TEST_CASE("an anchor's list: round trips, every cut is refused, damage and noise are refused or give a sound list") {
-  std::vector<kvmeld::Anchor> anchors{test::anchor(1), test::anchor(2, {2}), test::anchor(3, {}), test::anchor(4, {1, 2}, 1)};
+TEST_CASE(
+    "an anchor's list: round trips, every cut is refused, damage and noise are refused or give a "
+    "sound list") {
+  std::vector<kvmeld::Anchor> anchors{test::anchor(1), test::anchor(2, {2}), test::anchor(3, {}),
+                                      test::anchor(4, {1, 2}, 1)};
   anchors[1].approximate = true;
   anchors[1].embedding = {1, 2, 3};
   auto behind = std::make_shared<kvmeld::Fragment::Body>(*anchors[1].base.body());
@@ -143,7 +182,10 @@ TEST_CASE("an anchor's list: round trips, every cut is refused, damage and noise
     CHECK(list->context == contexts[a]);
     CHECK(kvmeld::AnchorSpace::of(list->anchor.base) == kvmeld::AnchorSpace::of(anchors[a].base));
     for (std::size_t n = 0; n < bytes.size(); ++n) {
-      REQUIRE_FALSE(kvmeld::decode_anchor_list(std::vector<std::byte>(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(n))).ok());
+      REQUIRE_FALSE(
+          kvmeld::decode_anchor_list(
+              std::vector<std::byte>(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(n)))
+              .ok());
     }
     auto changed = bytes;
     changed.push_back(std::byte{0});
@@ -155,7 +197,8 @@ TEST_CASE("an anchor's list: round trips, every cut is refused, damage and noise
     }
     changed = bytes, changed[5] |= std::byte{1};
     CHECK(kvmeld::decode_anchor_list(changed).error().code() == ErrorCode::unknown_field);
-    CHECK(kvmeld::decode_anchor_list(bytes, {.max_payload_bytes = 10}).error().code() == ErrorCode::oversized);
+    CHECK(kvmeld::decode_anchor_list(bytes, {.max_payload_bytes = 10}).error().code() ==
+          ErrorCode::oversized);
     for (int i = 0; i < 6'000; ++i) {
       const auto hostile = i % 6 == 0 ? noise(random, 600) : damaged(bytes, random);
       const auto got = kvmeld::decode_anchor_list(hostile, {.max_payload_bytes = 1U << 20U});
@@ -170,18 +213,30 @@ TEST_CASE("an anchor's list: round trips, every cut is refused, damage and noise
   }
 }
 
-TEST_CASE("a stored anchor comes back byte for byte; what rotted, or is another anchor's, is refused") {
+TEST_CASE(
+    "a stored anchor comes back byte for byte; what rotted, or is another anchor's, is refused") {
   for (const std::uint64_t at : {std::uint64_t{1}, std::uint64_t{2}, std::uint64_t{0}}) {
     kvmeld::MemoryStore store;
     const kvmeld::Anchor anchor = test::anchor(5, {1, 2}, 7);
     const kvmeld::Digest128 context = at == 0 ? kvmeld::Digest128{} : test::place(at);
     const auto stored = kvmeld::store_anchor(store, anchor, context, format);
     REQUIRE(stored.ok());
-    AnchorRecord record{anchor.id, context, kvmeld::text_digest(anchor.base.tokens()), 0, 7, stored->bytes, stored->payload, 1, 1, false, false};
+    AnchorRecord record{anchor.id,
+                        context,
+                        kvmeld::text_digest(anchor.base.tokens()),
+                        0,
+                        7,
+                        stored->bytes,
+                        stored->payload,
+                        1,
+                        1,
+                        false,
+                        false};
     const auto again = kvmeld::load_anchor(store, record, format);
     REQUIRE(again.ok());
     CHECK(test::same_anchor(*again, anchor, context));
-    CHECK(store.blob_count() == std::set<kvmeld::BlobKey>(stored->blobs.begin(), stored->blobs.end()).size());
+    CHECK(store.blob_count() ==
+          std::set<kvmeld::BlobKey>(stored->blobs.begin(), stored->blobs.end()).size());
     for (const kvmeld::BlobKey& key : stored->blobs) {
       const kvmeld::Blob blob = *store.get(key);
       std::vector<std::byte> bytes(blob.bytes().begin(), blob.bytes().end());
@@ -207,18 +262,30 @@ TEST_CASE("a stored anchor comes back byte for byte; what rotted, or is another 
   }
   kvmeld::MemoryStore store;
   CHECK(kvmeld::store_anchor(store, {}, {}, format).error().code() == ErrorCode::invalid_argument);
-  CHECK(kvmeld::store_anchor(store, test::anchor(1), test::place(8), format).error().code() == ErrorCode::not_found);
+  CHECK(kvmeld::store_anchor(store, test::anchor(1), test::place(8), format).error().code() ==
+        ErrorCode::not_found);
   CHECK(store.used_bytes() == 0);
 }
 
 TEST_CASE("of rotten and absent chunks one pass finds all, and says what was first") {
   const kvmeld::Anchor anchor = test::anchor(5, {1, 2}, 7);
   const kvmeld::Digest128 context = test::place(2);
-  for (const std::size_t absent : {std::size_t{0}, std::size_t{1}, std::size_t{2}}) {  // of every three
+  // of every three
+  for (const std::size_t absent : {std::size_t{0}, std::size_t{1}, std::size_t{2}}) {
     kvmeld::MemoryStore store;
     const auto stored = kvmeld::store_anchor(store, anchor, context, format);
     REQUIRE(stored.ok());
-    const AnchorRecord record{anchor.id, context, kvmeld::text_digest(anchor.base.tokens()), 0, 7, stored->bytes, stored->payload, 1, 1, false, false};
+    const AnchorRecord record{anchor.id,
+                              context,
+                              kvmeld::text_digest(anchor.base.tokens()),
+                              0,
+                              7,
+                              stored->bytes,
+                              stored->payload,
+                              1,
+                              1,
+                              false,
+                              false};
     const auto list = kvmeld::detail::load_list(store, record, format);
     REQUIRE(list->chunks.size() == 3);
     for (const auto& part : list->chunks) REQUIRE(part.size() > 3);
@@ -253,15 +320,18 @@ TEST_CASE("hostile bodies in frames that are right change no directory, and the 
   test::Exchange a(mine, options);
   options.self = 2;
   test::Exchange b(theirs, options);
-  for (std::uint64_t n = 1; n <= 3; ++n) REQUIRE(a.publish(test::anchor(n), test::place(1), n).ok());
-  for (std::uint64_t n = 4; n <= 6; ++n) REQUIRE(b.publish(test::anchor(n), test::place(1), n).ok());
+  for (std::uint64_t n = 1; n <= 3; ++n)
+    REQUIRE(a.publish(test::anchor(n), test::place(1), n).ok());
+  for (std::uint64_t n = 4; n <= 6; ++n)
+    REQUIRE(b.publish(test::anchor(n), test::place(1), n).ok());
   // Every message that two peers send each other, and damaged ones of it.
   std::size_t refused = 0, seen = 0;
   std::set<std::uint8_t> types;
   for (std::int64_t now = 0; now < 2000; now += 10) {
     if (now == 300) {  // b has nothing any more, which only a reconciliation finds out
       b = test::Exchange(theirs, options);
-      for (std::uint64_t n = 7; n <= 9; ++n) REQUIRE(b.publish(test::anchor(n), test::place(1), n).ok());
+      for (std::uint64_t n = 7; n <= 9; ++n)
+        REQUIRE(b.publish(test::anchor(n), test::place(1), n).ok());
     }
     if (now == 1400) {
       for (const auto& [key, entry] : b.directory().entries()) REQUIRE(b.pull(key).ok());
@@ -278,14 +348,18 @@ TEST_CASE("hostile bodies in frames that are right change no directory, and the 
         for (int i = 0; i < 12; ++i) {
           const auto hostile = i % 5 == 0 ? noise(random, 200) : damaged(body, random);
           const kvmeld::AnchorDirectory before = to.directory();
-          // Records that are sound are believed, and a session ends with the first wrong step: a third peer takes those.
+          // Records that are sound are believed, and a session ends with the first wrong step: a
+          // third peer takes those.
           const auto type = static_cast<kvmeld::AnchorMessage>(out.type);
-          const bool changes = type == kvmeld::AnchorMessage::gossip || type == kvmeld::AnchorMessage::records || (type == kvmeld::AnchorMessage::reconcile && now > 500);
+          const bool changes = type == kvmeld::AnchorMessage::gossip ||
+                               type == kvmeld::AnchorMessage::records ||
+                               (type == kvmeld::AnchorMessage::reconcile && now > 500);
           kvmeld::MemoryStore scratch;
           test::Exchange third(scratch, options);
           test::Exchange& target = changes ? third : to;
           const kvmeld::AnchorDirectory was = target.directory();
-          const auto status = target.receive(from_a ? 1 : 2, *kvmeld::encode_frame(out.type, hostile, options.frame));
+          const auto status = target.receive(
+              from_a ? 1 : 2, *kvmeld::encode_frame(out.type, hostile, options.frame));
           if (!status) {
             ++refused;
             REQUIRE_FALSE(status.message().empty());
@@ -304,13 +378,16 @@ TEST_CASE("hostile bodies in frames that are right change no directory, and the 
   kvmeld::FrameOptions<> stranger;
   stranger.name_space = {1, 1};
   const std::vector<std::byte> nothing;
-  CHECK(a.receive(2, *kvmeld::encode_frame(65, nothing, stranger)).code() == ErrorCode::unauthenticated);
+  CHECK(a.receive(2, *kvmeld::encode_frame(65, nothing, stranger)).code() ==
+        ErrorCode::unauthenticated);
   CHECK_FALSE(a.receive(2, noise(random, 100)).ok());
-  CHECK(a.receive(2, *kvmeld::encode_frame(99, nothing, options.frame)).ok());  // of a newer minor version
+  // of a newer minor version
+  CHECK(a.receive(2, *kvmeld::encode_frame(99, nothing, options.frame)).ok());
 }
 
 TEST_CASE("a list that announces gigabytes and names small chunks costs no more than those") {
-  const std::shared_ptr<const kvmeld::Geometry> wide = test::geometry({.layers = 8, .heads = 8, .channels = 512});
+  const std::shared_ptr<const kvmeld::Geometry> wide =
+      test::geometry({.layers = 8, .heads = 8, .channels = 512});
   for (const bool first_is_whole : {false, true}) {
     kvmeld::MemoryStore store;
     kvmeld::FragmentFormat<> wide_format;
@@ -337,7 +414,17 @@ TEST_CASE("a list that announces gigabytes and names small chunks costs no more 
     const auto raw = kvmeld::encode_anchor_list(list);
     const kvmeld::BlobKey key = kvmeld::chunk_key<kvmeld::Xxh3_128>(raw);
     REQUIRE(store.put(key, kvmeld::encode_chunk(raw)).ok());
-    const AnchorRecord record{list.anchor.id, {}, kvmeld::text_digest(list.anchor.base.tokens()), 0, 4096, list.bytes(), key, 1, 1, false, false};
+    const AnchorRecord record{list.anchor.id,
+                              {},
+                              kvmeld::text_digest(list.anchor.base.tokens()),
+                              0,
+                              4096,
+                              list.bytes(),
+                              key,
+                              1,
+                              1,
+                              false,
+                              false};
     largest_array = 0;
     const auto repeats = kvmeld::load_anchor(store, record, wide_format);
     CHECK(repeats.error().code() == ErrorCode::oversized);

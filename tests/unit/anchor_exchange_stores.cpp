@@ -1,4 +1,5 @@
-// The forms of an exchange that others' tests do not take: one store for all, files, SHA-256 names, compressed K/V; and what rotted in each.
+// The forms of an exchange that others' tests do not take: one store for all, files, SHA-256 names,
+// compressed K/V; and what rotted in each.
 #include <filesystem>
 #include <fstream>
 
@@ -59,7 +60,8 @@ struct Net {
           std::vector<std::byte> bytes(piece.bytes.begin(), piece.bytes.end());
           bytes.back() ^= std::byte{1};
           piece.bytes = bytes;
-          out.bytes = *kvmeld::encode_frame(out.type, kvmeld::detail::encode(piece), from.options().frame);
+          out.bytes =
+              *kvmeld::encode_frame(out.type, kvmeld::detail::encode(piece), from.options().frame);
           ++forged;
         }
         (void)peer(out.to).receive(from.options().self, out.bytes);
@@ -80,7 +82,9 @@ struct Net {
     REQUIRE(pulled.size() == 1);
     return pulled[0];
   }
-  std::uint64_t sent(MemberId member, AnchorMessage type) { return peer(member).counters().sent[static_cast<std::size_t>(type)]; }
+  std::uint64_t sent(MemberId member, AnchorMessage type) {
+    return peer(member).counters().sent[static_cast<std::size_t>(type)];
+  }
 };
 
 /// An anchor of which so many members are not the owner by rank, so that nobody adopts it.
@@ -107,7 +111,8 @@ void rot(MemoryStore& store, const BlobKey& blob) {
   REQUIRE(*store.put(blob, bytes));
 }
 
-/// Every form: K/V goes over as it was, forged pieces are refused and asked for again, what rotted in a store goes to nobody.
+/// Every form: K/V goes over as it was, forged pieces are refused and asked for again, what rotted
+/// in a store goes to nobody.
 template <class Hash, class C>
 void go_over() {
   MemoryStore one, two;
@@ -134,7 +139,8 @@ void go_over() {
   CHECK(one.blob_count() == two.blob_count());
   CHECK(one.used_bytes() == two.used_bytes());
 
-  // A blob that rotted where the pull finds it is erased and asked for; one that rotted at its owner's is not sent.
+  // A blob that rotted where the pull finds it is erased and asked for; one that rotted at its
+  // owner's is not sent.
   const auto chunks = kvmeld::detail::load_list(two, record, net.peer(2).options().format)->chunks;
   rot(two, chunks[1][0]);
   const auto again = net.pull(2, key);
@@ -153,7 +159,9 @@ void go_over() {
 
 }  // namespace
 
-TEST_CASE("K/V goes over as it was, and what is forged or rotted does not") { go_over<kvmeld::Xxh3_128, kvmeld::NoCompression>(); }
+TEST_CASE("K/V goes over as it was, and what is forged or rotted does not") {
+  go_over<kvmeld::Xxh3_128, kvmeld::NoCompression>();
+}
 
 #ifdef KVMELD_TEST_OPENSSL
 TEST_CASE("K/V goes over under SHA-256 names; who knows other names only takes nothing") {
@@ -164,7 +172,8 @@ TEST_CASE("K/V goes over under SHA-256 names; who knows other names only takes n
   const auto record = *net.peer(1).directory().find(publish(net.peer(1), anchor));
   kvmeld::FragmentFormat<> other;
   CHECK(kvmeld::load_anchor(one, record, other).status().code() == ErrorCode::hash_mismatch);
-  CHECK(kvmeld::load_anchor(one, record, net.peer(2).options().format).ok());  // and it is still there
+  // and it is still there
+  CHECK(kvmeld::load_anchor(one, record, net.peer(2).options().format).ok());
 }
 #else
 TEST_CASE("K/V goes over under SHA-256 names") { test::skip("no OpenSSL (Debian: libssl-dev)"); }
@@ -187,14 +196,19 @@ TEST_CASE("K/V goes over compressed") { test::skip("no zstd (Debian: libzstd-dev
 #endif
 
 #if defined(KVMELD_TEST_OPENSSL) && defined(KVMELD_TEST_ZSTD)
-TEST_CASE("K/V goes over compressed under SHA-256 names") { go_over<kvmeld::Sha256, kvmeld::Zstd>(); }
+TEST_CASE("K/V goes over compressed under SHA-256 names") {
+  go_over<kvmeld::Sha256, kvmeld::Zstd>();
+}
 #endif
 
-TEST_CASE("where three share a folder only records cross, nobody erases for the others, and a rotten file is found out and mended") {
+TEST_CASE(
+    "where three share a folder only records cross, nobody erases for the others, and a rotten "
+    "file is found out and mended") {
   const test::TempFolder folder;
   std::deque<kvmeld::FileStore> stores;
   for (int i = 0; i < 3; ++i) {
-    auto opened = kvmeld::FileStore::open(folder / "store", {.durability = kvmeld::Durability::none});
+    auto opened =
+        kvmeld::FileStore::open(folder / "store", {.durability = kvmeld::Durability::none});
     REQUIRE(opened.ok());
     stores.push_back(*std::move(opened));
   }
@@ -205,7 +219,8 @@ TEST_CASE("where three share a folder only records cross, nobody erases for the 
   net.run(60);
   const auto files = [&] {
     std::vector<std::filesystem::path> out;
-    for (const auto& entry : std::filesystem::recursive_directory_iterator(folder.path() / "store/blobs")) {
+    for (const auto& entry :
+         std::filesystem::recursive_directory_iterator(folder.path() / "store/blobs")) {
       if (entry.is_regular_file()) out.push_back(entry.path());
     }
     return out;
@@ -226,9 +241,11 @@ TEST_CASE("where three share a folder only records cross, nobody erases for the 
   REQUIRE(by_two.anchor.ok());
   CHECK(test::same_anchor(*by_two.anchor, anchor, test::place(2)));
 
-  // One byte of every file. A pull finds the list rotten, the next one, behind a list put there anew, all chunks at once: then all are mended.
+  // One byte of every file. A pull finds the list rotten, the next one, behind a list put there
+  // anew, all chunks at once: then all are mended.
   for (const auto& file : files()) {
-    std::filesystem::permissions(file, std::filesystem::perms::owner_write, std::filesystem::perm_options::add);
+    std::filesystem::permissions(file, std::filesystem::perms::owner_write,
+                                 std::filesystem::perm_options::add);
     std::fstream damaged(file, std::ios::in | std::ios::out | std::ios::binary);
     damaged.seekg(-1, std::ios::end);
     const char last = static_cast<char>(damaged.get());
@@ -242,7 +259,8 @@ TEST_CASE("where three share a folder only records cross, nobody erases for the 
     CHECK(net.peer(3).counters().pulled == 1);
     net.run(60);
     CHECK(net.peer(2).directory().find(key) == nullptr);  // whom it asked has no other, and says so
-    REQUIRE(publish(net.peer(1), anchor) == key);         // as `publish_pool` does where the pool still has it
+    // as `publish_pool` does where the pool still has it
+    REQUIRE(publish(net.peer(1), anchor) == key);
     net.run(60);
   }
   const auto mended = net.pull(3, key);
@@ -261,8 +279,10 @@ TEST_CASE("an anchor whose chunks are rotten, absent and equal to each other men
   MemoryStore store;
   Net<MemoryStore> net({&store, &store, &store}, true);
   kvmeld::Anchor anchor = owned_by(net.peer(1), 1);
-  auto blank = std::make_shared<kvmeld::Fragment::Body>(*anchor.base.body());  // all of its chunks but the last are one blob
-  blank->payloads[0].bytes = std::shared_ptr<const std::byte[]>(new std::byte[blank->payloads[0].byte_count]{});
+  // all of its chunks but the last are one blob
+  auto blank = std::make_shared<kvmeld::Fragment::Body>(*anchor.base.body());
+  blank->payloads[0].bytes =
+      std::shared_ptr<const std::byte[]>(new std::byte[blank->payloads[0].byte_count]{});
   anchor.base = kvmeld::Fragment(std::move(blank));
   const FragmentId key = publish(net.peer(1), anchor);
   const auto record = *net.peer(1).directory().find(key);

@@ -1,4 +1,5 @@
-// Peers in threads of their own pull a real anchor's K/V over a real transport, past an owner that lies and one that is missing.
+// Peers in threads of their own pull a real anchor's K/V over a real transport, past an owner that
+// lies and one that is missing.
 #include <atomic>
 #include <optional>
 #include <thread>
@@ -14,14 +15,17 @@ using kvmeld::MemberId;
 using kvmeld::MemoryTransport;
 
 std::int64_t now_ms() {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 test::Exchange::Options options(MemberId self, const std::vector<MemberId>& members) {
   test::Exchange::Options out;
   out.self = self;
   out.members = members;
-  out.frame.name_space = kvmeld::anchor_namespace(kvmeld::AnchorSpace::of(*test::anchor_geometry()), kvmeld::SimHash{});
+  out.frame.name_space = kvmeld::anchor_namespace(kvmeld::AnchorSpace::of(*test::anchor_geometry()),
+                                                  kvmeld::SimHash{});
   out.format.chunk_bytes = 256;
   out.round_ms = 10;
   out.retry_ms = 20;
@@ -31,7 +35,8 @@ test::Exchange::Options options(MemberId self, const std::vector<MemberId>& memb
 
 /// A member's loop, until `stop`: what a host runs.
 template <class Each>
-void live(test::Exchange& exchange, MemoryTransport& transport, const std::atomic<bool>& stop, std::atomic<int>& errors, const Each& each) {
+void live(test::Exchange& exchange, MemoryTransport& transport, const std::atomic<bool>& stop,
+          std::atomic<int>& errors, const Each& each) {
   while (!stop) {
     if (!exchange.tick(now_ms())) ++errors;
     each();
@@ -44,7 +49,8 @@ void live(test::Exchange& exchange, MemoryTransport& transport, const std::atomi
 }
 
 /// Answers every request for a blob with bytes that are not the blob's.
-void lie(MemoryTransport& transport, const kvmeld::FrameOptions<>& frame, const std::atomic<bool>& stop, std::atomic<int>& lies) {
+void lie(MemoryTransport& transport, const kvmeld::FrameOptions<>& frame,
+         const std::atomic<bool>& stop, std::atomic<int>& lies) {
   while (!stop) {
     const auto got = transport.receive(2);
     if (!got || !got->has_value()) continue;
@@ -54,7 +60,9 @@ void lie(MemoryTransport& transport, const kvmeld::FrameOptions<>& frame, const 
     for (const kvmeld::BlobKey& key : fetch->chunks) {
       const auto wrong = kvmeld::encode_chunk(std::as_bytes(std::span("not what was asked for")));
       const auto body = kvmeld::detail::encode(kvmeld::detail::Piece{fetch->id, key, wrong});
-      (void)transport.send((*got)->from, *kvmeld::encode_frame(static_cast<std::uint8_t>(kvmeld::AnchorMessage::piece), body, frame));
+      (void)transport.send(
+          (*got)->from, *kvmeld::encode_frame(
+                            static_cast<std::uint8_t>(kvmeld::AnchorMessage::piece), body, frame));
       ++lies;
     }
   }
@@ -62,9 +70,11 @@ void lie(MemoryTransport& transport, const kvmeld::FrameOptions<>& frame, const 
 
 }  // namespace
 
-TEST_CASE("an anchor is pulled between threads: wrong bytes are refused, a missing owner is passed over, the bytes are the writer's") {
-  // Members 1 to 5: 1 publishes, 2 pulls, 3 lies, 4 is listed and was never there, 5 stands by. The lier owns the first key, the missing one
-  // the second.
+TEST_CASE(
+    "an anchor is pulled between threads: wrong bytes are refused, a missing owner is passed over, "
+    "the bytes are the writer's") {
+  // Members 1 to 5: 1 publishes, 2 pulls, 3 lies, 4 is listed and was never there, 5 stands by. The
+  // lier owns the first key, the missing one the second.
   const std::vector<MemberId> members{1, 2, 3, 4, 5};
   std::vector<kvmeld::Anchor> anchors;
   std::vector<kvmeld::FragmentId> keys;

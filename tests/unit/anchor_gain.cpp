@@ -1,5 +1,5 @@
-// Gains of offsets behind prefixes of other lengths: features, ridge and LSTM against plain loops, gradients, what makes a predictor trusted,
-// files, and blends that use them.
+// Gains of offsets behind prefixes of other lengths: features, ridge and LSTM against plain loops,
+// gradients, what makes a predictor trusted, files, and blends that use them.
 
 #include <algorithm>
 #include <cmath>
@@ -28,7 +28,8 @@ using test::Segment;
 using Numbers = std::vector<double>;
 constexpr std::size_t features = kvmeld::gain_feature_count;
 
-const std::shared_ptr<const kvmeld::Geometry> shape = test::geometry({.layers = 3, .heads = 2, .channels = 8});
+const std::shared_ptr<const kvmeld::Geometry> shape =
+    test::geometry({.layers = 3, .heads = 2, .channels = 8});
 
 std::vector<float> random_numbers(std::size_t count, std::uint64_t seed) {
   test::Random random(seed);
@@ -36,23 +37,30 @@ std::vector<float> random_numbers(std::size_t count, std::uint64_t seed) {
   for (float& x : out) x = random.value() / 8;
   return out;
 }
-std::shared_ptr<const GainPredictor> made(GainKind kind, std::int32_t hidden, std::vector<GainScore> scores = {}, std::uint64_t seed = 1) {
-  auto out = GainPredictor::make(kind, hidden, 3, random_numbers(3 * GainPredictor::size(kind, hidden), seed), std::move(scores), "test model");
+std::shared_ptr<const GainPredictor> made(GainKind kind, std::int32_t hidden,
+                                          std::vector<GainScore> scores = {},
+                                          std::uint64_t seed = 1) {
+  auto out = GainPredictor::make(kind, hidden, 3,
+                                 random_numbers(3 * GainPredictor::size(kind, hidden), seed),
+                                 std::move(scores), "test model");
   REQUIRE(out.ok());
   return *out;
 }
 
 /// Two offsets of one segment, the second g(layer, token) times the first.
 template <class G>
-std::pair<kvmeld::Fragment, kvmeld::Fragment> offsets(std::int64_t tokens, std::uint64_t seed, const G& g) {
+std::pair<kvmeld::Fragment, kvmeld::Fragment> offsets(std::int64_t tokens, std::uint64_t seed,
+                                                      const G& g) {
   const Segment alone(shape, tokens, seed), first = alone.in_context(seed + 1);
   Segment second = first;
   for (std::size_t p = 0; p < second.values.size(); ++p) {
     for (std::size_t i = 0; i < second.values[p].size(); ++i) {
-      second.values[p][i] = alone.values[p][i] + g(second.layer_of(p), i / 16) * (first.values[p][i] - alone.values[p][i]);
+      second.values[p][i] = alone.values[p][i] + g(second.layer_of(p), i / 16) *
+                                                     (first.values[p][i] - alone.values[p][i]);
     }
   }
-  const auto a = kvmeld::measure_offset(first.at(30), alone.at(2)), b = kvmeld::measure_offset(second.at(90), alone.at(2));
+  const auto a = kvmeld::measure_offset(first.at(30), alone.at(2)),
+             b = kvmeld::measure_offset(second.at(90), alone.at(2));
   REQUIRE(a.ok());
   REQUIRE(b.ok());
   return {*a, *b};
@@ -63,14 +71,21 @@ std::pair<kvmeld::Fragment, kvmeld::Fragment> offsets(std::int64_t tokens, std::
 TEST_CASE("features of a token") {
   const auto x = kvmeld::gain_features({.measured_behind = 3, .placed_behind = 7, .tokens = 2});
   REQUIRE(x->size() == 2 * features);
-  const double expected[] = {std::log(2), std::log(2), std::log(4) / 8, 0, 0.75, 0.125, std::log(2), std::log(2), std::log(4) / 8, std::log(2) / 8, 0.6, 7.0 / 9 - 0.6};
+  const double expected[] = {
+      std::log(2), std::log(2),     std::log(4) / 8, 0,   0.75,         0.125, std::log(2),
+      std::log(2), std::log(4) / 8, std::log(2) / 8, 0.6, 7.0 / 9 - 0.6};
   for (std::size_t i = 0; i < x->size(); ++i) REQUIRE((*x)[i] == Approx(expected[i]).margin(1e-15));
-  REQUIRE(kvmeld::gain_features({.measured_behind = 9, .placed_behind = 0, .tokens = 1})->at(1) == Approx(std::log(10)));
-  REQUIRE(kvmeld::gain_features({.measured_behind = 0, .placed_behind = 0, .tokens = 1})->at(4) == 0);
+  REQUIRE(kvmeld::gain_features({.measured_behind = 9, .placed_behind = 0, .tokens = 1})->at(1) ==
+          Approx(std::log(10)));
+  REQUIRE(kvmeld::gain_features({.measured_behind = 0, .placed_behind = 0, .tokens = 1})->at(4) ==
+          0);
   REQUIRE(kvmeld::gain_features({})->empty());
-  REQUIRE(kvmeld::gain_features({.measured_behind = -1}).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::gain_features({.placed_behind = kvmeld::max_position + 1}).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::gain_features({.tokens = std::int64_t{1} << 40}).status().code() == ErrorCode::oversized);
+  REQUIRE(kvmeld::gain_features({.measured_behind = -1}).status().code() ==
+          ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::gain_features({.placed_behind = kvmeld::max_position + 1}).status().code() ==
+          ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::gain_features({.tokens = std::int64_t{1} << 40}).status().code() ==
+          ErrorCode::oversized);
   REQUIRE(kvmeld::gain_features({.tokens = -5}).status().code() == ErrorCode::invalid_argument);
 }
 
@@ -84,7 +99,8 @@ TEST_CASE("ridge and LSTM against plain loops") {
     const auto w = ridge->parameters().subspan(l * (features + 1));
     for (std::size_t t = 0; t < 9; ++t) {
       double sum = 1 + static_cast<double>(w[features]);
-      for (std::size_t k = 0; k < features; ++k) sum += static_cast<double>(w[k]) * (*x)[t * features + k];
+      for (std::size_t k = 0; k < features; ++k)
+        sum += static_cast<double>(w[k]) * (*x)[t * features + k];
       REQUIRE(out[t] == Approx(std::min(2.0, std::max(0.0, sum))).epsilon(1e-12));
     }
   }
@@ -99,8 +115,10 @@ TEST_CASE("ridge and LSTM against plain loops") {
       Numbers sums(4 * h), next(h);
       for (std::size_t r = 0; r < 4 * h; ++r) {
         sums[r] = number(4 * h * (features + h) + r);
-        for (std::size_t k = 0; k < features; ++k) sums[r] += number(r * features + k) * (*x)[t * features + k];
-        for (std::size_t k = 0; k < h; ++k) sums[r] += number(4 * h * features + r * h + k) * state[k];
+        for (std::size_t k = 0; k < features; ++k)
+          sums[r] += number(r * features + k) * (*x)[t * features + k];
+        for (std::size_t k = 0; k < h; ++k)
+          sums[r] += number(4 * h * features + r * h + k) * state[k];
       }
       double y = number(4 * h * (features + h + 1) + h);
       for (std::size_t k = 0; k < h; ++k) {
@@ -171,7 +189,8 @@ TEST_CASE("a layer is trusted where its held-out error beats identity's, and onl
 }
 
 TEST_CASE("predictors that mean nothing are refused") {
-  const auto refused = [](GainKind kind, std::int32_t hidden, std::vector<float> numbers, std::vector<GainScore> scores = {}) {
+  const auto refused = [](GainKind kind, std::int32_t hidden, std::vector<float> numbers,
+                          std::vector<GainScore> scores = {}) {
     return GainPredictor::make(kind, hidden, 3, numbers, std::move(scores)).status().code();
   };
   const std::vector<float> ridge(21);
@@ -180,9 +199,12 @@ TEST_CASE("predictors that mean nothing are refused") {
   REQUIRE(refused(GainKind::ridge, 2, ridge) == ErrorCode::invalid_argument);
   REQUIRE(refused(GainKind::ridge, 0, ridge, {{1, 1}}) == ErrorCode::invalid_argument);
   REQUIRE(refused(GainKind::ridge, 0, ridge, {{1, 1}, {-1, 1}, {1, 1}}) == ErrorCode::non_finite);
-  REQUIRE(refused(GainKind::ridge, 0, ridge, {{1, 1}, {1, INFINITY}, {1, 1}}) == ErrorCode::non_finite);
+  REQUIRE(refused(GainKind::ridge, 0, ridge, {{1, 1}, {1, INFINITY}, {1, 1}}) ==
+          ErrorCode::non_finite);
   REQUIRE(refused(GainKind::lstm, 0, {}) == ErrorCode::invalid_argument);
-  REQUIRE(refused(GainKind::lstm, 33, std::vector<float>(3 * GainPredictor::size(GainKind::lstm, 33))) == ErrorCode::invalid_argument);
+  REQUIRE(refused(GainKind::lstm, 33,
+                  std::vector<float>(3 * GainPredictor::size(GainKind::lstm, 33))) ==
+          ErrorCode::invalid_argument);
   REQUIRE(refused(static_cast<GainKind>(7), 0, {}) == ErrorCode::unknown_field);
   for (const float bad : {NAN, INFINITY}) {
     std::vector<float> numbers = ridge;
@@ -192,7 +214,9 @@ TEST_CASE("predictors that mean nothing are refused") {
 }
 
 TEST_CASE("files read back as what they were, and other files are refused") {
-  for (const auto& predictor : {made(GainKind::identity, 0), made(GainKind::ridge, 0, {{0.5, 0.25}, {0.1, 0.3}, {NAN, NAN}}), made(GainKind::lstm, 8, {{1, 0.5}, {1, 2}, {1, 0}})}) {
+  for (const auto& predictor : {made(GainKind::identity, 0),
+                                made(GainKind::ridge, 0, {{0.5, 0.25}, {0.1, 0.3}, {NAN, NAN}}),
+                                made(GainKind::lstm, 8, {{1, 0.5}, {1, 2}, {1, 0}})}) {
     const auto file = kvmeld::to_safetensors(*predictor);
     REQUIRE(file.ok());
     const auto back = kvmeld::gain_from_safetensors(*file, *shape);
@@ -204,8 +228,10 @@ TEST_CASE("files read back as what they were, and other files are refused") {
     REQUIRE(kvmeld::gain_from_safetensors(*file, *test::geometry({.layers = 2})).ok() == false);
     auto other = *shape;
     other.model = "another";
-    REQUIRE(kvmeld::gain_from_safetensors(*file, other).status().code() == ErrorCode::geometry_mismatch);
-    for (std::size_t cut = 0; cut < file->size(); cut += 7) REQUIRE_FALSE(kvmeld::gain_from_safetensors({file->data(), cut}, *shape).ok());
+    REQUIRE(kvmeld::gain_from_safetensors(*file, other).status().code() ==
+            ErrorCode::geometry_mismatch);
+    for (std::size_t cut = 0; cut < file->size(); cut += 7)
+      REQUIRE_FALSE(kvmeld::gain_from_safetensors({file->data(), cut}, *shape).ok());
   }
   const auto read = [](const auto& write) {
     kvmeld::SafetensorsWriter writer;
@@ -217,10 +243,12 @@ TEST_CASE("files read back as what they were, and other files are refused") {
     w.metadata("kind", kind);
     w.metadata("model", "test model");
   };
-  const auto floats = [&](kvmeld::SafetensorsWriter& w, const char* name, std::vector<std::uint64_t> dims) {
+  const auto floats = [&](kvmeld::SafetensorsWriter& w, const char* name,
+                          std::vector<std::uint64_t> dims) {
     std::uint64_t count = 1;
     for (const std::uint64_t d : dims) count *= d;
-    w.floats(name, std::move(dims), std::span<const float>(numbers).first(static_cast<std::size_t>(count)));
+    w.floats(name, std::move(dims),
+             std::span<const float>(numbers).first(static_cast<std::size_t>(count)));
   };
   const auto ridge = [&](auto& w) {
     start(w, "ridge");
@@ -258,7 +286,9 @@ TEST_CASE("files read back as what they were, and other files are refused") {
 
 TEST_CASE("samples of offsets: sums by layer and token, scores of predictors") {
   const GainQuery query{.measured_behind = 20, .placed_behind = 80, .tokens = 5};
-  const auto [a, b] = offsets(5, 1, [](std::size_t layer, std::size_t token) { return 0.5 + 0.25 * static_cast<double>(layer) - 0.1 * static_cast<double>(token); });
+  const auto [a, b] = offsets(5, 1, [](std::size_t layer, std::size_t token) {
+    return 0.5 + 0.25 * static_cast<double>(layer) - 0.1 * static_cast<double>(token);
+  });
   auto sample = kvmeld::gain_sample(a, b, query);
   REQUIRE(sample.ok());
   for (std::size_t l = 1; l < 3; ++l) {
@@ -282,36 +312,48 @@ TEST_CASE("samples of offsets: sums by layer and token, scores of predictors") {
   for (std::size_t t = 0; t < 5; ++t) {
     const std::size_t i = 10 + t;
     identity += sample->wanted[i] - 2 * sample->both[i] + sample->measured[i];
-    predictor += sample->wanted[i] - 2 * gains[t] * sample->both[i] + gains[t] * gains[t] * sample->measured[i];
+    predictor += sample->wanted[i] - 2 * gains[t] * sample->both[i] +
+                 gains[t] * gains[t] * sample->measured[i];
   }
   REQUIRE((*scores)[2].identity == Approx(identity).epsilon(1e-9));
   REQUIRE((*scores)[2].predictor == Approx(predictor).epsilon(1e-9));
   auto twice = *sample;
   twice.add(*sample);
-  REQUIRE((*kvmeld::held_out_scores(*ridge, {&twice, 1}))[2].predictor == Approx(predictor).epsilon(1e-9));
-  REQUIRE(kvmeld::gain_sample(a, b, {.tokens = 4}).status().code() == ErrorCode::token_count_mismatch);
-  REQUIRE(kvmeld::gain_sample(a, Segment(shape, 5, 3).at(4), query).status().code() == ErrorCode::invalid_argument);
+  REQUIRE((*kvmeld::held_out_scores(*ridge, {&twice, 1}))[2].predictor ==
+          Approx(predictor).epsilon(1e-9));
+  REQUIRE(kvmeld::gain_sample(a, b, {.tokens = 4}).status().code() ==
+          ErrorCode::token_count_mismatch);
+  REQUIRE(kvmeld::gain_sample(a, Segment(shape, 5, 3).at(4), query).status().code() ==
+          ErrorCode::invalid_argument);
   REQUIRE(kvmeld::gain_sample({}, b, query).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::gain_sample(a, b, {.measured_behind = -1, .tokens = 5}).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::gain_sample(a, b, {.measured_behind = -1, .tokens = 5}).status().code() ==
+          ErrorCode::invalid_argument);
   sample->layers = 2;
-  REQUIRE(kvmeld::held_out_scores(*ridge, {&*sample, 1}).status().code() == ErrorCode::geometry_mismatch);
+  REQUIRE(kvmeld::held_out_scores(*ridge, {&*sample, 1}).status().code() ==
+          ErrorCode::geometry_mismatch);
 }
 
 TEST_CASE("gains multiply offsets layer by layer and token by token, and 1 changes no byte") {
   const std::int64_t n = 6;
   const Segment query(shape, n, 1), alone(shape, n, 2);
   const auto delta = kvmeld::measure_offset(alone.in_context(3).at(0), alone.at(0));
-  ReusePart part{.base = query.at(0), .position = 50, .offsets = {{.anchor = test::anchor_id(1), .delta = *delta, .weight = 0.75F}}};
+  ReusePart part{.base = query.at(0),
+                 .position = 50,
+                 .offsets = {{.anchor = test::anchor_id(1), .delta = *delta, .weight = 0.75F}}};
   const auto plain = test::rendered({&part, 1}, shape);
   part.offsets[0].gains.assign(3 * n, 1.0F);
   REQUIRE(test::rendered({&part, 1}, shape) == plain);
-  for (std::size_t i = 0; i < part.offsets[0].gains.size(); ++i) part.offsets[0].gains[i] = static_cast<float>(i % 5) / 2;  // 0 among them
+  // 0 among them
+  for (std::size_t i = 0; i < part.offsets[0].gains.size(); ++i)
+    part.offsets[0].gains[i] = static_cast<float>(i % 5) / 2;
   Segment expected = query;
   const Segment context = alone.in_context(3);
   for (std::size_t p = 0; p < expected.values.size(); ++p) {
     const std::size_t layer = expected.layer_of(p);
     for (std::size_t i = 0; i < expected.values[p].size(); ++i) {
-      const double g = 0.75 * static_cast<double>(part.offsets[0].gains[layer * static_cast<std::size_t>(n) + i / 16]);
+      const double g =
+          0.75 *
+          static_cast<double>(part.offsets[0].gains[layer * static_cast<std::size_t>(n) + i / 16]);
       expected.values[p][i] += g * (context.values[p][i] - alone.values[p][i]);
     }
   }
@@ -322,12 +364,16 @@ TEST_CASE("gains multiply offsets layer by layer and token by token, and 1 chang
   REQUIRE(out == test::rendered({&part, 1}, shape, {.compute_last = false}, kvmeld::exec::lanes));
   ReusePart without = part;
   without.offsets[0].gains.clear();
-  REQUIRE(kvmeld::plan_reuse({&part, 1}, *shape)->render_id() != kvmeld::plan_reuse({&without, 1}, *shape)->render_id());
+  REQUIRE(kvmeld::plan_reuse({&part, 1}, *shape)->render_id() !=
+          kvmeld::plan_reuse({&without, 1}, *shape)->render_id());
 }
 
 #ifdef KVMELD_TEST_EIGEN
-TEST_CASE("a ridge finds gains that are linear in the features, and blends behind other prefixes come nearer by it") {
-  const double truth[3][features + 1] = {{}, {-0.1, 0.05, 0.3, -0.2, 0.4, -0.3, -0.25}, {0.08, -0.12, -0.4, 0.3, -0.2, 0.25, 0.1}};
+TEST_CASE(
+    "a ridge finds gains that are linear in the features, and blends behind other prefixes come "
+    "nearer by it") {
+  const double truth[3][features + 1] = {
+      {}, {-0.1, 0.05, 0.3, -0.2, 0.4, -0.3, -0.25}, {0.08, -0.12, -0.4, 0.3, -0.2, 0.25, 0.1}};
   const auto gain = [&](const GainQuery& q, std::size_t layer, std::size_t token) {
     const auto x = *kvmeld::gain_features(q);
     double sum = 1 + truth[layer][features];
@@ -340,7 +386,8 @@ TEST_CASE("a ridge finds gains that are linear in the features, and blends behin
   for (const std::int64_t p : lengths) {
     for (const std::int64_t q : lengths) {
       const GainQuery query{p, q, 8};
-      const auto [a, b] = offsets(8, seed += 5, [&](std::size_t l, std::size_t t) { return gain(query, l, t); });
+      const auto [a, b] =
+          offsets(8, seed += 5, [&](std::size_t l, std::size_t t) { return gain(query, l, t); });
       (seed % 3 == 0 ? held_out : fitted).push_back(*kvmeld::gain_sample(a, b, query));
     }
   }
@@ -348,9 +395,13 @@ TEST_CASE("a ridge finds gains that are linear in the features, and blends behin
   REQUIRE(ridge.ok());
   REQUIRE_FALSE((*ridge)->predicts());  // no scores yet
   for (std::size_t l = 1; l < 3; ++l) {
-    for (std::size_t k = 0; k <= features; ++k) REQUIRE(static_cast<double>((*ridge)->parameters()[l * (features + 1) + k]) == Approx(truth[l][k]).margin(2e-3));
+    for (std::size_t k = 0; k <= features; ++k)
+      REQUIRE(static_cast<double>((*ridge)->parameters()[l * (features + 1) + k]) ==
+              Approx(truth[l][k]).margin(2e-3));
   }
-  const auto scored = GainPredictor::make(GainKind::ridge, 0, 3, (*ridge)->parameters(), *kvmeld::held_out_scores(**ridge, held_out), "test model");
+  const auto scored =
+      GainPredictor::make(GainKind::ridge, 0, 3, (*ridge)->parameters(),
+                          *kvmeld::held_out_scores(**ridge, held_out), "test model");
   REQUIRE((*scored)->reason(0) == GainReason::no_score);
   REQUIRE((*scored)->reason(1) == GainReason::predicted);
   REQUIRE((*scored)->reason(2) == GainReason::predicted);
@@ -360,9 +411,14 @@ TEST_CASE("a ridge finds gains that are linear in the features, and blends behin
   const Segment alone(shape, 8, 99), near = alone.in_context(100);
   Segment far = alone;
   for (std::size_t p = 0; p < far.values.size(); ++p) {
-    for (std::size_t i = 0; i < far.values[p].size(); ++i) far.values[p][i] += gain(query, far.layer_of(p), i / 16) * (near.values[p][i] - alone.values[p][i]);
+    for (std::size_t i = 0; i < far.values[p].size(); ++i)
+      far.values[p][i] +=
+          gain(query, far.layer_of(p), i / 16) * (near.values[p][i] - alone.values[p][i]);
   }
-  ReusePart part{.base = alone.at(0), .position = 200, .offsets = {{.anchor = test::anchor_id(1), .delta = *kvmeld::measure_offset(near.at(30), alone.at(0))}}};
+  ReusePart part{.base = alone.at(0),
+                 .position = 200,
+                 .offsets = {{.anchor = test::anchor_id(1),
+                              .delta = *kvmeld::measure_offset(near.at(30), alone.at(0))}}};
   test::TestCache real(shape, 8);
   far.write(real, 200);
   const double without = test::difference(test::rendered({&part, 1}, shape), real.buffers());

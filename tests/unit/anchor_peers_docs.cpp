@@ -1,4 +1,5 @@
-// The code of docs/anchor_peers.md, compiled and run; the last case checks that the page shows it word for word.
+// The code of docs/anchor_peers.md, compiled and run; the last case checks that the page shows it
+// word for word.
 #include <cstdint>
 
 #include <kvmeld/session/anchor_tiers.hpp>
@@ -10,10 +11,13 @@
 namespace {
 
 // example-begin: tiers
-/// The chosen offsets, where all of them are in host memory; otherwise prefill this time. Never waits.
+/// The chosen offsets, where all of them are in host memory; otherwise prefill this time. Never
+/// waits.
 template <class Tiers>
-std::vector<kvmeld::ContextOffset> offsets_at_hand(Tiers& tiers, const kvmeld::AnchorLookup& found, const kvmeld::Digest128& place) {
-  return tiers.take(found.anchors, place).offsets;  // empty unless all are here; asks for what is in a slower tier
+std::vector<kvmeld::ContextOffset> offsets_at_hand(Tiers& tiers, const kvmeld::AnchorLookup& found,
+                                                   const kvmeld::Digest128& place) {
+  // empty unless all are here; asks for what is in a slower tier
+  return tiers.take(found.anchors, place).offsets;
 }
 /// What moves: a thread of its own, or a call between requests.
 template <class Tiers>
@@ -23,22 +27,30 @@ void move_all(Tiers& tiers) {
 // example-end
 
 // example-begin: exchange
-/// One turn of a peer's loop: what came in, what is due, what goes out; anchors that were pulled enter the pool.
+/// One turn of a peer's loop: what came in, what is due, what goes out; anchors that were pulled
+/// enter the pool.
 template <class Exchange, class Pool, class Transport>
-kvmeld::Status take_turn(Exchange& exchange, Pool& pool, Transport& transport, std::int64_t now_ms) {
+kvmeld::Status take_turn(Exchange& exchange, Pool& pool, Transport& transport,
+                         std::int64_t now_ms) {
   auto message = transport.receive(0);
   if (!message) return message.error();
-  if (*message) (void)exchange.receive((*message)->from, (*message)->bytes);  // a damaged message is counted, and changes no record
+  // a damaged message is counted, and changes no record
+  if (*message) (void)exchange.receive((*message)->from, (*message)->bytes);
   KVMELD_TRY(exchange.tick(now_ms));
-  for (const kvmeld::PulledAnchor& pulled : exchange.take_pulled()) (void)kvmeld::commit_pulled(pool, pulled);
-  KVMELD_TRY(kvmeld::publish_pool(exchange, pool).status());  // behind the commits: what the pool lacks is let go
-  for (const kvmeld::Outgoing& out : exchange.take_outbox()) KVMELD_TRY(transport.send(out.to, out.bytes));
+  for (const kvmeld::PulledAnchor& pulled : exchange.take_pulled())
+    (void)kvmeld::commit_pulled(pool, pulled);
+  // behind the commits: what the pool lacks is let go
+  KVMELD_TRY(kvmeld::publish_pool(exchange, pool).status());
+  for (const kvmeld::Outgoing& out : exchange.take_outbox())
+    KVMELD_TRY(transport.send(out.to, out.bytes));
   return {};
 }
 /// Asks for the K/V of what others have like a segment; `take_turn` brings it.
 template <class Exchange>
-bool ask_others(Exchange& exchange, std::uint64_t signature, std::int64_t tokens, const kvmeld::Digest128& place) {
-  const kvmeld::RemoteAnchors like = exchange.look_up({.signature = signature, .tokens = tokens, .context = place});
+bool ask_others(Exchange& exchange, std::uint64_t signature, std::int64_t tokens,
+                const kvmeld::Digest128& place) {
+  const kvmeld::RemoteAnchors like =
+      exchange.look_up({.signature = signature, .tokens = tokens, .context = place});
   return like.remote() && exchange.pull(kvmeld::record_key(like.records[0])).ok();
 }
 // example-end
@@ -48,12 +60,17 @@ bool ask_others(Exchange& exchange, std::uint64_t signature, std::int64_t tokens
 TEST_CASE("offsets are at hand from memory, come back from a store by steps, and are used again") {
   test::Pool pool(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {});
   const kvmeld::Anchor first = test::anchor(1, {1}, 40), second = test::anchor(2, {1}, 40);
-  kvmeld::AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = first.bytes() - 8, .file_bytes = 1 << 20});
+  kvmeld::AnchorTiers tiers(kvmeld::MemoryStore(),
+                            {.host_bytes = first.bytes() - 8, .file_bytes = 1 << 20});
   REQUIRE(tiers.commit(pool, first).ok());
   REQUIRE(tiers.commit(pool, second).ok());
   move_all(tiers);
   const auto look_up = [&](const kvmeld::Anchor& a) {
-    return pool.look_up({.gamma = 1}, {.space = &pool.space(), .signature = {a.base.tokens(), a.vector}, .vector = a.vector, .context = test::place(1), .request = {.tokens = 40}});
+    return pool.look_up({.gamma = 1}, {.space = &pool.space(),
+                                       .signature = {a.base.tokens(), a.vector},
+                                       .vector = a.vector,
+                                       .context = test::place(1),
+                                       .request = {.tokens = 40}});
   };
   for (const kvmeld::Anchor* a : {&first, &second, &first}) {
     const kvmeld::AnchorLookup found = look_up(*a);
@@ -76,14 +93,17 @@ TEST_CASE("two peers: what one commits the other finds, pulls and commits") {
     test::Exchange::Options out;
     out.self = self;
     out.members = {1, 2};
-    out.frame.name_space = kvmeld::anchor_namespace(kvmeld::AnchorSpace::of(*test::anchor_geometry()), kvmeld::SimHash{});
+    out.frame.name_space = kvmeld::anchor_namespace(
+        kvmeld::AnchorSpace::of(*test::anchor_geometry()), kvmeld::SimHash{});
     return out;
   };
   test::Exchange one(left_store, options(1)), two(right_store, options(2));
-  test::Pool mine(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {}), theirs(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {});
+  test::Pool mine(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {}),
+      theirs(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {});
   // The writer is the owner by rank: what the other one pulls it holds for its pool alone.
   std::uint64_t number = 1;
-  while (one.owner(kvmeld::record_key(test::anchor(number, {1}, 40).id, test::place(1))) != 1) ++number;
+  while (one.owner(kvmeld::record_key(test::anchor(number, {1}, 40).id, test::place(1))) != 1)
+    ++number;
   const kvmeld::Anchor anchor = test::anchor(number, {1}, 40);
   const auto key = kvmeld::record_key(anchor.id, test::place(1));
   REQUIRE(mine.commit(anchor).ok());
@@ -96,11 +116,15 @@ TEST_CASE("two peers: what one commits the other finds, pulls and commits") {
   }
   REQUIRE(asked);
   REQUIRE(theirs.size() == 1);
-  REQUIRE(test::same_bytes(theirs.snapshot()->table.anchor(0)->offsets[0].segment, anchor.offsets[0].segment));
+  REQUIRE(test::same_bytes(theirs.snapshot()->table.anchor(0)->offsets[0].segment,
+                           anchor.offsets[0].segment));
   // And it can serve it from now on.
-  for (std::int64_t now = 60'000; now < 61'000; now += 50) REQUIRE(take_turn(two, theirs, right, now).ok());
+  for (std::int64_t now = 60'000; now < 61'000; now += 50)
+    REQUIRE(take_turn(two, theirs, right, now).ok());
   CHECK(two.holds(key));
   CHECK(kvmeld::load_anchor(right_store, *two.directory().find(key), two.options().format).ok());
 }
 
-TEST_CASE("docs/anchor_peers.md shows this code") { test::check_page("docs/anchor_peers.md", {"tests/unit/anchor_peers_docs.cpp"}); }
+TEST_CASE("docs/anchor_peers.md shows this code") {
+  test::check_page("docs/anchor_peers.md", {"tests/unit/anchor_peers_docs.cpp"});
+}

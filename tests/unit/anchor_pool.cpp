@@ -1,4 +1,5 @@
-// The pool against a plain model under a million random operations; namespaces, capacity, exact answers, held anchors.
+// The pool against a plain model under a million random operations; namespaces, capacity, exact
+// answers, held anchors.
 
 #include <algorithm>
 #include <map>
@@ -22,7 +23,8 @@ using kvmeld::CommitResult;
 using kvmeld::ErrorCode;
 using kvmeld::ReuseReason;
 
-const std::shared_ptr<const kvmeld::Geometry> shape = test::geometry({.layers = 2, .heads = 1, .channels = 2});
+const std::shared_ptr<const kvmeld::Geometry> shape =
+    test::geometry({.layers = 2, .heads = 1, .channels = 2});
 
 /// Anchor n: 1 to 3 tokens of ids of its own; its offsets come from `delta`.
 Anchor bare(std::uint8_t n) {
@@ -30,7 +32,8 @@ Anchor bare(std::uint8_t n) {
   test::TestCache cache(shape, tokens);
   cache.fill(n);
   std::vector<kvmeld::TokenId> ids;
-  for (std::int64_t t = 0; t < tokens; ++t) ids.push_back(1000 * n + static_cast<kvmeld::TokenId>(t));
+  for (std::int64_t t = 0; t < tokens; ++t)
+    ids.push_back(1000 * n + static_cast<kvmeld::TokenId>(t));
   const auto sealed = kvmeld::seal(cache.ref(), {.tokens = ids});
   auto anchor = *kvmeld::make_anchor(*sealed, {static_cast<float>(n), 0});
   anchor.id = test::anchor_id(n);
@@ -66,12 +69,15 @@ struct Model {
       }
       std::sort(ages.begin(), ages.end());
       std::size_t window = ages.size();
-      if constexpr (std::is_same_v<Eviction, kvmeld::WindowLFU>) window = std::min<std::size_t>(window, 5);
+      if constexpr (std::is_same_v<Eviction, kvmeld::WindowLFU>)
+        window = std::min<std::size_t>(window, 5);
       int victim = -1;
       std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> lowest;
       for (std::size_t i = 0; i < window; ++i) {
         const Entry& e = entries[ages[i].second];
-        const auto key = std::is_same_v<Eviction, kvmeld::LRU> ? std::tuple(e.last, e.inserted, e.inserted) : std::tuple(e.uses, e.last, e.inserted);
+        const auto key = std::is_same_v<Eviction, kvmeld::LRU>
+                             ? std::tuple(e.last, e.inserted, e.inserted)
+                             : std::tuple(e.uses, e.last, e.inserted);
         if (victim < 0 || key < lowest) victim = ages[i].second, lowest = key;
       }
       entries.erase(static_cast<std::uint8_t>(victim));
@@ -107,7 +113,8 @@ void compare_with_model(std::size_t operations, Eviction eviction) {
     const auto n = static_cast<std::uint8_t>(random.below(names));
     const std::uint64_t c = random.below(contexts);
     const Anchor& anchor = anchors[n];
-    const std::size_t base_bytes = static_cast<std::size_t>(anchor.base.token_count()) * 2 * 2 * 2 * 4 + 8;
+    const std::size_t base_bytes =
+        static_cast<std::size_t>(anchor.base.token_count()) * 2 * 2 * 2 * 4 + 8;
     const std::size_t delta_bytes = static_cast<std::size_t>(anchor.base.token_count()) * 2 * 2 * 4;
     const auto at = model.entries.find(n);
     const bool there = at != model.entries.end();
@@ -119,7 +126,9 @@ void compare_with_model(std::size_t operations, Eviction eviction) {
         more.offsets.push_back(deltas[n][c]);
         const auto done = pool.commit(more);
         const bool news = !there || at->second.contexts.count(c) == 0;
-        good = done.ok() && *done == (!there ? CommitResult::inserted : news ? CommitResult::merged : CommitResult::unchanged);
+        good = done.ok() && *done == (!there ? CommitResult::inserted
+                                      : news ? CommitResult::merged
+                                             : CommitResult::unchanged);
         if (there && news) model.make_room(0, delta_bytes, n, eviction);
         if (!there) model.make_room(1, base_bytes + delta_bytes, -1, eviction);
         Model::Entry& e = model.entries[n];
@@ -149,22 +158,30 @@ void compare_with_model(std::size_t operations, Eviction eviction) {
         }
         break;
       default: {
-        const kvmeld::AnchorQuery query{&space, {.tokens = anchor.base.tokens()}, anchor.vector, context(c), {.tokens = anchor.base.token_count()}};
+        const kvmeld::AnchorQuery query{&space,
+                                        {.tokens = anchor.base.tokens()},
+                                        anchor.vector,
+                                        context(c),
+                                        {.tokens = anchor.base.token_count()}};
         const auto found = pool.look_up({}, query);
         const bool expected = there && at->second.contexts.count(c) != 0;
         good = found.decision.reuses() == expected;
         if (expected) {
-          good = good && found.anchors.size() == 1 && found.anchors[0]->id == anchor.id && found.anchors[0]->find(context(c)) != nullptr;
+          good = good && found.anchors.size() == 1 && found.anchors[0]->id == anchor.id &&
+                 found.anchors[0]->find(context(c)) != nullptr;
           ++at->second.uses;
           at->second.last = ++model.clock;
           ++reused;
         } else {
-          const ReuseReason why = model.entries.empty() ? ReuseReason::empty_pool : there ? ReuseReason::no_offset : ReuseReason::below_threshold;
+          const ReuseReason why = model.entries.empty() ? ReuseReason::empty_pool
+                                  : there               ? ReuseReason::no_offset
+                                                        : ReuseReason::below_threshold;
           good = good && found.decision.reason == why;
         }
       }
     }
-    good = good && pool.size() == model.entries.size() && pool.bytes() == model.bytes() && pool.size() <= model.most && pool.bytes() <= model.most_bytes;
+    good = good && pool.size() == model.entries.size() && pool.bytes() == model.bytes() &&
+           pool.size() <= model.most && pool.bytes() <= model.most_bytes;
     if (op % 512 == 0) {  // index and store in full
       const auto now = pool.snapshot();
       std::set<std::uint8_t> seen;
@@ -178,7 +195,8 @@ void compare_with_model(std::size_t operations, Eviction eviction) {
         good = good && e != model.entries.end() && a.offsets.size() == e->second.contexts.size() &&
                now->table.signature(i) == *kvmeld::XxHash{}.sign({.tokens = a.base.tokens()});
         const auto use = now->table.row(i).use->read();
-        good = good && use.uses == e->second.uses && use.last_used == e->second.last && use.inserted == e->second.inserted;
+        good = good && use.uses == e->second.uses && use.last_used == e->second.last &&
+               use.inserted == e->second.inserted;
       }
       good = good && seen.size() == model.entries.size() && sum == model.bytes();
     }
@@ -235,7 +253,9 @@ TEST_CASE("another namespace is a miss with its reason, and nothing approximate 
   const Anchor plain = bare(4);
   const kvmeld::SignatureInput input{.tokens = plain.base.tokens()};
   const auto ask = [&](const AnchorSpace* asked, kvmeld::Digest128 where = context(1)) {
-    return pool.look_up({}, {asked, input, plain.vector, where, {.tokens = plain.base.token_count()}}).decision.reason;
+    return pool
+        .look_up({}, {asked, input, plain.vector, where, {.tokens = plain.base.token_count()}})
+        .decision.reason;
   };
   REQUIRE(ask(&space) == ReuseReason::empty_pool);
   REQUIRE(pool.commit(plain).ok());
@@ -243,8 +263,9 @@ TEST_CASE("another namespace is a miss with its reason, and nothing approximate 
   REQUIRE(pool.commit(plain.id, delta(plain, 1)).ok());
   REQUIRE(ask(&space) == ReuseReason::reuse);
   REQUIRE(ask(&space, context(2)) == ReuseReason::no_offset);
-  for (const ReuseReason expected : {ReuseReason::model_differs, ReuseReason::tokenizer_differs, ReuseReason::layout_differs, ReuseReason::tenant_differs,
-                                     ReuseReason::base_differs}) {
+  for (const ReuseReason expected :
+       {ReuseReason::model_differs, ReuseReason::tokenizer_differs, ReuseReason::layout_differs,
+        ReuseReason::tenant_differs, ReuseReason::base_differs}) {
     kvmeld::Geometry g = *shape;
     if (expected == ReuseReason::model_differs) g.model = "another";
     if (expected == ReuseReason::tokenizer_differs) g.tokenizer = "another";
@@ -268,7 +289,8 @@ TEST_CASE("another namespace is a miss with its reason, and nothing approximate 
   REQUIRE(pool.find_exact({.tokens = blended.base.tokens()}, context(1)) == nullptr);
   AnchorPool<kvmeld::EmbeddingHash> unsigned_pool(space, {10, 1 << 20});
   REQUIRE(unsigned_pool.commit(plain).ok());
-  REQUIRE(unsigned_pool.look_up({}, {&space, input, plain.vector, context(1), {.tokens = 1}}).decision.reason == ReuseReason::unsigned_segment);
+  REQUIRE(unsigned_pool.look_up({}, {&space, input, plain.vector, context(1), {.tokens = 1}})
+              .decision.reason == ReuseReason::unsigned_segment);
 }
 
 TEST_CASE("two pictures behind the same placeholder ids are two anchors to every exact look-up") {
@@ -295,7 +317,9 @@ TEST_CASE("two pictures behind the same placeholder ids are two anchors to every
   cat.offsets = {{context(1), *said, {}}};
   AnchorPool<> pool(AnchorSpace::of(*pictures), {10, 1 << 20});
   REQUIRE(pool.commit(cat).ok());
-  const auto found = [&](const kvmeld::SignatureInput& input) { return pool.find_exact(input, context(1)) != nullptr; };
+  const auto found = [&](const kvmeld::SignatureInput& input) {
+    return pool.find_exact(input, context(1)) != nullptr;
+  };
   REQUIRE_FALSE(found({.tokens = dog.base.tokens()}));
   REQUIRE_FALSE(found({.tokens = dog.base.tokens(), .embedding = dog.vector}));
   REQUIRE(found({.tokens = cat.base.tokens(), .embedding = cat.vector}));
@@ -307,9 +331,9 @@ TEST_CASE("two pictures behind the same placeholder ids are two anchors to every
 
   const auto shared = std::make_shared<const Anchor>(cat);
   const float weight = 1;
-  const auto aligned =
-      kvmeld::aligned_offsets(std::span(&shared, 1), std::span(&weight, 1), context(1), ids,
-                              {.match = {.mode = kvmeld::MatchMode::edit_distance}, .similarity = 0.1F});
+  const auto aligned = kvmeld::aligned_offsets(
+      std::span(&shared, 1), std::span(&weight, 1), context(1), ids,
+      {.match = {.mode = kvmeld::MatchMode::edit_distance}, .similarity = 0.1F});
   REQUIRE(aligned.ok());
   REQUIRE(aligned->at(0).rows == std::vector<std::int32_t>{0, -1, 2});
 }
@@ -331,7 +355,8 @@ TEST_CASE("offsets from bases behind one context never meet bases behind another
   REQUIRE(pool.size() == 0);
   REQUIRE(other.commit(anchor).ok());
   const auto ask = [&](const AnchorSpace& space) {
-    return other.look_up({}, {&space, {.tokens = ids}, anchor.vector, context(1), {.tokens = 2}}).decision.reason;
+    return other.look_up({}, {&space, {.tokens = ids}, anchor.vector, context(1), {.tokens = 2}})
+        .decision.reason;
   };
   REQUIRE(ask(led) == ReuseReason::reuse);
   REQUIRE(ask(plain) == ReuseReason::base_differs);
@@ -343,13 +368,15 @@ TEST_CASE("bad input has its reason in every look-up, and every reason is counte
   const kvmeld::ReuseRule any{.similarity = 0};
   const std::vector<float> here{0, 0};
   const std::vector<kvmeld::TokenId> ids{1, 2, 3};
-  const auto ask = [&](kvmeld::ReuseRequest request, std::span<const float> vector, kvmeld::ReuseRule rule) {
+  const auto ask = [&](kvmeld::ReuseRequest request, std::span<const float> vector,
+                       kvmeld::ReuseRule rule) {
     const auto found = pool.look_up(rule, {&space, {.tokens = ids}, vector, context(1), request});
     if (!found.decision.reuses()) REQUIRE(found.anchors.empty());
     return found.decision.reason;
   };
   REQUIRE(ask({.tokens = 2}, here, any) == ReuseReason::empty_pool);
-  for (const std::uint8_t n : {std::uint8_t{2}, std::uint8_t{5}}) {  // of 3 tokens each, at distances 2 and 5
+  // of 3 tokens each, at distances 2 and 5
+  for (const std::uint8_t n : {std::uint8_t{2}, std::uint8_t{5}}) {
     Anchor anchor = bare(n);
     anchor.offsets = {delta(anchor, 1)};
     REQUIRE(pool.commit(anchor).ok());
@@ -357,44 +384,63 @@ TEST_CASE("bad input has its reason in every look-up, and every reason is counte
   REQUIRE(ask({.tokens = 0}, here, any) == ReuseReason::empty_segment);
   REQUIRE(ask({.tokens = -7}, here, any) == ReuseReason::empty_segment);
   REQUIRE(ask({.tokens = 4}, here, any) == ReuseReason::too_short);
-  REQUIRE(ask({.tokens = 3, .last_position = 4096, .trained_context = 4096}, here, any) == ReuseReason::beyond_trained_context);
-  REQUIRE(ask({.tokens = 3, .consumer = kvmeld::Consumer::never_approximate}, here, any) == ReuseReason::exact_required);
+  REQUIRE(ask({.tokens = 3, .last_position = 4096, .trained_context = 4096}, here, any) ==
+          ReuseReason::beyond_trained_context);
+  REQUIRE(ask({.tokens = 3, .consumer = kvmeld::Consumer::never_approximate}, here, any) ==
+          ReuseReason::exact_required);
   REQUIRE(ask({.tokens = 3}, here, {.similarity = 0, .gamma = -1}) == ReuseReason::invalid_rule);
   REQUIRE(ask({.tokens = 3}, here, {.similarity = 1}) == ReuseReason::below_threshold);
-  REQUIRE(ask({.tokens = 3}, std::vector<float>{0}, any) == ReuseReason::distance_not_finite);  // of another length
-  REQUIRE(ask({.tokens = 3}, std::vector<float>{std::nanf(""), 0}, any) == ReuseReason::distance_not_finite);
-  REQUIRE(ask({.tokens = 3}, std::vector<float>{INFINITY, 0}, any) == ReuseReason::distance_not_finite);
-  REQUIRE(ask({.tokens = 3}, here, {.similarity = 0, .min_anchors = 3}) == ReuseReason::too_few_anchors);
-  REQUIRE(ask({.tokens = 3}, std::vector<float>{3.5F, 0}, any) == ReuseReason::uncertain);  // equal distances
+  // of another length
+  REQUIRE(ask({.tokens = 3}, std::vector<float>{0}, any) == ReuseReason::distance_not_finite);
+  REQUIRE(ask({.tokens = 3}, std::vector<float>{std::nanf(""), 0}, any) ==
+          ReuseReason::distance_not_finite);
+  REQUIRE(ask({.tokens = 3}, std::vector<float>{INFINITY, 0}, any) ==
+          ReuseReason::distance_not_finite);
+  REQUIRE(ask({.tokens = 3}, here, {.similarity = 0, .min_anchors = 3}) ==
+          ReuseReason::too_few_anchors);
+  // equal distances
+  REQUIRE(ask({.tokens = 3}, std::vector<float>{3.5F, 0}, any) == ReuseReason::uncertain);
   REQUIRE(ask({.tokens = 3, .cost = {1, 1}}, here, any) == ReuseReason::not_cheaper);
   REQUIRE(ask({.tokens = 3}, here, any) == ReuseReason::reuse);
-  const auto cold = pool.look_up({.similarity = 0, .temperature = 1e-3}, {&space, {.tokens = ids}, here, context(1), {.tokens = 3}});
+  const auto cold = pool.look_up({.similarity = 0, .temperature = 1e-3},
+                                 {&space, {.tokens = ids}, here, context(1), {.tokens = 3}});
   REQUIRE(cold.anchors.size() == 1);  // the other's weight underflows
   REQUIRE(cold.decision.weights == std::vector<float>{1});
   REQUIRE(cold.anchors[0]->id == bare(2).id);
-  REQUIRE(pool.look_up(any, {nullptr, {.tokens = ids}, here, context(1), {.tokens = 3}}).decision.reason == ReuseReason::model_differs);
+  REQUIRE(pool.look_up(any, {nullptr, {.tokens = ids}, here, context(1), {.tokens = 3}})
+              .decision.reason == ReuseReason::model_differs);
   REQUIRE(pool.reasons()[ReuseReason::empty_segment] == 2);
   REQUIRE(pool.reasons()[ReuseReason::distance_not_finite] == 3);
   REQUIRE(pool.reasons()[ReuseReason::reuse] == 2);
-  for (const ReuseReason once : {ReuseReason::empty_pool, ReuseReason::too_short, ReuseReason::beyond_trained_context, ReuseReason::exact_required, ReuseReason::invalid_rule,
-                                 ReuseReason::below_threshold, ReuseReason::too_few_anchors, ReuseReason::uncertain, ReuseReason::not_cheaper, ReuseReason::model_differs}) {
+  for (const ReuseReason once :
+       {ReuseReason::empty_pool, ReuseReason::too_short, ReuseReason::beyond_trained_context,
+        ReuseReason::exact_required, ReuseReason::invalid_rule, ReuseReason::below_threshold,
+        ReuseReason::too_few_anchors, ReuseReason::uncertain, ReuseReason::not_cheaper,
+        ReuseReason::model_differs}) {
     REQUIRE(pool.reasons()[once] == 1);
   }
   REQUIRE(pool.reasons().total() == 17);
 }
 
-TEST_CASE("a segment whose window dropped tokens of every offset is a miss; values of 0 are as good as others") {
+TEST_CASE(
+    "a segment whose window dropped tokens of every offset is a miss; values of 0 are as good as "
+    "others") {
   const AnchorSpace space = AnchorSpace::of(*shape);
   AnchorPool<> pool(space, {10, 1 << 20});
   const test::Segment s(shape, 4, 1);
-  const auto lacking = kvmeld::measure_offset(s.in_context(2).at(9, {0, 2}), s.at(0));  // layer 1 lacks tokens 0 and 1
+  // layer 1 lacks tokens 0 and 1
+  const auto lacking = kvmeld::measure_offset(s.in_context(2).at(9, {0, 2}), s.at(0));
   Anchor anchor = *kvmeld::make_anchor(s.at(0), {0, 0});
   anchor.offsets = {{context(1), *lacking, {}}};
   REQUIRE(pool.commit(anchor).ok());
-  const auto ask = [&](kvmeld::ReuseRule rule = {}) { return pool.look_up(rule, {&space, {.tokens = anchor.base.tokens()}, anchor.vector, context(1), {.tokens = 4}}); };
+  const auto ask = [&](kvmeld::ReuseRule rule = {}) {
+    return pool.look_up(
+        rule, {&space, {.tokens = anchor.base.tokens()}, anchor.vector, context(1), {.tokens = 4}});
+  };
   REQUIRE(ask().decision.reason == ReuseReason::partly_evicted);
 
-  // V = 0 everywhere: vectors of mean values are 0, all distances too, so all weights are equal; and V is what the offsets say.
+  // V = 0 everywhere: vectors of mean values are 0, all distances too, so all weights are equal;
+  // and V is what the offsets say.
   std::vector<kvmeld::ReuseOffset> offsets;
   test::Segment silent = s;
   silent.values[1].assign(silent.values[1].size(), 0.0);
@@ -432,14 +478,21 @@ TEST_CASE("what a reader holds outlives its eviction, and an agent's copy of a t
   Anchor first = bare(1);
   first.offsets = {delta(first, 1)};
   REQUIRE(pool.commit(first).ok());
-  const auto held = pool.look_up({}, {&space, {.tokens = first.base.tokens()}, first.vector, context(1), {.tokens = first.base.token_count()}});
+  const auto held = pool.look_up({}, {&space,
+                                      {.tokens = first.base.tokens()},
+                                      first.vector,
+                                      context(1),
+                                      {.tokens = first.base.token_count()}});
   REQUIRE(held.decision.reuses());
   REQUIRE(held.decision.chosen == std::vector<std::uint32_t>{0});
   const auto before = pool.snapshot();
   REQUIRE(pool.commit(bare(2)).ok());
   REQUIRE(pool.size() == 1);
   REQUIRE(before->table.anchor(0)->id == first.id);
-  const kvmeld::ReusePart part{.base = first.base, .position = 3, .offsets = {{held.anchors[0]->id, held.anchors[0]->find(context(1))->segment}}};
+  const kvmeld::ReusePart part{
+      .base = first.base,
+      .position = 3,
+      .offsets = {{held.anchors[0]->id, held.anchors[0]->find(context(1))->segment}}};
   REQUIRE(!test::rendered({&part, 1}, shape).empty());
   std::weak_ptr<const Anchor> gone = before->table.anchor(0);
 
@@ -482,7 +535,8 @@ TEST_CASE("tables of several pages scan as one") {
   REQUIRE(at_once.size() == 3570);
   REQUIRE(at_once.bytes() == 3570 * anchor->bytes());
   bool same = true;
-  for (std::size_t i = 0; i < 3570; ++i) same = same && at_once.signature(i) == signatures[i % 3500] && at_once.anchor(i) == anchor;
+  for (std::size_t i = 0; i < 3570; ++i)
+    same = same && at_once.signature(i) == signatures[i % 3500] && at_once.anchor(i) == anchor;
   REQUIRE(same);
   REQUIRE(table.bytes() == 3500 * anchor->bytes());
   for (const int distance : {0, 9, 16}) {
@@ -506,7 +560,8 @@ TEST_CASE("large tables find through their index what a plain loop finds") {
     std::uint64_t s = random.next();
     if (random.below(40) == 0) {  // near, by up to 20 bits
       s = query;
-      for (std::uint64_t flips = random.below(21); flips > 0; --flips) s ^= std::uint64_t{1} << random.below(64);
+      for (std::uint64_t flips = random.below(21); flips > 0; --flips)
+        s ^= std::uint64_t{1} << random.below(64);
     }
     return s;
   };
@@ -533,7 +588,8 @@ TEST_CASE("large tables find through their index what a plain loop finds") {
   REQUIRE(found.size() > 90000 / 40 / 4);
   REQUIRE_FALSE(kvmeld::MultiIndex::build(signatures).find(query, 20, found));
   // A crowd of equal signatures is left to the scan.
-  REQUIRE_FALSE(kvmeld::MultiIndex::build(std::vector<std::uint64_t>(90000, query)).find(query, 3, found));
+  REQUIRE_FALSE(
+      kvmeld::MultiIndex::build(std::vector<std::uint64_t>(90000, query)).find(query, 3, found));
   const auto change = [&](int times, int of_eight) {
     for (int i = 0; i < times; ++i) {
       if (static_cast<int>(random.below(8)) < of_eight) {
@@ -578,8 +634,10 @@ TEST_CASE("presets stay under their budget") {
   const auto gib = [](const kvmeld::Geometry& g, std::int64_t anchors) {
     return static_cast<double>(kvmeld::anchor_memory(g, anchors, 256, 3)) / (1 << 30);
   };
-  const auto half_billion = test::geometry({.type = kvmeld::ElementType::f16, .layers = 24, .heads = 2, .channels = 64});
-  const auto eight_billion = test::geometry({.type = kvmeld::ElementType::f16, .layers = 32, .heads = 8, .channels = 128});
+  const auto half_billion =
+      test::geometry({.type = kvmeld::ElementType::f16, .layers = 24, .heads = 2, .channels = 64});
+  const auto eight_billion =
+      test::geometry({.type = kvmeld::ElementType::f16, .layers = 32, .heads = 8, .channels = 128});
   REQUIRE(kvmeld::kv_bytes_per_token(*half_billion) == 12 << 10);
   REQUIRE(kvmeld::kv_bytes_per_token(*eight_billion) == 128 << 10);
   REQUIRE(gib(*half_billion, 500) == Approx(5.7).margin(0.05));

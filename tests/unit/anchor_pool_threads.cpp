@@ -1,4 +1,5 @@
-// Readers of a pool see one version each, commits of several threads all survive, and what is held stays whole.
+// Readers of a pool see one version each, commits of several threads all survive, and what is held
+// stays whole.
 
 #include <atomic>
 #include <thread>
@@ -15,13 +16,15 @@ using kvmeld::Anchor;
 using kvmeld::AnchorPool;
 using kvmeld::AnchorSpace;
 
-const std::shared_ptr<const kvmeld::Geometry> shape = test::geometry({.layers = 2, .heads = 1, .channels = 2});
+const std::shared_ptr<const kvmeld::Geometry> shape =
+    test::geometry({.layers = 2, .heads = 1, .channels = 2});
 
 Anchor bare(std::uint8_t n) {
   test::TestCache cache(shape, 2);
   cache.fill(n);
   const auto ids = test::token_ids(2, 10 * n);
-  auto anchor = *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
+  auto anchor =
+      *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
   anchor.id = test::anchor_id(n);
   return anchor;
 }
@@ -34,7 +37,8 @@ bool whole(const Snapshot& now) {
   for (std::size_t i = 0; i < now.table.size(); ++i) {
     const Anchor& a = *now.table.anchor(i);
     bytes += a.bytes();
-    if (now.table.signature(i) != *kvmeld::SimHash{}.sign({.tokens = a.base.tokens()})) return false;
+    if (now.table.signature(i) != *kvmeld::SimHash{}.sign({.tokens = a.base.tokens()}))
+      return false;
     for (std::size_t o = 1; o < a.offsets.size(); ++o) {
       if (!(a.offsets[o - 1].context < a.offsets[o].context)) return false;
     }
@@ -66,13 +70,16 @@ TEST_CASE("readers see one version while writers commit and evict") {
         if (now->version < last || !whole(*now) || now->table.size() > 16) broken.fetch_add(1);
         last = now->version;
         const Anchor& a = anchors[i % names];
-        auto found = pool.look_up({}, {&space, {.tokens = a.base.tokens()}, a.vector, context(i % 2), {.tokens = 2}});
+        auto found = pool.look_up(
+            {}, {&space, {.tokens = a.base.tokens()}, a.vector, context(i % 2), {.tokens = 2}});
         if (found.decision.reuses()) {
           reused.fetch_add(1);
           for (auto& anchor : found.anchors) held.push_back(std::move(anchor));
         }
         for (const auto& anchor : held) {  // perhaps evicted long ago
-          if (anchor->base.payloads()[0].byte_count != 64 || anchor->find(context(0)) == anchor->find(context(1))) broken.fetch_add(1);
+          if (anchor->base.payloads()[0].byte_count != 64 ||
+              anchor->find(context(0)) == anchor->find(context(1)))
+            broken.fetch_add(1);
         }
         if (held.size() > 8) held.clear();
       }

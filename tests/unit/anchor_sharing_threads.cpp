@@ -1,4 +1,5 @@
-// Anchors shared by agents: pages that are copied when they change, pools that fork, bytes that go with their last holder.
+// Anchors shared by agents: pages that are copied when they change, pools that fork, bytes that go
+// with their last holder.
 
 #include <atomic>
 #include <memory>
@@ -17,14 +18,16 @@ using kvmeld::Anchor;
 using kvmeld::AnchorSpace;
 using kvmeld::AnchorTable;
 
-const std::shared_ptr<const kvmeld::Geometry> shape = test::geometry({.layers = 2, .heads = 1, .channels = 2});
+const std::shared_ptr<const kvmeld::Geometry> shape =
+    test::geometry({.layers = 2, .heads = 1, .channels = 2});
 const kvmeld::Digest128 context{1, 7};
 using Pool = kvmeld::AnchorPool<kvmeld::XxHash, kvmeld::LRU>;
 
 /// Payloads that are alive, of those that came through `counted`.
 std::atomic<int> live{0};
 
-/// The fragment with bytes that are counted until their last holder lets them go, and overwritten then.
+/// The fragment with bytes that are counted until their last holder lets them go, and overwritten
+/// then.
 kvmeld::Fragment counted(const kvmeld::Fragment& fragment) {
   auto body = std::make_shared<kvmeld::Fragment::Body>(*fragment.body());
   kvmeld::Payload& payload = body->payloads[0];
@@ -43,7 +46,8 @@ Anchor anchor(std::uint16_t n) {
   test::TestCache cache(shape, 2);
   cache.fill(n);
   const std::vector<kvmeld::TokenId> ids{10 * n, 10 * n + 1};
-  auto out = *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
+  auto out =
+      *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
   out.offsets.push_back({context, counted(*kvmeld::measure_offset(out.base, out.base)), {}});
   out.base = counted(out.base);
   return out;
@@ -52,13 +56,15 @@ Anchor anchor(std::uint16_t n) {
 std::uint64_t sum(const kvmeld::Fragment& fragment) {
   std::uint64_t out = 0;
   const kvmeld::Payload& payload = fragment.payloads()[0];
-  for (std::size_t i = 0; i < payload.byte_count; ++i) out = out * 31 + static_cast<std::uint64_t>(payload.bytes.get()[i]);
+  for (std::size_t i = 0; i < payload.byte_count; ++i)
+    out = out * 31 + static_cast<std::uint64_t>(payload.bytes.get()[i]);
   return out;
 }
 
 }  // namespace
 
-TEST_CASE("agents change their own copies of one table, and pages that nobody changed stay shared") {
+TEST_CASE(
+    "agents change their own copies of one table, and pages that nobody changed stay shared") {
   {
     AnchorTable shared;
     std::vector<std::uint64_t> signatures;
@@ -70,7 +76,8 @@ TEST_CASE("agents change their own copies of one table, and pages that nobody ch
     for (std::uint16_t g = 0; g < 4; ++g) {
       agents.emplace_back([&, g] {
         AnchorTable own = shared;  // its own from here on
-        const auto mine = std::make_shared<const Anchor>(anchor(static_cast<std::uint16_t>(10 + g)));
+        const auto mine =
+            std::make_shared<const Anchor>(anchor(static_cast<std::uint16_t>(10 + g)));
         for (std::uint64_t i = 0; i < 20; ++i) {
           const std::size_t at = (g * 64U + i) % own.size();
           own.replace(at, mine);
@@ -78,7 +85,8 @@ TEST_CASE("agents change their own copies of one table, and pages that nobody ch
           if (i % 3 == 0) own.erase(own.size() - 2);
           std::vector<kvmeld::HammingHit> hits;
           own.scan(1000U * g + i, 0, hits);
-          if (hits.empty() || own.anchor(hits.back().index) != mine || own.anchor(at) != mine) broken.fetch_add(1);
+          if (hits.empty() || own.anchor(hits.back().index) != mine || own.anchor(at) != mine)
+            broken.fetch_add(1);
         }
         // Rows of pages that it left alone are the same objects: nothing but pointers was copied.
         const std::size_t far = (g * 64U + 128) % 256;
@@ -90,13 +98,15 @@ TEST_CASE("agents change their own copies of one table, and pages that nobody ch
     REQUIRE(broken == 0);
     REQUIRE(shared.size() == 300);
     for (std::size_t i = 0; i < 300; ++i) {
-      if (shared.anchor(i) != one || shared.signature(i) != signatures[i]) FAIL("the shared table changed at " << i);
+      if (shared.anchor(i) != one || shared.signature(i) != signatures[i])
+        FAIL("the shared table changed at " << i);
     }
   }
   REQUIRE(live == 0);
 }
 
-TEST_CASE("an anchor evicted while readers hold it stays whole, and its bytes go with the last of them") {
+TEST_CASE(
+    "an anchor evicted while readers hold it stays whole, and its bytes go with the last of them") {
   {
     constexpr std::uint16_t names = 40;
     const AnchorSpace space = AnchorSpace::of(*shape);
@@ -116,16 +126,20 @@ TEST_CASE("an anchor evicted while readers hold it stays whole, and its bytes go
         while (!stop.load()) {
           const auto before = pool.snapshot();
           std::vector<std::shared_ptr<const Anchor>> held;
-          for (std::size_t i = 0; i < before->table.size(); ++i) held.push_back(before->table.anchor(i));
+          for (std::size_t i = 0; i < before->table.size(); ++i)
+            held.push_back(before->table.anchor(i));
           const std::uint64_t version = before->version;
-          for (int spin = 0; spin < 50 && pool.snapshot()->version < version + 8; ++spin) std::this_thread::yield();
+          for (int spin = 0; spin < 50 && pool.snapshot()->version < version + 8; ++spin)
+            std::this_thread::yield();
           std::set<kvmeld::FragmentId> now;
           const auto later = pool.snapshot();
           if (later->version < version) broken.fetch_add(1);
-          for (std::size_t i = 0; i < later->table.size(); ++i) now.insert(later->table.anchor(i)->id);
+          for (std::size_t i = 0; i < later->table.size(); ++i)
+            now.insert(later->table.anchor(i)->id);
           for (const auto& a : held) {
             const auto n = static_cast<std::size_t>(a->base.tokens()[0] / 10);
-            if (sum(a->base) != bases[n] || sum(a->offsets[0].segment) != deltas[n]) broken.fetch_add(1);
+            if (sum(a->base) != bases[n] || sum(a->offsets[0].segment) != deltas[n])
+              broken.fetch_add(1);
             if (!now.contains(a->id)) held_after_eviction.fetch_add(1);
           }
         }
@@ -135,7 +149,8 @@ TEST_CASE("an anchor evicted while readers hold it stays whole, and its bytes go
       if (!pool.commit(anchor(static_cast<std::uint16_t>(i % names))).ok()) broken.fetch_add(1);
       if (i % 8 == 0) std::this_thread::yield();
     }
-    for (std::uint16_t i = 0; held_after_eviction.load() == 0 && broken.load() == 0; i = static_cast<std::uint16_t>((i + 1) % names)) {
+    for (std::uint16_t i = 0; held_after_eviction.load() == 0 && broken.load() == 0;
+         i = static_cast<std::uint16_t>((i + 1) % names)) {
       if (!pool.commit(anchor(i)).ok()) broken.fetch_add(1);  // until a reader has seen one go
     }
     stop = true;
@@ -165,7 +180,8 @@ TEST_CASE("a fork is an agent's own pool: commits of either are not the other's"
     const auto knows = [&](const Pool& pool, std::uint16_t n) {
       const std::vector<kvmeld::TokenId> ids{10 * n, 10 * n + 1};
       const std::vector<float> vector{static_cast<float>(n)};
-      return pool.look_up({}, {&space, {.tokens = ids}, vector, context, {.tokens = 2}}).decision.reuses();
+      return pool.look_up({}, {&space, {.tokens = ids}, vector, context, {.tokens = 2}})
+          .decision.reuses();
     };
     std::vector<std::thread> agents;
     for (std::uint16_t g = 0; g < 3; ++g) {
@@ -175,11 +191,14 @@ TEST_CASE("a fork is an agent's own pool: commits of either are not the other's"
         if (first < 50 || own.reasons().total() != 0) broken.fetch_add(1);
         for (std::uint16_t i = 0; i < 10; ++i) {
           const auto n = static_cast<std::uint16_t>(100 + 20 * g + i);
-          if (own.commit(anchor(n)).status().code() != kvmeld::ErrorCode::ok || !knows(own, n) || knows(shared, n)) broken.fetch_add(1);
+          if (own.commit(anchor(n)).status().code() != kvmeld::ErrorCode::ok || !knows(own, n) ||
+              knows(shared, n))
+            broken.fetch_add(1);
           const Anchor old = anchor(i);
           if (!own.erase(old.id) || knows(own, i) || !knows(shared, i)) broken.fetch_add(1);
         }
-        if (own.size() != first || !own.commit(anchor(20)).ok() || own.size() != first) broken.fetch_add(1);
+        if (own.size() != first || !own.commit(anchor(20)).ok() || own.size() != first)
+          broken.fetch_add(1);
       });
     }
     for (std::uint16_t n = 60; n < 70; ++n) {
@@ -200,7 +219,8 @@ TEST_CASE("look-ups of a pool do not make what its fork commits look old") {
   const auto look_up = [&](const Pool& pool, std::uint16_t n) {
     const std::vector<kvmeld::TokenId> ids{10 * n, 10 * n + 1};
     const std::vector<float> vector{static_cast<float>(n)};
-    return pool.look_up({}, {&space, {.tokens = ids}, vector, context, {.tokens = 2}}).decision.reuses();
+    return pool.look_up({}, {&space, {.tokens = ids}, vector, context, {.tokens = 2}})
+        .decision.reuses();
   };
   REQUIRE(shared.commit(anchor(1)).ok());
   REQUIRE(shared.commit(anchor(2)).ok());
@@ -210,7 +230,8 @@ TEST_CASE("look-ups of a pool do not make what its fork commits look old") {
   for (int g = 0; g < 2; ++g) {
     agents.emplace_back([&, g] {
       for (int i = 0; i < 500; ++i) {
-        if (!look_up(shared, 1) || !look_up(shared, 2) || !look_up(g == 0 ? own : shared, 2)) broken.fetch_add(1);
+        if (!look_up(shared, 1) || !look_up(shared, 2) || !look_up(g == 0 ? own : shared, 2))
+          broken.fetch_add(1);
       }
     });
   }

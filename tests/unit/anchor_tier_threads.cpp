@@ -1,4 +1,5 @@
-// Payloads of anchors over device, host and file: which move, what is refused, budgets after every call, and readers that never wait.
+// Payloads of anchors over device, host and file: which move, what is refused, budgets after every
+// call, and readers that never wait.
 
 #include <atomic>
 #include <filesystem>
@@ -24,10 +25,12 @@ using kvmeld::Fragment;
 using kvmeld::Tier;
 using kvmeld::TierAnswer;
 
-const std::shared_ptr<const kvmeld::Geometry> shape = test::geometry({.layers = 2, .heads = 1, .channels = 4});
+const std::shared_ptr<const kvmeld::Geometry> shape =
+    test::geometry({.layers = 2, .heads = 1, .channels = 4});
 const kvmeld::Digest128 context{1, 7};
 using Pool = kvmeld::AnchorPool<kvmeld::XxHash, kvmeld::LRU>;
-constexpr std::size_t base_bytes = 2 * 2 * 2 * 4 * 4, delta_bytes = base_bytes / 2;  // 2 tokens; a Δ has one layer of two
+// 2 tokens; a Δ has one layer of two
+constexpr std::size_t base_bytes = 2 * 2 * 2 * 4 * 4, delta_bytes = base_bytes / 2;
 
 /// An anchor of so many tokens, with Δs of its own for so many contexts, the first `context`.
 Anchor anchor(std::uint8_t n, std::int64_t tokens = 2, std::uint64_t contexts = 1) {
@@ -40,12 +43,14 @@ Anchor anchor(std::uint8_t n, std::int64_t tokens = 2, std::uint64_t contexts = 
     ids.push_back(static_cast<kvmeld::TokenId>(10 * n + t));
     positions.push_back(5 + t);
   }
-  auto out = *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
+  auto out =
+      *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
   for (std::uint64_t c = 0; c < contexts; ++c) {
     test::TestCache there(shape, tokens);
     alone.in_context(100U + n + 1000 * c).write(there, 5);
     const auto met = *kvmeld::seal(there.ref(), {.tokens = ids, .positions = positions});
-    out.offsets.push_back({{context.low + c, context.high + c}, *kvmeld::measure_offset(met, out.base), {}});
+    out.offsets.push_back(
+        {{context.low + c, context.high + c}, *kvmeld::measure_offset(met, out.base), {}});
   }
   return out;
 }
@@ -54,11 +59,14 @@ std::vector<Anchor> anchors(std::uint8_t count) {
   for (std::uint8_t n = 0; n < count; ++n) out.push_back(anchor(n));
   return out;
 }
-Pool pool_for(std::size_t count) { return Pool(kvmeld::AnchorSpace::of(*shape), {count, std::size_t{1} << 30}); }
+Pool pool_for(std::size_t count) {
+  return Pool(kvmeld::AnchorSpace::of(*shape), {count, std::size_t{1} << 30});
+}
 const Fragment& delta(const Anchor& a) { return a.offsets[0].segment; }
 bool same_bytes(const Fragment& a, const Fragment& b) {
   const kvmeld::Payload &x = a.payloads()[0], &y = b.payloads()[0];
-  return x.bytes != nullptr && x.byte_count == y.byte_count && std::equal(x.bytes.get(), x.bytes.get() + x.byte_count, y.bytes.get());
+  return x.bytes != nullptr && x.byte_count == y.byte_count &&
+         std::equal(x.bytes.get(), x.bytes.get() + x.byte_count, y.bytes.get());
 }
 
 /// A base with the bytes of another anchor's, under its own name.
@@ -74,10 +82,11 @@ struct Device {
   std::shared_ptr<std::atomic<std::size_t>> live = std::make_shared<std::atomic<std::size_t>>(0);
   kvmeld::Result<handle> upload(std::span<const std::byte> host) const {
     live->fetch_add(host.size());
-    return handle(new std::vector<std::byte>(host.begin(), host.end()), [live = live](const std::vector<std::byte>* gone) {
-      live->fetch_sub(gone->size());
-      delete gone;
-    });
+    return handle(new std::vector<std::byte>(host.begin(), host.end()),
+                  [live = live](const std::vector<std::byte>* gone) {
+                    live->fetch_sub(gone->size());
+                    delete gone;
+                  });
   }
   kvmeld::Status download(const handle& from, std::span<std::byte> out) const {
     std::copy(from->begin(), from->end(), out.begin());
@@ -88,9 +97,11 @@ struct Device {
 /// A store that fails, stands still, takes no more, or keeps everything, when it is told to.
 struct Moody {
   kvmeld::MemoryStore inner{};
-  std::shared_ptr<std::atomic<int>> puts = std::make_shared<std::atomic<int>>(1 << 30);  // that it still takes
+  // that it still takes
+  std::shared_ptr<std::atomic<int>> puts = std::make_shared<std::atomic<int>>(1 << 30);
   std::shared_ptr<std::atomic<bool>> keeps = std::make_shared<std::atomic<bool>>(false);
-  std::shared_ptr<std::atomic<bool>> fails = std::make_shared<std::atomic<bool>>(false), waits = std::make_shared<std::atomic<bool>>(false),
+  std::shared_ptr<std::atomic<bool>> fails = std::make_shared<std::atomic<bool>>(false),
+                                     waits = std::make_shared<std::atomic<bool>>(false),
                                      entered = std::make_shared<std::atomic<bool>>(false);
   kvmeld::Status mood() {
     entered->store(true);
@@ -112,8 +123,12 @@ struct Moody {
     return inner.erase(key);
   }
   kvmeld::Status add_record(std::span<const std::byte> bytes) { return inner.add_record(bytes); }
-  kvmeld::Result<kvmeld::RecordBatch> records(std::uint64_t cursor) { return inner.records(cursor); }
-  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) { return inner.replace_records(cursor, bytes); }
+  kvmeld::Result<kvmeld::RecordBatch> records(std::uint64_t cursor) {
+    return inner.records(cursor);
+  }
+  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
+    return inner.replace_records(cursor, bytes);
+  }
 };
 
 /// A store beside which somebody does something each time before it takes a payload.
@@ -127,7 +142,8 @@ struct Meanwhile : Moody {
 
 std::vector<std::filesystem::path> files(const test::TempFolder& folder) {
   std::vector<std::filesystem::path> out;
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder.path() / "store/payloads")) {
+  for (const auto& entry :
+       std::filesystem::recursive_directory_iterator(folder.path() / "store/payloads")) {
     if (entry.is_regular_file()) out.push_back(entry.path());
   }
   return out;
@@ -163,11 +179,14 @@ TEST_CASE("payloads leave the pool, fall to the file and come back as they were"
   }
   REQUIRE(tiers.bytes(Tier::file) >= 4 * (base_bytes + delta_bytes));
   REQUIRE(pool.size() == 6);
-  for (std::size_t i = 0; i < 6; ++i) REQUIRE(pool.snapshot()->table.anchor(i)->base.payloads()[0].bytes == nullptr);
+  for (std::size_t i = 0; i < 6; ++i)
+    REQUIRE(pool.snapshot()->table.anchor(i)->base.payloads()[0].bytes == nullptr);
 
-  // A look-up's anchor is a miss with a reason, then here; a plan over it gives the bytes of one over the offset that was never away.
+  // A look-up's anchor is a miss with a reason, then here; a plan over it gives the bytes of one
+  // over the offset that was never away.
   const auto space = kvmeld::AnchorSpace::of(*shape);
-  const auto found = pool.look_up({}, {&space, {.tokens = all[0].base.tokens()}, all[0].vector, context, {.tokens = 2}});
+  const auto found = pool.look_up(
+      {}, {&space, {.tokens = all[0].base.tokens()}, all[0].vector, context, {.tokens = 2}});
   REQUIRE(found.decision.reuses());
   auto got = tiers.take(found.anchors, context);
   REQUIRE(got.answer == TierAnswer::being_fetched);
@@ -206,7 +225,12 @@ TEST_CASE("hits promote, bytes by age over frequency demote") {
   const auto all = anchors(4);
   Pool pool = pool_for(10);
   const Device device;
-  AnchorTiers tiers(kvmeld::MemoryStore(), {.device_bytes = delta_bytes, .host_bytes = 2 * (base_bytes + delta_bytes), .file_bytes = 1 << 20, .device_hits = 3}, device);
+  AnchorTiers tiers(kvmeld::MemoryStore(),
+                    {.device_bytes = delta_bytes,
+                     .host_bytes = 2 * (base_bytes + delta_bytes),
+                     .file_bytes = 1 << 20,
+                     .device_hits = 3},
+                    device);
   Fragment out;
   Device::handle handle;
   REQUIRE(tiers.commit(pool, all[0]).ok());
@@ -222,7 +246,8 @@ TEST_CASE("hits promote, bytes by age over frequency demote") {
   REQUIRE(tiers.take_device(delta(all[0]), handle) == TierAnswer::here);
   REQUIRE(std::equal(handle->begin(), handle->end(), delta(all[0]).payloads()[0].bytes.get()));
 
-  // The next anchor needs room: first the copy that the device has as well goes, then what was used longest ago for its size.
+  // The next anchor needs room: first the copy that the device has as well goes, then what was used
+  // longest ago for its size.
   REQUIRE(tiers.commit(pool, all[2]).ok());
   REQUIRE(tiers.take(delta(all[0]), out) == TierAnswer::being_fetched);
   REQUIRE(tiers.take(all[0].base, out) == TierAnswer::being_fetched);
@@ -256,24 +281,32 @@ TEST_CASE("bytes, age and frequency each decide who leaves") {
     test::TestCache cache(shape, tokens);
     cache.fill(n);
     const auto ids = test::token_ids(tokens, 10 * n);
-    return *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
+    return *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}),
+                                {static_cast<float>(n)});
   };
   // One of two goes for a third; who, when the first was taken so often, then the second so often.
-  const auto leaver = [&](std::int64_t first_tokens, int first_takes, int second_takes, std::int64_t third_tokens) {
+  const auto leaver = [&](std::int64_t first_tokens, int first_takes, int second_takes,
+                          std::int64_t third_tokens) {
     const Anchor first = bare(1, first_tokens), second = bare(2, 2), third = bare(3, third_tokens);
     Pool pool = pool_for(4);
-    AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = first.base.payloads()[0].byte_count + base_bytes, .file_bytes = 1 << 20});
+    AnchorTiers tiers(
+        kvmeld::MemoryStore(),
+        {.host_bytes = first.base.payloads()[0].byte_count + base_bytes, .file_bytes = 1 << 20});
     Fragment out;
     bool good = tiers.commit(pool, first).ok() && tiers.commit(pool, second).ok();
-    for (int i = 0; i < first_takes; ++i) good = good && tiers.take(first.base, out) == TierAnswer::here;
-    for (int i = 0; i < second_takes; ++i) good = good && tiers.take(second.base, out) == TierAnswer::here;
+    for (int i = 0; i < first_takes; ++i)
+      good = good && tiers.take(first.base, out) == TierAnswer::here;
+    for (int i = 0; i < second_takes; ++i)
+      good = good && tiers.take(second.base, out) == TierAnswer::here;
     good = good && tiers.commit(pool, third).ok();
-    const bool first_left = tiers.take(first.base, out) == TierAnswer::being_fetched, second_left = tiers.take(second.base, out) == TierAnswer::being_fetched;
+    const bool first_left = tiers.take(first.base, out) == TierAnswer::being_fetched,
+               second_left = tiers.take(second.base, out) == TierAnswer::being_fetched;
     return !good || first_left == second_left ? 0 : first_left ? 1 : 2;
   };
   REQUIRE(leaver(2, 1, 1, 2) == 1);  // the one that was used longer ago
   REQUIRE(leaver(2, 0, 3, 2) == 1);
-  REQUIRE(leaver(2, 9, 1, 2) == 2);  // though used later, since it was used less: 1 / 3 against 2 / 11
+  // though used later, since it was used less: 1 / 3 against 2 / 11
+  REQUIRE(leaver(2, 9, 1, 2) == 2);
   REQUIRE(leaver(6, 9, 1, 2) == 1);  // three times as large: 3 · 2 / 11
 }
 
@@ -281,11 +314,14 @@ TEST_CASE("steps write what falls next, so that commits do not wait for the stor
   const auto all = anchors(8);
   Pool pool = pool_for(10);
   Moody store;
-  AnchorTiers tiers(store, {.host_bytes = 4 * (base_bytes + delta_bytes), .file_bytes = 1 << 20, .ahead_bytes = 2 * (base_bytes + delta_bytes)});
+  AnchorTiers tiers(store, {.host_bytes = 4 * (base_bytes + delta_bytes),
+                            .file_bytes = 1 << 20,
+                            .ahead_bytes = 2 * (base_bytes + delta_bytes)});
   for (std::size_t i = 0; i < 4; ++i) REQUIRE(tiers.commit(pool, all[i]).ok());
   REQUIRE(tiers.counts().written == 0);
   settle(tiers);
-  // Two anchors' room, of whichever payloads fall next: those of equal use in the order of their ids.
+  // Two anchors' room, of whichever payloads fall next: those of equal use in the order of their
+  // ids.
   REQUIRE(tiers.bytes(Tier::file) >= 2 * (base_bytes + delta_bytes));
   REQUIRE(tiers.counts().written <= 5);
   REQUIRE(tiers.bytes(Tier::host) == 4 * (base_bytes + delta_bytes));  // nothing left for it
@@ -293,7 +329,8 @@ TEST_CASE("steps write what falls next, so that commits do not wait for the stor
   REQUIRE(tiers.commit(pool, all[4]).ok());
   REQUIRE(tiers.commit(pool, all[5]).ok());
   const auto before = pool.size();
-  REQUIRE(tiers.commit(pool, all[6]).status().code() == ErrorCode::unavailable);  // now the store is needed
+  // now the store is needed
+  REQUIRE(tiers.commit(pool, all[6]).status().code() == ErrorCode::unavailable);
   REQUIRE(pool.size() == before);
   REQUIRE(tiers.step().status().code() == ErrorCode::unavailable);
   REQUIRE(tiers.bytes(Tier::host) <= 4 * (base_bytes + delta_bytes));
@@ -321,20 +358,22 @@ TEST_CASE("what is missing, damaged or too large is refused, and outputs stay") 
   REQUIRE(tiers.fetch(Fragment{}).status().code() == ErrorCode::payload_missing);
   REQUIRE(tiers.commit(pool, all[0]).ok());
   REQUIRE(tiers.commit(pool, all[1]).ok());  // anchor 0 is in the file now
-  REQUIRE(tiers.fetch(all[1].base).ok());  // as many bytes of equal age may go in either order
+  REQUIRE(tiers.fetch(all[1].base).ok());    // as many bytes of equal age may go in either order
   REQUIRE(tiers.fetch(delta(all[1])).ok());
   REQUIRE(tiers.take(all[0].base, out) == TierAnswer::being_fetched);
   REQUIRE(tiers.take(delta(all[0]), out) == TierAnswer::being_fetched);
   const auto shell = pool.snapshot()->table.anchor(0);
 
   for (const auto& file : files(folder)) {  // one byte
-    std::filesystem::permissions(file, std::filesystem::perms::owner_write, std::filesystem::perm_options::add);
+    std::filesystem::permissions(file, std::filesystem::perms::owner_write,
+                                 std::filesystem::perm_options::add);
     std::fstream damaged(file, std::ios::in | std::ios::out | std::ios::binary);
     damaged.seekp(3);
     damaged.put('x');
   }
   auto refused = tiers.step();
-  while (refused.ok() && refused->moved) refused = tiers.step();  // what is in its way goes to the file first
+  // what is in its way goes to the file first
+  while (refused.ok() && refused->moved) refused = tiers.step();
   REQUIRE(refused.status().code() == ErrorCode::id_mismatch);
   REQUIRE(refused.status().message().find(delta(all[0]).id().hex()) != std::string::npos);
   REQUIRE(tiers.take(delta(all[0]), out) == TierAnswer::gone);
@@ -384,7 +423,8 @@ TEST_CASE("what is missing, damaged or too large is refused, and outputs stay") 
 TEST_CASE("a commit does not make room for itself by its own payloads") {
   const auto used = anchors(10);
   const Anchor large = anchor(20, 12);
-  const std::size_t large_bytes = large.base.payloads()[0].byte_count + delta(large).payloads()[0].byte_count;
+  const std::size_t large_bytes =
+      large.base.payloads()[0].byte_count + delta(large).payloads()[0].byte_count;
   REQUIRE(large_bytes == 6 * (base_bytes + delta_bytes));
   Fragment out;
   const auto use_all = [&](auto& tiers) {
@@ -405,13 +445,17 @@ TEST_CASE("a commit does not make room for itself by its own payloads") {
   REQUIRE(host_only.take(large.base, out) == TierAnswer::here);
   REQUIRE(same_bytes(out, large.base));
 
-  // By way of a full file: host memory has room for the base or the Δ, and all in the file are worth more.
+  // By way of a full file: host memory has room for the base or the Δ, and all in the file are
+  // worth more.
   Pool filed = pool_for(20);
-  AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = large.base.payloads()[0].byte_count, .file_bytes = large_bytes, .host_hits = 1U << 30U});
+  AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = large.base.payloads()[0].byte_count,
+                                            .file_bytes = large_bytes,
+                                            .host_hits = 1U << 30U});
   for (const Anchor& a : used) REQUIRE(tiers.commit(filed, a).ok());
   use_all(tiers);
   REQUIRE(tiers.commit(filed, large).ok());
-  for (const Fragment* part : {&delta(large), &large.base}) REQUIRE(tiers.take(*part, out) != TierAnswer::gone);
+  for (const Fragment* part : {&delta(large), &large.base})
+    REQUIRE(tiers.take(*part, out) != TierAnswer::gone);
   for (const Fragment* part : {&delta(large), &large.base}) {
     const auto whole = tiers.fetch(*part);
     REQUIRE(whole.ok());
@@ -419,10 +463,12 @@ TEST_CASE("a commit does not make room for itself by its own payloads") {
   }
 }
 
-TEST_CASE("whether an anchor fits is decided with what is there of it, before anything is dropped") {
+TEST_CASE(
+    "whether an anchor fits is decided with what is there of it, before anything is dropped") {
   Pool pool = pool_for(10);
   AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = 2 * (base_bytes + delta_bytes)});
-  const Anchor first = anchor(1), second = anchor(2), four = anchor(1, 2, 4), five = anchor(1, 2, 5);
+  const Anchor first = anchor(1), second = anchor(2), four = anchor(1, 2, 4),
+               five = anchor(1, 2, 5);
   REQUIRE(base_bytes + 4 * delta_bytes == 2 * (base_bytes + delta_bytes));
   REQUIRE(tiers.commit(pool, first).ok());
   REQUIRE(tiers.commit(pool, second).ok());
@@ -436,7 +482,8 @@ TEST_CASE("whether an anchor fits is decided with what is there of it, before an
   REQUIRE(*tiers.commit(pool, four) == kvmeld::CommitResult::merged);
   REQUIRE(tiers.take(second.base, out) == TierAnswer::gone);
   REQUIRE(tiers.take(four.base, out) == TierAnswer::here);
-  for (const auto& offset : four.offsets) REQUIRE(tiers.take(offset.segment, out) == TierAnswer::here);
+  for (const auto& offset : four.offsets)
+    REQUIRE(tiers.take(offset.segment, out) == TierAnswer::here);
 
   // One Δ in two contexts is one payload.
   Anchor twice = anchor(3);
@@ -453,7 +500,8 @@ TEST_CASE("a commit that the pool or the store refuses late displaces nothing") 
   const Anchor large = anchor(20, 12);
   constexpr std::size_t one = base_bytes + delta_bytes;
   Fragment out;
-  // By a pool that takes no anchor so large: tiers have to let go of three for it, which they would have to write or lose.
+  // By a pool that takes no anchor so large: tiers have to let go of three for it, which they would
+  // have to write or lose.
   for (const std::size_t file_bytes : {std::size_t{0}, one, std::size_t{1} << 20}) {
     Pool pool(kvmeld::AnchorSpace::of(*shape), {10, 5 * all[0].bytes()});
     Moody store;
@@ -476,14 +524,17 @@ TEST_CASE("a commit that the pool or the store refuses late displaces nothing") 
     REQUIRE(tiers.commit(pool, all[4]).ok());  // and nothing is left over of it
     REQUIRE(tiers.bytes(Tier::host) == 5 * one);
   }
-  // By a store that takes so many payloads and then none: both tiers are full of only copies, two of which have to go down for one of twice their size.
+  // By a store that takes so many payloads and then none: both tiers are full of only copies, two
+  // of which have to go down for one of twice their size.
   std::vector<Anchor> bare;
   for (std::uint8_t n = 0; n < 4; ++n) bare.push_back(anchor(n, 2, 0));
   const Anchor twice = anchor(9, 4, 0);
   for (const int puts : {0, 1}) {
     Pool pool = pool_for(10);
     Moody store;
-    AnchorTiers tiers(store, {.host_bytes = 2 * base_bytes, .file_bytes = 2 * base_bytes, .host_hits = 1U << 30U});
+    AnchorTiers tiers(
+        store,
+        {.host_bytes = 2 * base_bytes, .file_bytes = 2 * base_bytes, .host_hits = 1U << 30U});
     for (const Anchor& a : bare) REQUIRE(tiers.commit(pool, a).ok());
     REQUIRE(tiers.counts().lost == 0);
     std::vector<TierAnswer> before;
@@ -505,13 +556,17 @@ TEST_CASE("a commit that the pool or the store refuses late displaces nothing") 
   }
 }
 
-TEST_CASE("a file that leaves with the second of two payloads that have it is room for the rest of the commit") {
+TEST_CASE(
+    "a file that leaves with the second of two payloads that have it is room for the rest of the "
+    "commit") {
   // In the file two of equal bytes, and another; in host memory three that all have to go there.
-  const Anchor x = anchor(1, 4, 0), y = same_base(2, x), z = anchor(3, 2, 0), passing = anchor(4, 6, 0), large = anchor(5, 6, 0);
+  const Anchor x = anchor(1, 4, 0), y = same_base(2, x), z = anchor(3, 2, 0),
+               passing = anchor(4, 6, 0), large = anchor(5, 6, 0);
   const std::vector<Anchor> falling{anchor(6, 2, 0), anchor(7, 2, 0), anchor(8, 2, 0)};
   Pool pool = pool_for(10);
   Meanwhile store;
-  AnchorTiers tiers(store, {.host_bytes = 3 * base_bytes, .file_bytes = 3 * base_bytes, .host_hits = 1U << 30U});
+  AnchorTiers tiers(
+      store, {.host_bytes = 3 * base_bytes, .file_bytes = 3 * base_bytes, .host_hits = 1U << 30U});
   Fragment out;
   for (const Anchor* a : {&x, &y, &z, &passing}) REQUIRE(tiers.commit(pool, *a).ok());
   REQUIRE(tiers.bytes(Tier::file) == 3 * base_bytes);  // x and y share theirs
@@ -523,8 +578,9 @@ TEST_CASE("a file that leaves with the second of two payloads that have it is ro
     for (const Anchor& a : falling) REQUIRE(tiers.take(a.base, out) == TierAnswer::here);
   }
   REQUIRE(tiers.counts().lost == 0);
-  // The first goes in the room of x, which has none, and z; the second in that of y, which has more than it takes. By then the first two are used
-  // so much that none of them would leave the file again for the third.
+  // The first goes in the room of x, which has none, and z; the second in that of y, which has more
+  // than it takes. By then the first two are used so much that none of them would leave the file
+  // again for the third.
   int puts = 0;
   *store.what = [&] {
     if (++puts != 2) return;
@@ -548,20 +604,24 @@ TEST_CASE("a file that leaves with the second of two payloads that have it is ro
   }
 }
 
-TEST_CASE("a step that the store refuses loses nothing, and what it would not erase counts until it does") {
+TEST_CASE(
+    "a step that the store refuses loses nothing, and what it would not erase counts until it "
+    "does") {
   const Anchor first = anchor(1, 2, 0), second = anchor(2, 2, 0), third = anchor(3, 2, 0);
   Pool pool = pool_for(9);
   Moody store;
   AnchorTiers tiers(store, {.host_bytes = base_bytes, .file_bytes = 2 * base_bytes}, Device{});
   for (const Anchor* a : {&first, &second, &third}) REQUIRE(tiers.commit(pool, *a).ok());
   Fragment out;
-  REQUIRE(tiers.take(third.base, out) == TierAnswer::here);  // the others are in the file, which is full
+  // the others are in the file, which is full
+  REQUIRE(tiers.take(third.base, out) == TierAnswer::here);
   REQUIRE(tiers.take(first.base, out) == TierAnswer::being_fetched);
   store.puts->store(0);
   for (int i = 0; i < 3; ++i) {
     REQUIRE(tiers.take(first.base, out) == TierAnswer::being_fetched);
     REQUIRE(tiers.step().status().code() == ErrorCode::store_full);
-    for (const Anchor* a : {&first, &second, &third}) REQUIRE(tiers.take(a->base, out) != TierAnswer::gone);
+    for (const Anchor* a : {&first, &second, &third})
+      REQUIRE(tiers.take(a->base, out) != TierAnswer::gone);
   }
   REQUIRE(tiers.counts().lost == 0);
   REQUIRE(tiers.bytes(Tier::file) == 2 * base_bytes);
@@ -587,7 +647,8 @@ TEST_CASE("what the pool lets go of for a newcomer is room for it") {
   AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = 4 * one});
   for (std::size_t i = 0; i < 4; ++i) REQUIRE(tiers.commit(pool, all[i]).ok());
   Fragment out;
-  for (int i = 0; i < 9; ++i) {  // to the tiers the first is worth most, to the pool, in which nobody looked for it, least
+  // to the tiers the first is worth most, to the pool, in which nobody looked for it, least
+  for (int i = 0; i < 9; ++i) {
     REQUIRE(tiers.take(all[0].base, out) == TierAnswer::here);
     REQUIRE(tiers.take(delta(all[0]), out) == TierAnswer::here);
   }
@@ -610,7 +671,12 @@ TEST_CASE("budgets hold after every one of many calls, and everything that is he
   const auto all = anchors(names);
   const Device device;
   Pool pool = pool_for(10);
-  const kvmeld::TierOptions options{.device_bytes = 3 * delta_bytes, .host_bytes = 4 * base_bytes, .file_bytes = 7 * base_bytes, .host_hits = 2, .device_hits = 2, .ahead_bytes = base_bytes};
+  const kvmeld::TierOptions options{.device_bytes = 3 * delta_bytes,
+                                    .host_bytes = 4 * base_bytes,
+                                    .file_bytes = 7 * base_bytes,
+                                    .host_hits = 2,
+                                    .device_hits = 2,
+                                    .ahead_bytes = base_bytes};
   AnchorTiers tiers(*store, options, device);
   test::Random random(5);
   std::size_t here = 0;
@@ -621,17 +687,28 @@ TEST_CASE("budgets hold after every one of many calls, and everything that is he
     bool good = true;
     const Fragment& part = random.below(2) == 0 ? a.base : delta(a);
     switch (random.below(10)) {
-      case 0: good = tiers.commit(pool, a).ok(); break;
-      case 1: pool.erase(a.id); tiers.retain(pool.snapshot()->table); break;
-      case 2: good = tiers.take_device(delta(a), handle) != TierAnswer::here || std::equal(handle->begin(), handle->end(), delta(a).payloads()[0].bytes.get()); break;
+      case 0:
+        good = tiers.commit(pool, a).ok();
+        break;
+      case 1:
+        pool.erase(a.id);
+        tiers.retain(pool.snapshot()->table);
+        break;
+      case 2:
+        good = tiers.take_device(delta(a), handle) != TierAnswer::here ||
+               std::equal(handle->begin(), handle->end(), delta(a).payloads()[0].bytes.get());
+        break;
       case 3: {
         const auto whole = tiers.fetch(part);
-        good = whole.ok() ? same_bytes(*whole, part) : whole.status().code() == ErrorCode::payload_missing;
+        good = whole.ok() ? same_bytes(*whole, part)
+                          : whole.status().code() == ErrorCode::payload_missing;
         break;
       }
       case 4:
       case 5:
-      case 6: good = tiers.step().ok(); break;
+      case 6:
+        good = tiers.step().ok();
+        break;
       default:
         if (tiers.take(part, out) == TierAnswer::here) {
           good = same_bytes(out, part);
@@ -639,12 +716,16 @@ TEST_CASE("budgets hold after every one of many calls, and everything that is he
         }
     }
     handle.reset();
-    good = good && tiers.bytes(Tier::device) <= options.device_bytes && tiers.bytes(Tier::host) <= options.host_bytes && tiers.bytes(Tier::file) <= options.file_bytes;
-    good = good && tiers.bytes(Tier::device) == *device.live && tiers.bytes(Tier::file) == file_bytes(folder);
+    good = good && tiers.bytes(Tier::device) <= options.device_bytes &&
+           tiers.bytes(Tier::host) <= options.host_bytes &&
+           tiers.bytes(Tier::file) <= options.file_bytes;
+    good = good && tiers.bytes(Tier::device) == *device.live &&
+           tiers.bytes(Tier::file) == file_bytes(folder);
     if (op % 50 == 0) {
       std::size_t sum = 0;
       for (const Anchor& b : all) {
-        for (const Fragment* f : {&b.base, &delta(b)}) sum += tiers.take(*f, out) == TierAnswer::here ? f->payloads()[0].byte_count : 0;
+        for (const Fragment* f : {&b.base, &delta(b)})
+          sum += tiers.take(*f, out) == TierAnswer::here ? f->payloads()[0].byte_count : 0;
       }
       good = good && sum == tiers.bytes(Tier::host);
     }
@@ -662,7 +743,9 @@ TEST_CASE("readers do not wait for a store that stands still") {
   const auto all = anchors(5);
   Pool pool = pool_for(10);
   Moody store;
-  AnchorTiers tiers(store, {.host_bytes = 3 * (base_bytes + delta_bytes), .file_bytes = 1 << 20, .ahead_bytes = base_bytes});
+  AnchorTiers tiers(store, {.host_bytes = 3 * (base_bytes + delta_bytes),
+                            .file_bytes = 1 << 20,
+                            .ahead_bytes = base_bytes});
   for (std::size_t i = 0; i < 4; ++i) REQUIRE(tiers.commit(pool, all[i]).ok());
   settle(tiers);
   Fragment out;
@@ -687,15 +770,20 @@ TEST_CASE("readers do not wait for a store that stands still") {
   REQUIRE(store.inner.used_bytes() == 0);
 }
 
-TEST_CASE("what is asked for while it moves is found by a later step, though another looked meanwhile") {
+TEST_CASE(
+    "what is asked for while it moves is found by a later step, though another looked meanwhile") {
   const auto all = anchors(2);
   Pool pool = pool_for(4);
   Moody store;
-  AnchorTiers tiers(store, {.device_bytes = 1 << 20, .host_bytes = base_bytes + delta_bytes, .file_bytes = 1 << 20}, Device{});
+  AnchorTiers tiers(
+      store,
+      {.device_bytes = 1 << 20, .host_bytes = base_bytes + delta_bytes, .file_bytes = 1 << 20},
+      Device{});
   REQUIRE(tiers.commit(pool, all[0]).ok());
   REQUIRE(tiers.commit(pool, all[1]).ok());
   pool.erase(all[1].id);
-  tiers.retain(pool.snapshot()->table);  // so that anchor 0 is in the file, and host memory has room
+  // so that anchor 0 is in the file, and host memory has room
+  tiers.retain(pool.snapshot()->table);
   const auto shell = pool.snapshot()->table.anchor(0);
   Device::handle handle;
   Fragment out;
@@ -720,7 +808,12 @@ TEST_CASE("an upload for which there is no room does not hold up what is behind 
   // The device is full of an only copy, and host memory of what is wanted there most.
   for (const std::size_t ahead_bytes : {std::size_t{0}, base_bytes}) {
     Pool pool = pool_for(4);
-    AnchorTiers tiers(kvmeld::MemoryStore(), {.device_bytes = base_bytes, .host_bytes = base_bytes, .file_bytes = 1 << 20, .ahead_bytes = ahead_bytes}, Device{});
+    AnchorTiers tiers(kvmeld::MemoryStore(),
+                      {.device_bytes = base_bytes,
+                       .host_bytes = base_bytes,
+                       .file_bytes = 1 << 20,
+                       .ahead_bytes = ahead_bytes},
+                      Device{});
     Device::handle handle;
     Fragment out;
     REQUIRE(tiers.commit(pool, there).ok());
@@ -728,7 +821,8 @@ TEST_CASE("an upload for which there is no room does not hold up what is behind 
     REQUIRE(tiers.step()->to == Tier::device);
     if (ahead_bytes == 0) REQUIRE(tiers.commit(pool, behind).ok());
     REQUIRE(tiers.commit(pool, wanted).ok());
-    for (int i = 0; i < 9; ++i) REQUIRE(tiers.take_device(wanted.base, handle) == TierAnswer::being_fetched);
+    for (int i = 0; i < 9; ++i)
+      REQUIRE(tiers.take_device(wanted.base, handle) == TierAnswer::being_fetched);
     if (ahead_bytes == 0) {
       REQUIRE(tiers.take(behind.base, out) == TierAnswer::being_fetched);
       REQUIRE(tiers.step()->to == Tier::file);  // room for it
@@ -750,32 +844,42 @@ TEST_CASE("an upload for which there is no room does not hold up what is behind 
 }
 
 TEST_CASE("an upload that stays impossible displaces nothing in host memory") {
-  const Anchor below = anchor(1, 4, 0), small = anchor(4, 2, 0), wanted = anchor(2, 2, 0), bystander = anchor(3, 2, 0);
+  const Anchor below = anchor(1, 4, 0), small = anchor(4, 2, 0), wanted = anchor(2, 2, 0),
+               bystander = anchor(3, 2, 0);
   Device::handle handle;
   Fragment out;
-  {  // What fills the device would have to go down beside what is wanted there, and host memory is too small for both.
+  {  // What fills the device would have to go down beside what is wanted there, and host memory is
+     // too small for both.
     Pool pool = pool_for(4);
-    AnchorTiers tiers(kvmeld::MemoryStore(), {.device_bytes = 2 * base_bytes, .host_bytes = 2 * base_bytes, .file_bytes = 1 << 20}, Device{});
+    AnchorTiers tiers(
+        kvmeld::MemoryStore(),
+        {.device_bytes = 2 * base_bytes, .host_bytes = 2 * base_bytes, .file_bytes = 1 << 20},
+        Device{});
     REQUIRE(tiers.commit(pool, below).ok());
     REQUIRE(tiers.take_device(below.base, handle) == TierAnswer::being_fetched);
     REQUIRE(tiers.step()->to == Tier::device);
     REQUIRE(tiers.commit(pool, bystander).ok());
     REQUIRE(tiers.commit(pool, wanted).ok());
-    for (int i = 0; i < 9; ++i) REQUIRE(tiers.take_device(wanted.base, handle) == TierAnswer::being_fetched);
+    for (int i = 0; i < 9; ++i)
+      REQUIRE(tiers.take_device(wanted.base, handle) == TierAnswer::being_fetched);
     settle(tiers);
     REQUIRE(tiers.take(bystander.base, out) == TierAnswer::here);
     REQUIRE(tiers.bytes(Tier::file) == 0);
     REQUIRE(tiers.take_device(below.base, handle) == TierAnswer::here);
   }
-  {  // What is wanted there is in the file: it does not come to host memory for nothing, but it does for who wants it there.
+  {  // What is wanted there is in the file: it does not come to host memory for nothing, but it
+     // does for who wants it there.
     Pool pool = pool_for(4);
-    AnchorTiers tiers(kvmeld::MemoryStore(), {.device_bytes = base_bytes, .host_bytes = base_bytes, .file_bytes = 1 << 20}, Device{});
+    AnchorTiers tiers(kvmeld::MemoryStore(),
+                      {.device_bytes = base_bytes, .host_bytes = base_bytes, .file_bytes = 1 << 20},
+                      Device{});
     REQUIRE(tiers.commit(pool, small).ok());
     REQUIRE(tiers.take_device(small.base, handle) == TierAnswer::being_fetched);
     REQUIRE(tiers.step()->to == Tier::device);
     REQUIRE(tiers.commit(pool, wanted).ok());
     REQUIRE(tiers.commit(pool, bystander).ok());
-    for (int i = 0; i < 9; ++i) REQUIRE(tiers.take_device(wanted.base, handle) == TierAnswer::being_fetched);
+    for (int i = 0; i < 9; ++i)
+      REQUIRE(tiers.take_device(wanted.base, handle) == TierAnswer::being_fetched);
     settle(tiers);
     REQUIRE(tiers.take(bystander.base, out) == TierAnswer::here);
     REQUIRE(tiers.take(wanted.base, out) == TierAnswer::being_fetched);
@@ -811,7 +915,11 @@ TEST_CASE("readers, two steppers and a writer at once") {
   const Device device;
   Pool pool = pool_for(8);
   kvmeld::MemoryStore store;
-  const kvmeld::TierOptions options{.device_bytes = 2 * delta_bytes, .host_bytes = 3 * base_bytes, .file_bytes = 8 * base_bytes, .device_hits = 2, .ahead_bytes = base_bytes};
+  const kvmeld::TierOptions options{.device_bytes = 2 * delta_bytes,
+                                    .host_bytes = 3 * base_bytes,
+                                    .file_bytes = 8 * base_bytes,
+                                    .device_hits = 2,
+                                    .ahead_bytes = base_bytes};
   AnchorTiers tiers(store, options, device);
   std::atomic<bool> stop{false};
   std::atomic<int> broken{0}, here{0};
@@ -828,8 +936,13 @@ TEST_CASE("readers, two steppers and a writer at once") {
           here.fetch_add(1);
           if (!same_bytes(out, part)) broken.fetch_add(1);
         }
-        if (tiers.take_device(delta(a), handle) == TierAnswer::here && !std::equal(handle->begin(), handle->end(), delta(a).payloads()[0].bytes.get())) broken.fetch_add(1);
-        if (tiers.bytes(Tier::device) > options.device_bytes || tiers.bytes(Tier::host) > options.host_bytes || tiers.bytes(Tier::file) > options.file_bytes) broken.fetch_add(1);
+        if (tiers.take_device(delta(a), handle) == TierAnswer::here &&
+            !std::equal(handle->begin(), handle->end(), delta(a).payloads()[0].bytes.get()))
+          broken.fetch_add(1);
+        if (tiers.bytes(Tier::device) > options.device_bytes ||
+            tiers.bytes(Tier::host) > options.host_bytes ||
+            tiers.bytes(Tier::file) > options.file_bytes)
+          broken.fetch_add(1);
       }
     });
   }

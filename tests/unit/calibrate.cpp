@@ -25,7 +25,8 @@ using kvmeld::TokenMatch;
 using kvmeld::ValidationCase;
 using kvmeld::WeightedMean;
 
-const std::shared_ptr<kvmeld::Geometry> g = test::geometry({.layers = 2, .heads = 2, .channels = 32});
+const std::shared_ptr<kvmeld::Geometry> g =
+    test::geometry({.layers = 2, .heads = 2, .channels = 32});
 
 // Fragments of these lengths, with ids or latent, of text that no two of them share.
 ValidationCase case_of(const std::vector<std::int64_t>& lengths, bool ids, std::uint64_t seed) {
@@ -34,25 +35,35 @@ ValidationCase case_of(const std::vector<std::int64_t>& lengths, bool ids, std::
   for (const std::int64_t length : lengths) {
     std::vector<kvmeld::TokenId> tokens;
     for (std::int64_t t = 0; t < length; ++t) tokens.push_back(next++);
-    fragments.push_back(test::sealed(g, length, ++seed, {.tokens = ids ? std::span<const kvmeld::TokenId>(tokens) : std::span<const kvmeld::TokenId>()}));
+    fragments.push_back(test::sealed(g, length, ++seed,
+                                     {.tokens = ids ? std::span<const kvmeld::TokenId>(tokens)
+                                                    : std::span<const kvmeld::TokenId>()}));
   }
   return {test::set_of(fragments), {.geometry = *g}};
 }
 
 Candidate concat(std::string name = "concat") { return {std::move(name), kvmeld::merger(ById{})}; }
-Candidate mean(std::string name = "mean") { return {std::move(name), kvmeld::merger(ById{}, Aligner{TokenMatch{.mode = MatchMode::index}}, Fuser{WeightedMean{}})}; }
-Candidate prefix(std::string name = "prefix") { return {std::move(name), kvmeld::merger(ById{}, Aligner{TokenMatch{.mode = MatchMode::common_prefix}})}; }
+Candidate mean(std::string name = "mean") {
+  return {std::move(name), kvmeld::merger(ById{}, Aligner{TokenMatch{.mode = MatchMode::index}},
+                                          Fuser{WeightedMean{}})};
+}
+Candidate prefix(std::string name = "prefix") {
+  return {std::move(name),
+          kvmeld::merger(ById{}, Aligner{TokenMatch{.mode = MatchMode::common_prefix}})};
+}
 
 // What an aligner says whose map did not pass its gate.
 struct Refusing {
   static constexpr bool reproducible = true;
-  [[nodiscard]] Result<kvmeld::Alignment> align(std::span<const kvmeld::Source>, std::int64_t) const {
+  [[nodiscard]] Result<kvmeld::Alignment> align(std::span<const kvmeld::Source>,
+                                                std::int64_t) const {
     return {ErrorCode::gate_refused, "the map scored 0.42, the bar is 0.90"};
   }
   void digest(kvmeld::Hasher& hasher) const { hasher.text("test.Refusing"); }
 };
 
-// An engine that answers from value rows: it knows a token if the row that some agent wrote for it is in its cache, byte by byte.
+// An engine that answers from value rows: it knows a token if the row that some agent wrote for it
+// is in its cache, byte by byte.
 struct RowEngine {
   const std::vector<ValidationCase>& cases;
   std::vector<std::string> seen{};  // candidate and case of every call
@@ -70,7 +81,8 @@ struct RowEngine {
       for (std::int64_t t = 0; t < entry.fragment.token_count(); ++t) {
         ++all;
         for (std::int64_t o = 0; o < report->tokens; ++o) {
-          if (std::memcmp(view.ref().plane(1, 1).data + static_cast<std::size_t>(t) * row, values.data + static_cast<std::size_t>(o) * row, row) == 0) {
+          if (std::memcmp(view.ref().plane(1, 1).data + static_cast<std::size_t>(t) * row,
+                          values.data + static_cast<std::size_t>(o) * row, row) == 0) {
             ++known;
             break;
           }
@@ -109,7 +121,8 @@ std::optional<std::size_t> best_of(const std::vector<CaseScore>& figures) {
 
 }  // namespace
 
-TEST_CASE("fragments of unrelated text: concatenation keeps them, a mean of the i-th tokens does not") {
+TEST_CASE(
+    "fragments of unrelated text: concatenation keeps them, a mean of the i-th tokens does not") {
   const std::vector<ValidationCase> cases{case_of({4, 6}, true, 10), case_of({3, 3, 5}, true, 20)};
   const std::vector<Candidate> candidates{mean(), concat(), prefix()};
   for (const std::size_t threads : {1U, 3U}) {
@@ -117,8 +130,10 @@ TEST_CASE("fragments of unrelated text: concatenation keeps them, a mean of the 
     const auto made = kvmeld::calibrate(cases, candidates, engine, {.threads = threads});
     REQUIRE(made.ok());
     REQUIRE(made->rows.size() == 3);
-    CHECK(engine.seen == std::vector<std::string>{"mean0", "concat0", "prefix0", "mean1", "concat1", "prefix1"});
-    CHECK(made->rows[0].score == (2.0 / 10 + 2.0 / 11) / 2);  // only the longest fragment's last two tokens stand alone
+    CHECK(engine.seen ==
+          std::vector<std::string>{"mean0", "concat0", "prefix0", "mean1", "concat1", "prefix1"});
+    // only the longest fragment's last two tokens stand alone
+    CHECK(made->rows[0].score == (2.0 / 10 + 2.0 / 11) / 2);
     CHECK(made->rows[0].divergence == (8.0 + 9.0) / 2);
     CHECK(made->rows[1].score == 1.0);
     CHECK(made->rows[1].divergence == 0.0);
@@ -135,10 +150,14 @@ TEST_CASE("fragments of unrelated text: concatenation keeps them, a mean of the 
   }
 }
 
-TEST_CASE("a candidate that refuses a case is out with the reason, and leaves the others' figures alone") {
+TEST_CASE(
+    "a candidate that refuses a case is out with the reason, and leaves the others' figures "
+    "alone") {
   // Case 1 is latent, which a match by ids refuses.
-  const std::vector<ValidationCase> cases{case_of({4, 6}, true, 10), case_of({3, 2}, false, 20), case_of({2, 2}, true, 30)};
-  const std::vector<Candidate> candidates{{"gate", kvmeld::merger(ById{}, Aligner{Refusing{}})}, prefix(), concat()};
+  const std::vector<ValidationCase> cases{case_of({4, 6}, true, 10), case_of({3, 2}, false, 20),
+                                          case_of({2, 2}, true, 30)};
+  const std::vector<Candidate> candidates{
+      {"gate", kvmeld::merger(ById{}, Aligner{Refusing{}})}, prefix(), concat()};
   RowEngine engine{cases};
   const auto made = kvmeld::calibrate(cases, candidates, engine);
   REQUIRE(made.ok());
@@ -161,20 +180,25 @@ TEST_CASE("a candidate that refuses a case is out with the reason, and leaves th
 }
 
 TEST_CASE("what an engine says wrong puts out the candidate that it says it of") {
-  const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
-  for (const CaseScore bad : {CaseScore{nan, 0, 1}, CaseScore{inf, 0, 1}, CaseScore{-inf, 0, 1}, CaseScore{9, nan, 1}, CaseScore{9, -inf, 1},
-                              CaseScore{9, 0, nan}, CaseScore{9, 0, inf}}) {
+  const double nan = std::numeric_limits<double>::quiet_NaN(),
+               inf = std::numeric_limits<double>::infinity();
+  for (const CaseScore bad :
+       {CaseScore{nan, 0, 1}, CaseScore{inf, 0, 1}, CaseScore{-inf, 0, 1}, CaseScore{9, nan, 1},
+        CaseScore{9, -inf, 1}, CaseScore{9, 0, nan}, CaseScore{9, 0, inf}}) {
     CHECK(best_of({bad, {1, 5, 1}}) == std::optional<std::size_t>(1));
     CHECK_FALSE(best_of({bad}).has_value());
   }
-  CHECK(best_of({{2, inf, 1}, {1, 0, 1}}) == std::optional<std::size_t>(0));  // a token that the merge holds impossible
+  // a token that the merge holds impossible
+  CHECK(best_of({{2, inf, 1}, {1, 0, 1}}) == std::optional<std::size_t>(0));
   CHECK(best_of({{2, inf, 1}, {2, 7, 1}}) == std::optional<std::size_t>(1));
 
   const std::vector<ValidationCase> cases{case_of({2}, true, 1)};
   const auto failing = [](CandidateRender& render, std::size_t) -> Result<CaseScore> {
     if (render.candidate().name() == "a") return {ErrorCode::engine_failure, "decoding returned 1"};
-    kvmeld::HostCache cache(render.plan().shared_geometry(), render.candidate().name() == "b" ? 1 : 2);
-    (void)render.into(cache.mutable_ref());  // b: too small, and the engine goes on with what it had
+    kvmeld::HostCache cache(render.plan().shared_geometry(),
+                            render.candidate().name() == "b" ? 1 : 2);
+    // b: too small, and the engine goes on with what it had
+    (void)render.into(cache.mutable_ref());
     return CaseScore{.score = 1};
   };
   const std::vector<Candidate> candidates{concat("a"), concat("b"), concat("c")};
@@ -194,7 +218,8 @@ TEST_CASE("the best row: score, then divergence, then cost, then order") {
   // Means decide, not a single case.
   const std::vector<ValidationCase> cases{case_of({2}, true, 1), case_of({3}, true, 2)};
   const std::vector<Candidate> candidates{concat("a"), concat("b")};
-  const auto made = kvmeld::calibrate(cases, candidates, Scripted{{{{3, 1, 4}, {2, 1, 6}}, {{1, 2, 4}, {3, 3, 2}}}, {"a", "b"}});
+  const auto made = kvmeld::calibrate(
+      cases, candidates, Scripted{{{{3, 1, 4}, {2, 1, 6}}, {{1, 2, 4}, {3, 3, 2}}}, {"a", "b"}});
   REQUIRE(made.ok());
   CHECK(made->rows[0].score == 2.0);
   CHECK(made->rows[1].score == 2.5);
@@ -207,16 +232,19 @@ TEST_CASE("calibrations that can decide nothing are refused") {
   const std::vector<ValidationCase> cases{case_of({2}, true, 1)};
   const std::vector<Candidate> one{concat()}, twice{concat(), mean(), mean()};
   RowEngine engine{cases};
-  const auto refused = [&](std::span<const ValidationCase> set, std::span<const Candidate> candidates) {
+  const auto refused = [&](std::span<const ValidationCase> set,
+                           std::span<const Candidate> candidates) {
     const auto made = kvmeld::calibrate(set, candidates, engine);
     return made.ok() ? std::string() : made.error().message();
   };
-  CHECK(refused({}, one) == "calibrate: a validation set of 0 cases decides nothing between 1 candidates");
+  CHECK(refused({}, one) ==
+        "calibrate: a validation set of 0 cases decides nothing between 1 candidates");
   CHECK(refused(cases, {}) == "calibrate: 0 candidates for 1 cases");
   CHECK(refused(cases, twice) == "calibrate: candidates 1 and 2 are both called mean");
   CHECK(engine.seen.empty());
 
-  const std::vector<ValidationCase> empty{{kvmeld::FragmentSet{}, {.geometry = *g}}};  // agents that hold nothing yet
+  // agents that hold nothing yet
+  const std::vector<ValidationCase> empty{{kvmeld::FragmentSet{}, {.geometry = *g}}};
   RowEngine on_empty{empty};
   const auto made = kvmeld::calibrate(empty, one, on_empty);
   REQUIRE(made.ok());
@@ -226,7 +254,8 @@ TEST_CASE("calibrations that can decide nothing are refused") {
 
 TEST_CASE("a candidate renders what its merger renders") {
   const ValidationCase set = case_of({4, 6, 5}, true, 40);
-  const auto merger = kvmeld::merger(ById{}, Aligner{TokenMatch{.mode = MatchMode::index}}, Fuser{kvmeld::Median{}});
+  const auto merger = kvmeld::merger(ById{}, Aligner{TokenMatch{.mode = MatchMode::index}},
+                                     Fuser{kvmeld::Median{}});
   const Candidate candidate("median", merger);
   CHECK(candidate.digest() == merger.digest());
   CHECK(candidate.reproducible());
@@ -239,12 +268,16 @@ TEST_CASE("a candidate renders what its merger renders") {
   CHECK(std::ranges::equal(plan->token_ids(), typed->token_ids()));
   CHECK(plan->workspace_bytes() == typed->workspace_bytes());
   CHECK(plan->holes().empty());
-  kvmeld::HostCache a(plan->shared_geometry(), plan->tokens()), b(plan->shared_geometry(), plan->tokens());
+  kvmeld::HostCache a(plan->shared_geometry(), plan->tokens()),
+      b(plan->shared_geometry(), plan->tokens());
   std::vector<std::byte> workspace(plan->workspace_bytes());
-  const auto left = plan->run(kvmeld::exec::threads(2), workspace, a.mutable_ref(), {.content_digest = true});
-  const auto right = kvmeld::run(kvmeld::exec::seq, *typed, workspace, b.mutable_ref(), {.content_digest = true});
+  const auto left =
+      plan->run(kvmeld::exec::threads(2), workspace, a.mutable_ref(), {.content_digest = true});
+  const auto right =
+      kvmeld::run(kvmeld::exec::seq, *typed, workspace, b.mutable_ref(), {.content_digest = true});
   REQUIRE(left.ok());
   REQUIRE(right.ok());
   CHECK(*left->content_digest == *right->content_digest);
-  CHECK(plan->run(kvmeld::exec::threads(1), {}, a.mutable_ref()).error().code() == ErrorCode::workspace_too_small);
+  CHECK(plan->run(kvmeld::exec::threads(1), {}, a.mutable_ref()).error().code() ==
+        ErrorCode::workspace_too_small);
 }

@@ -1,4 +1,5 @@
-// A run allocates nothing, in a translation unit that knows no exceptions (CMakeLists.txt compiles it so).
+// A run allocates nothing, in a translation unit that knows no exceptions (CMakeLists.txt compiles
+// it so).
 #include <atomic>
 #include <cstdlib>
 #include <new>
@@ -14,7 +15,8 @@ std::atomic<long> allocations{0};
 
 void* counted(std::size_t size, std::size_t alignment = alignof(std::max_align_t)) {
   ++allocations;
-  void* const memory = std::aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
+  void* const memory =
+      std::aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
   if (memory == nullptr) std::abort();
   return memory;
 }
@@ -24,8 +26,12 @@ __attribute__((noinline)) void release(void* memory) { std::free(memory); }
 
 void* operator new(std::size_t size) { return counted(size); }
 void* operator new[](std::size_t size) { return counted(size); }
-void* operator new(std::size_t size, std::align_val_t alignment) { return counted(size, static_cast<std::size_t>(alignment)); }
-void* operator new[](std::size_t size, std::align_val_t alignment) { return counted(size, static_cast<std::size_t>(alignment)); }
+void* operator new(std::size_t size, std::align_val_t alignment) {
+  return counted(size, static_cast<std::size_t>(alignment));
+}
+void* operator new[](std::size_t size, std::align_val_t alignment) {
+  return counted(size, static_cast<std::size_t>(alignment));
+}
 void operator delete(void* memory) noexcept { release(memory); }
 void operator delete[](void* memory) noexcept { release(memory); }
 void operator delete(void* memory, std::size_t) noexcept { release(memory); }
@@ -37,7 +43,9 @@ void operator delete[](void* memory, std::size_t, std::align_val_t) noexcept { r
 
 TEST_CASE("run allocates nothing in any executor, for any layout") {
   const auto g = test::geometry({.type = kvmeld::ElementType::q8_0, .heads = 3, .channels = 64});
-  const auto set = test::set_of({test::sealed(g, 70, 1), test::sealed(g, 90, 2, {}, test::Layout::paged), test::sealed(g, 1, 3)});
+  const auto set =
+      test::set_of({test::sealed(g, 70, 1), test::sealed(g, 90, 2, {}, test::Layout::paged),
+                    test::sealed(g, 1, 3)});
   kvmeld::Target target;
   target.geometry = *g;
   target.first_position = 3;
@@ -59,7 +67,8 @@ TEST_CASE("run allocates nothing in any executor, for any layout") {
     CHECK(count(kvmeld::exec::lanes) == 0);
     CHECK(count(three) == 0);
   };
-  for (const test::Layout layout : {test::Layout::canonical, test::Layout::paged, test::Layout::slot_list}) {
+  for (const test::Layout layout :
+       {test::Layout::canonical, test::Layout::paged, test::Layout::slot_list}) {
     check(kvmeld::merger(), layout);
     check(kvmeld::merger(kvmeld::Aligner{kvmeld::TokenMatch{}}), layout);
   }

@@ -42,9 +42,11 @@ TEST_CASE("a pool runs each task of a job once, jobs of several callers one afte
     std::atomic<bool> right{true};
     for (std::size_t caller = 0; caller < 3; ++caller) {
       callers.emplace_back([&pool, &right, caller] {
-        for (const std::size_t tasks : {std::size_t{0}, std::size_t{1}, std::size_t{37}, 5 + caller}) {
+        for (const std::size_t tasks :
+             {std::size_t{0}, std::size_t{1}, std::size_t{37}, 5 + caller}) {
           Job job{std::vector<std::atomic<int>>(tasks)};
-          pool.run(tasks, [](void* self, std::size_t i) { ++static_cast<Job*>(self)->hits[i]; }, &job);
+          pool.run(
+              tasks, [](void* self, std::size_t i) { ++static_cast<Job*>(self)->hits[i]; }, &job);
           for (const auto& hits : job.hits) right = right && hits == 1;
         }
       });
@@ -79,7 +81,8 @@ TEST_CASE("one plan runs in several threads at once, while its set changes") {
     runners.emplace_back([&] {
       test::TestCache out(g, plan->tokens());
       std::vector<std::byte> workspace(plan->workspace_bytes());
-      if (kvmeld::run(exec, *plan, workspace, out.out()).ok() && out.buffers() == want->buffers()) ++same;
+      if (kvmeld::run(exec, *plan, workspace, out.out()).ok() && out.buffers() == want->buffers())
+        ++same;
     });
   }
   set = {};  // the plan holds what it reads
@@ -87,23 +90,30 @@ TEST_CASE("one plan runs in several threads at once, while its set changes") {
   CHECK(same == 3);
 }
 
-TEST_CASE("a caller that flushes subnormal numbers, and workers that it starts, render them all the same") {
+TEST_CASE(
+    "a caller that flushes subnormal numbers, and workers that it starts, render them all the "
+    "same") {
   if (kvmeld::detail::float_control_mask == 0)
     return test::skip("no float control on this processor");
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 32, .rotary = 0});
   test::TestCache tiny(g, 3);
   for (std::size_t p = 0; p < 2; ++p) {
     for (std::int64_t t = 0; t < 3; ++t) {
-      for (std::int64_t c = 0; c < 32; ++c) tiny.set(p, t, 0, c, static_cast<float>(c + 1) * 0x1p-149F);
+      for (std::int64_t c = 0; c < 32; ++c)
+        tiny.set(p, t, 0, c, static_cast<float>(c + 1) * 0x1p-149F);
     }
   }
   kvmeld::FragmentSet set;
-  for (const int first : {0, 100}) REQUIRE(set.insert(*kvmeld::seal(tiny.ref(), {.tokens = test::token_ids(3, first)})).ok());
-  const auto sum = kvmeld::merger(kvmeld::Aligner{kvmeld::TokenMatch{}}, kvmeld::Fuser{kvmeld::Sum{}});
+  for (const int first : {0, 100})
+    REQUIRE(set.insert(*kvmeld::seal(tiny.ref(), {.tokens = test::token_ids(3, first)})).ok());
+  const auto sum =
+      kvmeld::merger(kvmeld::Aligner{kvmeld::TokenMatch{}}, kvmeld::Fuser{kvmeld::Sum{}});
   const auto plan = kvmeld::plan(set, sum, at(g));
   REQUIRE(plan.ok());
   const std::uint64_t before = kvmeld::detail::read_float_control();
-  kvmeld::detail::write_float_control(before | (kvmeld::detail::float_control_mask & ~std::uint64_t{0x6000}));  // x86: not the rounding mode
+  // x86: not the rounding mode
+  kvmeld::detail::write_float_control(
+      before | (kvmeld::detail::float_control_mask & ~std::uint64_t{0x6000}));
   const std::uint64_t flushing = kvmeld::detail::read_float_control();
   const kvmeld::exec::Threads started_flushing = kvmeld::exec::threads(3);
   std::vector<std::unique_ptr<test::TestCache>> outs;
@@ -118,7 +128,8 @@ TEST_CASE("a caller that flushes subnormal numbers, and workers that it starts, 
   CHECK(kept);  // the caller's own setting is as it was
   for (const auto& out : outs) {
     for (std::int64_t c = 0; c < 32; ++c) {
-      const auto want = static_cast<std::uint32_t>(2 * (c + 1));  // subnormal bits add like integers
+      // subnormal bits add like integers
+      const auto want = static_cast<std::uint32_t>(2 * (c + 1));
       CHECK(std::memcmp(out->bytes(1, 2, 0, c), &want, 4) == 0);
     }
   }

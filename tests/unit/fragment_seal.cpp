@@ -20,8 +20,9 @@ using kvmeld::SealOptions;
 using test::Layout;
 using test::TestCache;
 
-constexpr ElementType all_types[] = {ElementType::f64,     ElementType::f32,     ElementType::f16, ElementType::bf16,
-                                     ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::i8,  ElementType::q8_0};
+constexpr ElementType all_types[] = {ElementType::f64,  ElementType::f32,     ElementType::f16,
+                                     ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2,
+                                     ElementType::i8,   ElementType::q8_0};
 
 // Another content hash: the same bytes under another tag.
 struct OtherHash : kvmeld::Xxh3_128 {
@@ -69,9 +70,13 @@ TEST_CASE("every field that makes a fragment another one changes its id") {
   cache.fill(1);
   const auto ids = test::token_ids(4), other_ids = test::token_ids(4, 5);
   const auto positions = test::gapped_positions(4);
-  std::vector<kvmeld::FragmentId> all{id_of(cache), id_of(cache, {.tokens = ids}), id_of(cache, {.tokens = other_ids}),
-                                      id_of(cache, {.positions = positions}), id_of(cache, {.role = kvmeld::Role::prefix}),
-                                      id_of(cache, {.drop_first = 1}), id_of(cache, {.drop_first = 4})};
+  std::vector<kvmeld::FragmentId> all{id_of(cache),
+                                      id_of(cache, {.tokens = ids}),
+                                      id_of(cache, {.tokens = other_ids}),
+                                      id_of(cache, {.positions = positions}),
+                                      id_of(cache, {.role = kvmeld::Role::prefix}),
+                                      id_of(cache, {.drop_first = 1}),
+                                      id_of(cache, {.drop_first = 4})};
   all.push_back(id_of(cache, {.context = {.prefix = all[0], .lead_in = {}}}));
   all.push_back(id_of(cache, {.context = {.prefix = {}, .lead_in = kvmeld::lead_in_digest(ids)}}));
   TestCache value(g, 4);
@@ -146,9 +151,11 @@ TEST_CASE("minus zero becomes zero, subnormal numbers stay, in every type") {
     ElementType type;
     std::uint64_t minus_zero, subnormal;
   };
-  for (const Case& c : {Case{ElementType::f64, 0x8000000000000000, 0x8000000000000001}, Case{ElementType::f32, 0x80000000, 0x80000001},
-                        Case{ElementType::f16, 0x8000, 0x8001}, Case{ElementType::bf16, 0x8000, 0x8001}, Case{ElementType::f8_e4m3, 0x80, 0x81},
-                        Case{ElementType::f8_e5m2, 0x80, 0x81}}) {
+  for (const Case& c :
+       {Case{ElementType::f64, 0x8000000000000000, 0x8000000000000001},
+        Case{ElementType::f32, 0x80000000, 0x80000001}, Case{ElementType::f16, 0x8000, 0x8001},
+        Case{ElementType::bf16, 0x8000, 0x8001}, Case{ElementType::f8_e4m3, 0x80, 0x81},
+        Case{ElementType::f8_e5m2, 0x80, 0x81}}) {
     CAPTURE(kvmeld::to_string(c.type));
     const auto size = static_cast<std::size_t>(kvmeld::block_bytes(c.type));
     const auto g = test::geometry({.type = c.type, .layers = 1, .heads = 1, .channels = 32});
@@ -158,7 +165,8 @@ TEST_CASE("minus zero becomes zero, subnormal numbers stay, in every type") {
     const std::uint64_t zero = 0;
     std::memcpy(cache.bytes(1, 0, 0, 5), &c.minus_zero, size);
     std::memcpy(positive.bytes(1, 0, 0, 5), &zero, size);
-    for (TestCache* one : {&cache, &positive}) std::memcpy(one->bytes(0, 0, 0, 7), &c.subnormal, size);
+    for (TestCache* one : {&cache, &positive})
+      std::memcpy(one->bytes(0, 0, 0, 7), &c.subnormal, size);
     CHECK(id_of(cache) == id_of(positive));
     const auto made = kvmeld::seal(cache.ref());
     const kvmeld::FragmentView view(*made);
@@ -166,7 +174,8 @@ TEST_CASE("minus zero becomes zero, subnormal numbers stay, in every type") {
     CHECK(std::memcmp(view.ref().planes()[1].data + 5 * size, &zero, size) == 0);
   }
   // Integers have one zero, and all their bytes are numbers; the scale of a block is a float.
-  const auto g = test::geometry({.type = ElementType::q8_0, .layers = 1, .heads = 1, .channels = 32});
+  const auto g =
+      test::geometry({.type = ElementType::q8_0, .layers = 1, .heads = 1, .channels = 32});
   TestCache block(g, 1), same(g, 1);
   for (TestCache* one : {&block, &same}) one->fill(1);
   const std::uint16_t minus_zero = 0x8000, zero = 0;
@@ -181,16 +190,20 @@ TEST_CASE("NaN and infinity are refused in every type, wherever they stand") {
     std::uint64_t bits;
   };
   for (const Case& c :
-       {Case{ElementType::f64, 0x7FF0000000000000}, Case{ElementType::f64, 0xFFF8000000000000}, Case{ElementType::f32, 0x7F800000},
-        Case{ElementType::f32, 0xFFC00000}, Case{ElementType::f16, 0x7C00}, Case{ElementType::f16, 0xFE01}, Case{ElementType::bf16, 0xFF80},
-        Case{ElementType::bf16, 0x7FC0}, Case{ElementType::f8_e4m3, 0x7F}, Case{ElementType::f8_e4m3, 0xFF}, Case{ElementType::f8_e5m2, 0x7C},
-        Case{ElementType::f8_e5m2, 0xFF}, Case{ElementType::q8_0, 0x7C00}, Case{ElementType::q8_0, 0xFE00}}) {
+       {Case{ElementType::f64, 0x7FF0000000000000}, Case{ElementType::f64, 0xFFF8000000000000},
+        Case{ElementType::f32, 0x7F800000}, Case{ElementType::f32, 0xFFC00000},
+        Case{ElementType::f16, 0x7C00}, Case{ElementType::f16, 0xFE01},
+        Case{ElementType::bf16, 0xFF80}, Case{ElementType::bf16, 0x7FC0},
+        Case{ElementType::f8_e4m3, 0x7F}, Case{ElementType::f8_e4m3, 0xFF},
+        Case{ElementType::f8_e5m2, 0x7C}, Case{ElementType::f8_e5m2, 0xFF},
+        Case{ElementType::q8_0, 0x7C00}, Case{ElementType::q8_0, 0xFE00}}) {
     CAPTURE(kvmeld::to_string(c.type), c.bits);
     const auto g = test::geometry({.type = c.type, .channels = 32});
     for (const std::size_t plane : {0U, 3U}) {
       TestCache cache(g, 3);
       cache.fill(2);
-      const std::size_t size = c.type == ElementType::q8_0 ? 2 : static_cast<std::size_t>(kvmeld::block_bytes(c.type));
+      const std::size_t size =
+          c.type == ElementType::q8_0 ? 2 : static_cast<std::size_t>(kvmeld::block_bytes(c.type));
       std::memcpy(cache.bytes(plane, 2, 1, 0), &c.bits, size);
       refused(cache, {}, ErrorCode::non_finite, plane == 0 ? "layer 0 plane 0" : "layer 1 plane 1");
       CHECK(kvmeld::seal(cache.ref().first(2)).ok());  // what is not sealed does not count
@@ -201,22 +214,29 @@ TEST_CASE("NaN and infinity are refused in every type, wherever they stand") {
 TEST_CASE("tokens, positions and rows must be equally many, positions ascend") {
   TestCache cache(test::geometry({.channels = 32}), 4);
   cache.fill(1);
-  refused(cache, {.tokens = test::token_ids(3)}, ErrorCode::token_count_mismatch, "3 token ids for 4 rows");
-  refused(cache, {.positions = test::gapped_positions(5)}, ErrorCode::token_count_mismatch, "5 positions for 4 rows");
+  refused(cache, {.tokens = test::token_ids(3)}, ErrorCode::token_count_mismatch,
+          "3 token ids for 4 rows");
+  refused(cache, {.positions = test::gapped_positions(5)}, ErrorCode::token_count_mismatch,
+          "5 positions for 4 rows");
   using Positions = std::vector<std::int64_t>;
-  refused(cache, {.positions = Positions{0, 1, 1, 2}}, ErrorCode::duplicate_position, "position 1 of token 2 follows position 1");
-  refused(cache, {.positions = Positions{0, 5, 4, 6}}, ErrorCode::duplicate_position, "position 4 of token 2 follows position 5");
+  refused(cache, {.positions = Positions{0, 1, 1, 2}}, ErrorCode::duplicate_position,
+          "position 1 of token 2 follows position 1");
+  refused(cache, {.positions = Positions{0, 5, 4, 6}}, ErrorCode::duplicate_position,
+          "position 4 of token 2 follows position 5");
   refused(cache, {.positions = Positions{-1, 5, 6, 7}}, ErrorCode::invalid_argument, "-1");
-  refused(cache, {.positions = Positions{0, 1, 2, std::numeric_limits<std::int64_t>::max()}}, ErrorCode::invalid_argument, "9223372036854775807");
+  refused(cache, {.positions = Positions{0, 1, 2, std::numeric_limits<std::int64_t>::max()}},
+          ErrorCode::invalid_argument, "9223372036854775807");
   refused(cache, {.drop_first = 5}, ErrorCode::invalid_argument, "drop_first 5 of 4");
   refused(cache, {.drop_first = -1}, ErrorCode::invalid_argument, "drop_first -1");
   refused(cache, {.role = static_cast<kvmeld::Role>(7)}, ErrorCode::unknown_field, "role");
-  refused(cache, {.role = kvmeld::Role::prefix, .drop_first = 1}, ErrorCode::invalid_argument, "prefix");
+  refused(cache, {.role = kvmeld::Role::prefix, .drop_first = 1}, ErrorCode::invalid_argument,
+          "prefix");
   const auto none = kvmeld::seal(kvmeld::KvCacheRef{});
   CHECK(none.error().code() == ErrorCode::invalid_argument);
 }
 
-TEST_CASE("planes of a layer that hold different tokens, and scales that are not there, are refused") {
+TEST_CASE(
+    "planes of a layer that hold different tokens, and scales that are not there, are refused") {
   const auto g = test::geometry({.layers = 1, .channels = 32});
   TestCache cache(g, 3);
   cache.fill(1);
@@ -235,7 +255,8 @@ TEST_CASE("planes of a layer that hold different tokens, and scales that are not
 }
 
 TEST_CASE("scales are part of the content") {
-  auto g = test::geometry({.type = ElementType::i8, .layers = 1, .heads = 2, .channels = 32, .rotary = 0});
+  auto g = test::geometry(
+      {.type = ElementType::i8, .layers = 1, .heads = 2, .channels = 32, .rotary = 0});
   g->layers[0].planes[1].scales = kvmeld::ScaleScheme::per_channel_group;
   g->layers[0].planes[1].scale_group = 16;
   TestCache cache(g, 3);
@@ -308,15 +329,22 @@ TEST_CASE("a second encoding joins its fragment only if it is of the same tokens
   CHECK(two->payloads()[0].digest == one->payloads()[0].digest);
   CHECK(two->payloads()[1].digest != one->payloads()[0].digest);
   CHECK(kvmeld::verify_fragment(*two).ok());
-  CHECK(kvmeld::with_variant(*two, other.ref(), {.tokens = ids}).error().code() == ErrorCode::invalid_argument);
-  CHECK(kvmeld::with_variant(*one, other.ref(), {.tokens = wrong}).error().code() == ErrorCode::token_count_mismatch);
-  CHECK(kvmeld::with_variant(*one, other.ref(), {.tokens = ids, .drop_first = 1}).error().code() == ErrorCode::token_count_mismatch);
-  CHECK(kvmeld::with_variant(*one, other.ref(), {.tokens = ids, .context = {.prefix = one->id(), .lead_in = {}}}).error().code() ==
+  CHECK(kvmeld::with_variant(*two, other.ref(), {.tokens = ids}).error().code() ==
         ErrorCode::invalid_argument);
-  CHECK(kvmeld::with_variant<OtherHash>(*one, other.ref(), {.tokens = ids}).error().code() == ErrorCode::hash_mismatch);
+  CHECK(kvmeld::with_variant(*one, other.ref(), {.tokens = wrong}).error().code() ==
+        ErrorCode::token_count_mismatch);
+  CHECK(kvmeld::with_variant(*one, other.ref(), {.tokens = ids, .drop_first = 1}).error().code() ==
+        ErrorCode::token_count_mismatch);
+  CHECK(kvmeld::with_variant(*one, other.ref(),
+                             {.tokens = ids, .context = {.prefix = one->id(), .lead_in = {}}})
+            .error()
+            .code() == ErrorCode::invalid_argument);
+  CHECK(kvmeld::with_variant<OtherHash>(*one, other.ref(), {.tokens = ids}).error().code() ==
+        ErrorCode::hash_mismatch);
   TestCache bigger(test::geometry({.channels = 64}), 4);
   bigger.fill(1);
-  CHECK(kvmeld::with_variant(*one, bigger.ref(), {.tokens = ids}).error().code() == ErrorCode::geometry_mismatch);
+  CHECK(kvmeld::with_variant(*one, bigger.ref(), {.tokens = ids}).error().code() ==
+        ErrorCode::geometry_mismatch);
 }
 
 TEST_CASE("bytes that are not what the id names are found") {
@@ -329,9 +357,11 @@ TEST_CASE("bytes that are not what the id names are found") {
   CHECK(kvmeld::verify_fragment(Fragment{}).code() == ErrorCode::invalid_argument);
 
   auto flipped = std::make_shared<Fragment::Body>(*made->body());
-  std::vector<std::byte> bytes(flipped->payloads[0].bytes.get(), flipped->payloads[0].bytes.get() + flipped->payloads[0].byte_count);
+  std::vector<std::byte> bytes(flipped->payloads[0].bytes.get(),
+                               flipped->payloads[0].bytes.get() + flipped->payloads[0].byte_count);
   bytes.back() ^= std::byte{1};
-  flipped->payloads[0].bytes = std::shared_ptr<const std::byte[]>(std::shared_ptr<void>{}, bytes.data());
+  flipped->payloads[0].bytes =
+      std::shared_ptr<const std::byte[]>(std::shared_ptr<void>{}, bytes.data());
   CHECK(kvmeld::verify_fragment(Fragment(flipped)).code() == ErrorCode::id_mismatch);
 
   auto renamed = std::make_shared<Fragment::Body>(*made->body());

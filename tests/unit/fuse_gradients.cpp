@@ -1,4 +1,5 @@
-// Gradients of fusers against central differences in double, and the forward pass against the fuser itself.
+// Gradients of fusers against central differences in double, and the forward pass against the fuser
+// itself.
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -59,16 +60,20 @@ void check_mean(const Fuse& fuse, const Vjp& vjp) {
   for (const std::size_t n : {1U, 2U, 5U}) {
     for (const std::size_t channels : {1U, 7U, 40U}) {
       CAPTURE(n, channels);
-      Numbers values = random_numbers(n * channels, 3, 1, 1), weights = random_numbers(n, 4, 0.2, 1);
+      Numbers values = random_numbers(n * channels, 3, 1, 1),
+              weights = random_numbers(n, 4, 0.2, 1);
       const Numbers cotangent = random_numbers(channels, 5);
       Numbers d_values(values.size(), 0.5), d_weights(n, 0.25);  // gradients are added
-      REQUIRE(vjp(kvmeld::MixPullback<double>{values, weights, cotangent}, kvmeld::MixGradients<double>{d_values, d_weights}).ok());
+      REQUIRE(vjp(kvmeld::MixPullback<double>{values, weights, cotangent},
+                  kvmeld::MixGradients<double>{d_values, d_weights})
+                  .ok());
       for (double& d : d_values) d -= 0.5;
       for (double& d : d_weights) d -= 0.25;
       const auto loss = [&] { return inner(cotangent, fuse(values, weights, channels)); };
       check_close(d_values, differences(values, loss));
       if (n > 1) check_close(d_weights, differences(weights, loss));
-      for (const double d : d_weights) CHECK((n > 1 || std::abs(d) < 1e-9));  // a mean of one does not depend on its weight
+      // a mean of one does not depend on its weight
+      for (const double d : d_weights) CHECK((n > 1 || std::abs(d) < 1e-9));
     }
   }
 }
@@ -96,7 +101,8 @@ TEST_CASE("gradients through norm-preserving means") {
         Numbers out = weighted_mean(values, weights, channels);
         double norms = 0, total = 0;
         for (std::size_t i = 0; i < weights.size(); ++i) {
-          const Numbers row(values.begin() + static_cast<std::ptrdiff_t>(i * channels), values.begin() + static_cast<std::ptrdiff_t>((i + 1) * channels));
+          const Numbers row(values.begin() + static_cast<std::ptrdiff_t>(i * channels),
+                            values.begin() + static_cast<std::ptrdiff_t>((i + 1) * channels));
           norms += weights[i] * std::sqrt(inner(row, row));
           total += weights[i];
         }
@@ -108,7 +114,9 @@ TEST_CASE("gradients through norm-preserving means") {
   // Opposite rows: the mean counts as zero, and nothing comes back.
   const Numbers values{1, 2, -1, -2}, weights{1, 1}, cotangent{1, 1};
   Numbers d_values(4), d_weights(2);
-  REQUIRE(kvmeld::norm_preserving_mean_vjp<double>({values, weights, cotangent}, {d_values, d_weights}).ok());
+  REQUIRE(
+      kvmeld::norm_preserving_mean_vjp<double>({values, weights, cotangent}, {d_values, d_weights})
+          .ok());
   CHECK(d_values == Numbers(4));
   CHECK(d_weights == Numbers(2));
 }
@@ -119,9 +127,11 @@ TEST_CASE("gradients through gates: rows, weights and every parameter") {
   const std::size_t channels = GENERATE(1U, 6U), hidden = GENERATE(1U, 9U);
   CAPTURE(n, channels, hidden);
   kvmeld::GateTape<double> tape(kind, channels, hidden);
-  Numbers parameters = random_numbers(tape.parameter_count(), 1, 0.2), values = random_numbers(n * channels, 2, 0.3), weights = random_numbers(n, 3, 0.2, 1);
+  Numbers parameters = random_numbers(tape.parameter_count(), 1, 0.2),
+          values = random_numbers(n * channels, 2, 0.3), weights = random_numbers(n, 3, 0.2, 1);
   const Numbers cotangent = random_numbers(channels, 4);
-  Numbers out(channels), d_parameters(parameters.size(), 0.5), d_values(values.size(), 0.25), d_weights(n, 0.125);
+  Numbers out(channels), d_parameters(parameters.size(), 0.5), d_values(values.size(), 0.25),
+      d_weights(n, 0.125);
   const auto loss = [&] {
     REQUIRE(tape.forward({parameters, values, weights}, out).ok());
     return inner(cotangent, out);
@@ -137,14 +147,25 @@ TEST_CASE("gradients through gates: rows, weights and every parameter") {
   check_close(d_parameters, differences(parameters, loss));
 
   // The same row through the fuser: f32 from f64.
-  const kvmeld::GateShape shape{.kind = kind, .key_channels = static_cast<std::int32_t>(channels), .value_channels = static_cast<std::int32_t>(channels),
+  const kvmeld::GateShape shape{.kind = kind,
+                                .key_channels = static_cast<std::int32_t>(channels),
+                                .value_channels = static_cast<std::int32_t>(channels),
                                 .hidden = static_cast<std::int32_t>(hidden)};
   REQUIRE(static_cast<std::size_t>(shape.size()) == parameters.size());
-  const auto made = kvmeld::GateWeights::make(shape, std::vector<float>(parameters.begin(), parameters.end()));
+  const auto made =
+      kvmeld::GateWeights::make(shape, std::vector<float>(parameters.begin(), parameters.end()));
   REQUIRE(made.ok());
   std::vector<float> rows(n * 32), row_weights(weights.begin(), weights.end());
-  for (std::size_t at = 0; at < values.size(); ++at) rows[at / channels * 32 + at % channels] = static_cast<float>(values[at]);
-  const kvmeld::HeadRows head{rows.data(), 32, row_weights.data(), static_cast<std::int32_t>(n), static_cast<std::int32_t>(channels), 0, 0, kvmeld::Plane::key};
+  for (std::size_t at = 0; at < values.size(); ++at)
+    rows[at / channels * 32 + at % channels] = static_cast<float>(values[at]);
+  const kvmeld::HeadRows head{rows.data(),
+                              32,
+                              row_weights.data(),
+                              static_cast<std::int32_t>(n),
+                              static_cast<std::int32_t>(channels),
+                              0,
+                              0,
+                              kvmeld::Plane::key};
   alignas(64) float mixed[1024];
   if (kind == kvmeld::GateKind::token) {
     kvmeld::Gated{*made}.mixing().mix(kvmeld::best_isa(), head, mixed);
@@ -152,24 +173,35 @@ TEST_CASE("gradients through gates: rows, weights and every parameter") {
     kvmeld::GatedChannels{*made}.mixing().mix(kvmeld::best_isa(), head, mixed);
   }
   loss();
-  for (std::size_t c = 0; c < channels; ++c) CHECK(std::abs(static_cast<double>(mixed[c]) - out[c]) <= 1e-5);
+  for (std::size_t c = 0; c < channels; ++c)
+    CHECK(std::abs(static_cast<double>(mixed[c]) - out[c]) <= 1e-5);
 }
 
 TEST_CASE("sizes that do not fit are refused, and nothing is added") {
   using kvmeld::ErrorCode;
   const Numbers values(6, 1.0), weights(2, 1.0), cotangent(3, 1.0);
   Numbers d_values(6), d_weights(2);
-  CHECK(kvmeld::weighted_mean_vjp<double>({std::span(values).first(5), weights, cotangent}, {d_values, d_weights}).code() == ErrorCode::invalid_argument);
-  CHECK(kvmeld::weighted_mean_vjp<double>({values, weights, cotangent}, {d_values, std::span(d_weights).first(1)}).code() == ErrorCode::invalid_argument);
-  CHECK(kvmeld::norm_preserving_mean_vjp<double>({{}, {}, cotangent}, {{}, {}}).code() == ErrorCode::invalid_argument);
+  CHECK(kvmeld::weighted_mean_vjp<double>({std::span(values).first(5), weights, cotangent},
+                                          {d_values, d_weights})
+            .code() == ErrorCode::invalid_argument);
+  CHECK(kvmeld::weighted_mean_vjp<double>({values, weights, cotangent},
+                                          {d_values, std::span(d_weights).first(1)})
+            .code() == ErrorCode::invalid_argument);
+  CHECK(kvmeld::norm_preserving_mean_vjp<double>({{}, {}, cotangent}, {{}, {}}).code() ==
+        ErrorCode::invalid_argument);
   kvmeld::GateTape<double> tape(kvmeld::GateKind::token, 3, 4);
   Numbers parameters(tape.parameter_count(), 0.1), out(3), d_parameters(parameters.size());
-  CHECK(tape.vjp(cotangent, {d_parameters, d_values, d_weights}).code() == ErrorCode::invalid_argument);  // no row yet
-  CHECK(tape.forward({std::span<const double>(parameters).first(5), values, weights}, out).code() == ErrorCode::invalid_argument);
+  // no row yet
+  CHECK(tape.vjp(cotangent, {d_parameters, d_values, d_weights}).code() ==
+        ErrorCode::invalid_argument);
+  CHECK(tape.forward({std::span<const double>(parameters).first(5), values, weights}, out).code() ==
+        ErrorCode::invalid_argument);
   CHECK(tape.forward({parameters, {}, {}}, out).code() == ErrorCode::invalid_argument);
   REQUIRE(tape.forward({parameters, values, weights}, out).ok());
-  CHECK(tape.vjp(std::span(cotangent).first(2), {d_parameters, d_values, d_weights}).code() == ErrorCode::invalid_argument);
-  CHECK(tape.vjp(cotangent, {d_parameters, std::span(d_values).first(2), {}}).code() == ErrorCode::invalid_argument);
+  CHECK(tape.vjp(std::span(cotangent).first(2), {d_parameters, d_values, d_weights}).code() ==
+        ErrorCode::invalid_argument);
+  CHECK(tape.vjp(cotangent, {d_parameters, std::span(d_values).first(2), {}}).code() ==
+        ErrorCode::invalid_argument);
   CHECK(d_values == Numbers(6));
   CHECK(tape.vjp(cotangent, {d_parameters, {}, {}}).ok());  // parameters alone
 }

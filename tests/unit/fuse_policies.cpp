@@ -1,4 +1,5 @@
-// Fusers through real renders, in every executor: closed-form cases, plain loops in double, and what they refuse.
+// Fusers through real renders, in every executor: closed-form cases, plain loops in double, and
+// what they refuse.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -21,7 +22,8 @@ using test::Layout;
 using test::Sealed;
 
 // One token whose keys are all `key` and whose values are all `value`.
-kvmeld::Fragment point(const std::shared_ptr<const kvmeld::Geometry>& g, float key, float value, std::int64_t position = 0) {
+kvmeld::Fragment point(const std::shared_ptr<const kvmeld::Geometry>& g, float key, float value,
+                       std::int64_t position = 0) {
   test::TestCache cache(g, 1);
   for (std::size_t p = 0; p < cache.planes(); ++p) {
     for (std::int64_t h = 0; h < cache.shape(p).heads; ++h) {
@@ -35,13 +37,16 @@ kvmeld::Fragment point(const std::shared_ptr<const kvmeld::Geometry>& g, float k
   REQUIRE(made.ok());
   return *made;
 }
-kvmeld::FragmentSet points(const std::shared_ptr<const kvmeld::Geometry>& g, const std::vector<float>& keys) {
+kvmeld::FragmentSet points(const std::shared_ptr<const kvmeld::Geometry>& g,
+                           const std::vector<float>& keys) {
   kvmeld::FragmentSet set;
   std::uint64_t agent = 0;
-  for (const float key : keys) REQUIRE(set.insert(point(g, key, key), kvmeld::Provenance{++agent, 0}).ok());
+  for (const float key : keys)
+    REQUIRE(set.insert(point(g, key, key), kvmeld::Provenance{++agent, 0}).ok());
   return set;
 }
-kvmeld::Target at(const std::shared_ptr<const kvmeld::Geometry>& g, std::int64_t first_position = 0) {
+kvmeld::Target at(const std::shared_ptr<const kvmeld::Geometry>& g,
+                  std::int64_t first_position = 0) {
   kvmeld::Target target;
   target.geometry = *g;
   target.first_position = first_position;
@@ -53,19 +58,22 @@ auto matched(F fuser) {
 }
 // What every element of the output is, all being the same.
 template <class F>
-double fused(const std::shared_ptr<const kvmeld::Geometry>& g, const kvmeld::FragmentSet& set, F fuser) {
+double fused(const std::shared_ptr<const kvmeld::Geometry>& g, const kvmeld::FragmentSet& set,
+             F fuser) {
   const auto cache = test::render_everywhere(set, matched(fuser), at(g));
   REQUIRE(cache->tokens() == 1);
   const double first = cache->get(0, 0, 0, 0);
   for (std::size_t p = 0; p < cache->planes(); ++p) {
     for (std::int64_t h = 0; h < cache->shape(p).heads; ++h) {
-      for (std::int64_t c = 0; c < cache->shape(p).channels; ++c) REQUIRE(cache->get(p, 0, h, c) == first);
+      for (std::int64_t c = 0; c < cache->shape(p).channels; ++c)
+        REQUIRE(cache->get(p, 0, h, c) == first);
     }
   }
   return first;
 }
 template <class F>
-void refused(const kvmeld::FragmentSet& set, const std::shared_ptr<const kvmeld::Geometry>& g, F fuser, ErrorCode code, const char* text) {
+void refused(const kvmeld::FragmentSet& set, const std::shared_ptr<const kvmeld::Geometry>& g,
+             F fuser, ErrorCode code, const char* text) {
   const auto plan = kvmeld::plan(set, matched(fuser), at(g));
   REQUIRE_FALSE(plan.ok());
   INFO(plan.status().message());
@@ -151,7 +159,9 @@ std::size_t plain_medoid(const Scores& s, const std::vector<std::size_t>& member
 
 }  // namespace
 
-TEST_CASE("points 0, 1, 2, 4, 100: Krum 1, mean 21.4, median 2, trimmed mean 7/3, geometric median 2, medoid 2") {
+TEST_CASE(
+    "points 0, 1, 2, 4, 100: Krum 1, mean 21.4, median 2, trimmed mean 7/3, geometric median 2, "
+    "medoid 2") {
   for (const int channels : {1, 7, 32, 40, 80}) {
     CAPTURE(channels);
     const auto g = test::geometry({.heads = 3, .channels = channels, .rotary = 0});
@@ -172,15 +182,20 @@ TEST_CASE("points 0, 1, 2, 4, 100: Krum 1, mean 21.4, median 2, trimmed mean 7/3
 }
 
 TEST_CASE("Bulyan: n - 2f chosen by repeated Krum, then the n - 4f values nearest to the median") {
-  // The rounds choose 1, 2, 4, 5 and 9 (whatever the ties of the last rounds); of them 2, 4 and 5 are nearest to the median 4.
-  CHECK(fused(plain, points(plain, {1, 2, 4, 5, 9, 13, 1000}), kvmeld::Bulyan{.f = 1}) == Approx(11.0 / 3.0).epsilon(1e-7));
+  // The rounds choose 1, 2, 4, 5 and 9 (whatever the ties of the last rounds); of them 2, 4 and 5
+  // are nearest to the median 4.
+  CHECK(fused(plain, points(plain, {1, 2, 4, 5, 9, 13, 1000}), kvmeld::Bulyan{.f = 1}) ==
+        Approx(11.0 / 3.0).epsilon(1e-7));
   // A liar in one channel among 64: the distances hardly change, the channel does not either.
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 64, .rotary = 0});
   kvmeld::FragmentSet set;
   for (std::uint64_t s = 0; s < 7; ++s) {
     test::TestCache cache(g, 1);
     for (std::size_t p = 0; p < 2; ++p) {
-      for (std::int64_t c = 0; c < 64; ++c) cache.set(p, 0, 0, c, static_cast<float>(s) + static_cast<float>(c * static_cast<std::int64_t>(s)) * 0.5F);
+      for (std::int64_t c = 0; c < 64; ++c)
+        cache.set(
+            p, 0, 0, c,
+            static_cast<float>(s) + static_cast<float>(c * static_cast<std::int64_t>(s)) * 0.5F);
     }
     if (s == 3) cache.set(0, 0, 0, 9, 60.0F);
     REQUIRE(set.insert(*kvmeld::seal(cache.ref()), kvmeld::Provenance{s, 0}).ok());
@@ -305,7 +320,9 @@ TEST_CASE("medoids and clusters against plain loops: ties, and halves of an even
   CHECK(halved({9, 0, 0, 9, 0}) == std::vector<std::size_t>{1, 2, 4});
 }
 
-TEST_CASE("clusters: an outlier among five does not move the result, by cosine or by number, medoid or centre") {
+TEST_CASE(
+    "clusters: an outlier among five does not move the result, by cosine or by number, medoid or "
+    "centre") {
   const auto g = test::geometry({.layers = 2, .heads = 2, .channels = 32, .rotary = 0});
   // Four nearly parallel rows of different length and one opposite: (1, t) and (-1, -1).
   kvmeld::FragmentSet set, honest;
@@ -314,7 +331,9 @@ TEST_CASE("clusters: an outlier among five does not move the result, by cosine o
     for (std::size_t p = 0; p < cache.planes(); ++p) {
       for (std::int64_t h = 0; h < 2; ++h) {
         for (std::int64_t c = 0; c < 32; ++c) {
-          const float x = s == 4 ? -1.0F : c % 2 == 0 ? 1.0F : 1.0F + 0.125F * static_cast<float>(s * s);
+          const float x = s == 4       ? -1.0F
+                          : c % 2 == 0 ? 1.0F
+                                       : 1.0F + 0.125F * static_cast<float>(s * s);
           cache.set(p, 0, h, c, x);
         }
       }
@@ -325,15 +344,20 @@ TEST_CASE("clusters: an outlier among five does not move the result, by cosine o
   }
   using kvmeld::Cluster;
   using kvmeld::ClusterResult;
-  const auto bytes = [&](const kvmeld::FragmentSet& of, auto fuser) { return test::render_everywhere(of, matched(fuser), at(g))->buffers(); };
+  const auto bytes = [&](const kvmeld::FragmentSet& of, auto fuser) {
+    return test::render_everywhere(of, matched(fuser), at(g))->buffers();
+  };
   for (const std::int32_t k : {0, 2}) {
     CAPTURE(k);
     CHECK(bytes(set, Cluster{.threshold = 0.8F, .k = k}) == bytes(honest, kvmeld::Medoid{}));
-    CHECK(bytes(set, Cluster{.threshold = 0.8F, .k = k, .result = ClusterResult::centre}) == bytes(honest, kvmeld::WeightedMean{}));
+    CHECK(bytes(set, Cluster{.threshold = 0.8F, .k = k, .result = ClusterResult::centre}) ==
+          bytes(honest, kvmeld::WeightedMean{}));
   }
   // With k = 1, or any cosine allowed, the outlier belongs.
-  CHECK(bytes(set, Cluster{.k = 1, .result = ClusterResult::centre}) == bytes(set, kvmeld::WeightedMean{}));
-  CHECK(bytes(set, Cluster{.threshold = -1.0F, .result = ClusterResult::centre}) == bytes(set, kvmeld::WeightedMean{}));
+  CHECK(bytes(set, Cluster{.k = 1, .result = ClusterResult::centre}) ==
+        bytes(set, kvmeld::WeightedMean{}));
+  CHECK(bytes(set, Cluster{.threshold = -1.0F, .result = ClusterResult::centre}) ==
+        bytes(set, kvmeld::WeightedMean{}));
   // As many clusters as contributions: equally large, so that the smallest id counts.
   kvmeld::FragmentSet first;
   REQUIRE(first.insert(kvmeld::in_force(set)[0]->fragment).ok());
@@ -345,7 +369,8 @@ TEST_CASE("clusters: an outlier among five does not move the result, by cosine o
 }
 
 TEST_CASE("Krum and medoid take K and V of all layers from one agent, byte for byte") {
-  const auto type = GENERATE(ElementType::f32, ElementType::bf16, ElementType::q8_0, ElementType::f8_e4m3);
+  const auto type =
+      GENERATE(ElementType::f32, ElementType::bf16, ElementType::q8_0, ElementType::f8_e4m3);
   CAPTURE(kvmeld::to_string(type));
   const auto g = test::geometry({.type = type, .layers = 3, .heads = 3, .channels = 64});
   std::vector<Sealed> spans;
@@ -362,7 +387,9 @@ TEST_CASE("Krum and medoid take K and V of all layers from one agent, byte for b
         for (std::size_t p = 0; p < cache->planes(); ++p) {
           for (std::int64_t h = 0; h < 3; ++h) {
             for (std::int64_t c = 0; c < 64; ++c) {
-              equal = equal && cache->get(p, t, h, c) == spans[s].values[p][static_cast<std::size_t>((t * 3 + h) * 64 + c)];
+              equal =
+                  equal && cache->get(p, t, h, c) ==
+                               spans[s].values[p][static_cast<std::size_t>((t * 3 + h) * 64 + c)];
             }
           }
         }
@@ -383,7 +410,8 @@ TEST_CASE("Krum and medoid take K and V of all layers from one agent, byte for b
       for (std::size_t j = 0; j < 5; ++j) {
         double d = 0;
         for (std::size_t p = 0; p < 6; p += 2) {
-          for (std::size_t e = t * 192; e < (t + 1) * 192; ++e) d += std::pow(spans[i].values[p][e] - spans[j].values[p][e], 2);
+          for (std::size_t e = t * 192; e < (t + 1) * 192; ++e)
+            d += std::pow(spans[i].values[p][e] - spans[j].values[p][e], 2);
         }
         sum += std::sqrt(d);
         if (i != j) near.push_back(d);
@@ -400,8 +428,10 @@ TEST_CASE("Krum and medoid take K and V of all layers from one agent, byte for b
 }
 
 TEST_CASE("keys at different positions are compared at a common one") {
-  // One content at positions 0, 7 and 31, rotated as an engine would have it, and two others: the three are alike.
-  const auto g = test::geometry({.layers = 2, .heads = 2, .channels = 48, .first = 4, .rotary = 40});
+  // One content at positions 0, 7 and 31, rotated as an engine would have it, and two others: the
+  // three are alike.
+  const auto g =
+      test::geometry({.layers = 2, .heads = 2, .channels = 48, .first = 4, .rotary = 40});
   test::TestCache alike(g, 1);
   alike.fill(7);
   const auto values = alike.dense();
@@ -413,18 +443,23 @@ TEST_CASE("keys at different positions are compared at a common one") {
       for (std::int64_t h = 0; h < 2; ++h) {
         std::vector<double> row(values[p].begin() + h * 48, values[p].begin() + (h + 1) * 48);
         if (p % 2 == 0) reference::turn(g->layers[0].rope, static_cast<double>(position), row);
-        for (std::int64_t c = 0; c < 48; ++c) cache.set(p, 0, h, c, static_cast<float>(row[static_cast<std::size_t>(c)]));
+        for (std::int64_t c = 0; c < 48; ++c)
+          cache.set(p, 0, h, c, static_cast<float>(row[static_cast<std::size_t>(c)]));
       }
     }
     const std::vector<std::int64_t> where{position < 0 ? 5 : position};
-    REQUIRE(set.insert(*kvmeld::seal(cache.ref(), {.positions = where}), kvmeld::Provenance{static_cast<std::uint64_t>(position + 9), 0}).ok());
+    REQUIRE(set.insert(*kvmeld::seal(cache.ref(), {.positions = where}),
+                       kvmeld::Provenance{static_cast<std::uint64_t>(position + 9), 0})
+                .ok());
   }
   const auto check = [&](const auto& fuser, double tolerance) {
     const auto out = test::render_everywhere(set, matched(fuser), at(g));
     double worst = 0;
     for (std::size_t p = 0; p < out->planes(); ++p) {
       for (std::int64_t h = 0; h < 2; ++h) {
-        for (std::int64_t c = 0; c < 48; ++c) worst = std::max(worst, std::abs(out->get(p, 0, h, c) - values[p][static_cast<std::size_t>(h * 48 + c)]));
+        for (std::int64_t c = 0; c < 48; ++c)
+          worst = std::max(worst, std::abs(out->get(p, 0, h, c) -
+                                           values[p][static_cast<std::size_t>(h * 48 + c)]));
       }
     }
     CHECK(worst <= tolerance);
@@ -437,17 +472,28 @@ TEST_CASE("keys at different positions are compared at a common one") {
   check(kvmeld::GeometricMedian{}, 5e-5);
 }
 
-TEST_CASE("order statistics against plain loops, over types, layouts, heads, pairings and positions") {
-  const auto type = GENERATE(ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::q8_0);
-  const auto layout = GENERATE(Layout::canonical, Layout::head_first, Layout::slot_list, Layout::split_channels);
-  const auto pairing = layout == Layout::paged ? kvmeld::RopePairing::interleaved : kvmeld::RopePairing::half_split;
+TEST_CASE(
+    "order statistics against plain loops, over types, layouts, heads, pairings and positions") {
+  const auto type =
+      GENERATE(ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::q8_0);
+  const auto layout =
+      GENERATE(Layout::canonical, Layout::head_first, Layout::slot_list, Layout::split_channels);
+  const auto pairing =
+      layout == Layout::paged ? kvmeld::RopePairing::interleaved : kvmeld::RopePairing::half_split;
   CAPTURE(kvmeld::to_string(type), static_cast<int>(layout));
-  const auto g = test::geometry({.type = type, .heads = 3, .channels = 96, .value_channels = 320, .first = 8, .rotary = 80, .pairing = pairing});
+  const auto g = test::geometry({.type = type,
+                                 .heads = 3,
+                                 .channels = 96,
+                                 .value_channels = 320,
+                                 .first = 8,
+                                 .rotary = 80,
+                                 .pairing = pairing});
   std::vector<Sealed> spans;
   for (std::int64_t s = 0; s < 5; ++s) {
     const auto n = std::int64_t{3} + s % 2;
     const auto positions = test::gapped_positions(n, s / 2);
-    spans.push_back(test::sealed(g, n, static_cast<std::uint64_t>(20 + s), {.positions = positions}));
+    spans.push_back(
+        test::sealed(g, n, static_cast<std::uint64_t>(20 + s), {.positions = positions}));
   }
   spans = test::by_id(spans);
   const auto set = test::set_of(spans);
@@ -462,9 +508,15 @@ TEST_CASE("order statistics against plain loops, over types, layouts, heads, pai
           std::vector<std::vector<double>> rows;
           for (const auto& in : outputs[o].inputs) {
             const Sealed& span = spans[in.source];
-            const auto begin = span.values[p].begin() + static_cast<std::ptrdiff_t>((static_cast<std::size_t>(in.token) * 3 + h) * channels);
+            const auto begin = span.values[p].begin() +
+                               static_cast<std::ptrdiff_t>(
+                                   (static_cast<std::size_t>(in.token) * 3 + h) * channels);
             rows.emplace_back(begin, begin + static_cast<std::ptrdiff_t>(channels));
-            if (p % 2 == 0) reference::turn(g->layers[0].rope, -static_cast<double>(span.positions[static_cast<std::size_t>(in.token)]), rows.back());
+            if (p % 2 == 0)
+              reference::turn(
+                  g->layers[0].rope,
+                  -static_cast<double>(span.positions[static_cast<std::size_t>(in.token)]),
+                  rows.back());
           }
           reference::Row want{std::vector<double>(channels), 0, false, rows.size()};
           for (std::size_t c = 0; c < channels; ++c) {
@@ -474,9 +526,14 @@ TEST_CASE("order statistics against plain loops, over types, layouts, heads, pai
             std::sort(column.begin(), column.end());
             want.values[c] = reduce(column);
           }
-          if (p % 2 == 0) reference::turn(g->layers[0].rope, static_cast<double>(outputs[o].position), want.values);
+          if (p % 2 == 0)
+            reference::turn(g->layers[0].rope, static_cast<double>(outputs[o].position),
+                            want.values);
           for (std::size_t c = 0; c < channels; ++c) {
-            const double off = std::abs(cache->get(p, static_cast<std::int64_t>(o), static_cast<std::int64_t>(h), static_cast<std::int64_t>(c)) - want.values[c]);
+            const double off =
+                std::abs(cache->get(p, static_cast<std::int64_t>(o), static_cast<std::int64_t>(h),
+                                    static_cast<std::int64_t>(c)) -
+                         want.values[c]);
             worst = std::max(worst, off / reference::tolerance(type, want, c));
           }
         }
@@ -487,8 +544,10 @@ TEST_CASE("order statistics against plain loops, over types, layouts, heads, pai
   check(kvmeld::Median{}, [](const std::vector<double>& x) {
     return x.size() % 2 == 1 ? x[x.size() / 2] : (x[x.size() / 2 - 1] + x[x.size() / 2]) / 2;
   });
-  // The longest two fragments share the last output: two values, one of which is not enough for f = 1.
-  refused(set, g, kvmeld::TrimmedMean{.f = 1}, ErrorCode::invalid_argument, "needs more than 2 contributions, there are 2");
+  // The longest two fragments share the last output: two values, one of which is not enough for f =
+  // 1.
+  refused(set, g, kvmeld::TrimmedMean{.f = 1}, ErrorCode::invalid_argument,
+          "needs more than 2 contributions, there are 2");
   check(kvmeld::TrimmedMean{.f = 0}, [](const std::vector<double>& x) {
     double sum = 0;
     for (const double v : x) sum += v;
@@ -509,27 +568,39 @@ TEST_CASE("weights by agent and by fragment; 0 leaves one out, so that one survi
     for (auto& in : output.inputs) in.weight = in.source == 0 ? 0.5 : in.source == 1 ? 3.0 : 1.0;
   }
   const kvmeld::AgentWeights agents{.weights = {{1, 0.5F}, {2, 3.0F}}};
-  const auto by_agent = kvmeld::merger(kvmeld::ByProvenance{}, Aligner{TokenMatch{}}, Fuser{agents});
-  CHECK(reference::worst(*test::render_everywhere(set, by_agent, at(g)), spans, outputs, reference::Fuse::mean) <= 1.0);
-  kvmeld::FragmentWeights fragments{.weights = {{spans[0].fragment.id(), 0.5F}, {spans[1].fragment.id(), 3.0F}}};
-  std::sort(fragments.weights.begin(), fragments.weights.end(), [](auto& a, auto& b) { return a.fragment < b.fragment; });
-  const auto by_fragment = kvmeld::merger(kvmeld::ByProvenance{}, Aligner{TokenMatch{}}, Fuser{fragments});
-  CHECK(reference::worst(*test::render_everywhere(set, by_fragment, at(g)), spans, outputs, reference::Fuse::mean) <= 1.0);
+  const auto by_agent =
+      kvmeld::merger(kvmeld::ByProvenance{}, Aligner{TokenMatch{}}, Fuser{agents});
+  CHECK(reference::worst(*test::render_everywhere(set, by_agent, at(g)), spans, outputs,
+                         reference::Fuse::mean) <= 1.0);
+  kvmeld::FragmentWeights fragments{
+      .weights = {{spans[0].fragment.id(), 0.5F}, {spans[1].fragment.id(), 3.0F}}};
+  std::sort(fragments.weights.begin(), fragments.weights.end(),
+            [](auto& a, auto& b) { return a.fragment < b.fragment; });
+  const auto by_fragment =
+      kvmeld::merger(kvmeld::ByProvenance{}, Aligner{TokenMatch{}}, Fuser{fragments});
+  CHECK(reference::worst(*test::render_everywhere(set, by_fragment, at(g)), spans, outputs,
+                         reference::Fuse::mean) <= 1.0);
   CHECK(by_agent.digest() != by_fragment.digest());
   const kvmeld::AgentWeights others{.weights = {{1, 0.5F}, {2, 3.5F}}};
-  CHECK(by_agent.digest() != kvmeld::merger(kvmeld::ByProvenance{}, Aligner{TokenMatch{}}, Fuser{others}).digest());
+  CHECK(by_agent.digest() !=
+        kvmeld::merger(kvmeld::ByProvenance{}, Aligner{TokenMatch{}}, Fuser{others}).digest());
 
   const kvmeld::AgentWeights only{.weights = {{3, 1.0F}}, .otherwise = 0.0F};
   kvmeld::FragmentSet alone;
   REQUIRE(alone.insert(spans[2].fragment).ok());
-  CHECK(test::render_everywhere(set, matched(only), at(g, 9))->buffers() == test::render_everywhere(alone, matched(kvmeld::WeightedMean{}), at(g, 9))->buffers());
+  CHECK(test::render_everywhere(set, matched(only), at(g, 9))->buffers() ==
+        test::render_everywhere(alone, matched(kvmeld::WeightedMean{}), at(g, 9))->buffers());
 
   const float nan = std::nanf("");
-  refused(set, g, kvmeld::AgentWeights{.weights = {{1, -0.5F}}}, ErrorCode::non_finite, "hold -0.5");
+  refused(set, g, kvmeld::AgentWeights{.weights = {{1, -0.5F}}}, ErrorCode::non_finite,
+          "hold -0.5");
   refused(set, g, kvmeld::AgentWeights{.weights = {{2, nan}}}, ErrorCode::non_finite, "not finite");
-  refused(set, g, kvmeld::AgentWeights{.otherwise = 0.0F}, ErrorCode::non_finite, "3 weights of output 0");
-  refused(set, g, kvmeld::AgentWeights{.weights = {{2, 1.0F}, {1, 1.0F}}}, ErrorCode::invalid_argument, "agent 1 follows agent 2");
-  refused(set, g, kvmeld::AgentWeights{.weights = {{2, 1.0F}, {2, 1.0F}}}, ErrorCode::invalid_argument, "ascends");
+  refused(set, g, kvmeld::AgentWeights{.otherwise = 0.0F}, ErrorCode::non_finite,
+          "3 weights of output 0");
+  refused(set, g, kvmeld::AgentWeights{.weights = {{2, 1.0F}, {1, 1.0F}}},
+          ErrorCode::invalid_argument, "agent 1 follows agent 2");
+  refused(set, g, kvmeld::AgentWeights{.weights = {{2, 1.0F}, {2, 1.0F}}},
+          ErrorCode::invalid_argument, "ascends");
   refused(set, g, kvmeld::FragmentWeights{.otherwise = -1.0F}, ErrorCode::non_finite, "hold -1");
   std::reverse(fragments.weights.begin(), fragments.weights.end());
   refused(set, g, fragments, ErrorCode::invalid_argument, "ascends");
@@ -537,14 +608,18 @@ TEST_CASE("weights by agent and by fragment; 0 leaves one out, so that one survi
 
 TEST_CASE("rules refuse fewer contributions than they need, and more than they can sort") {
   const auto five = points(plain, {0, 1, 2, 4, 100});
-  refused(five, plain, kvmeld::Krum{.f = 2}, ErrorCode::invalid_argument, "at least 2f + 3 = 7 contributions, there are 5");
+  refused(five, plain, kvmeld::Krum{.f = 2}, ErrorCode::invalid_argument,
+          "at least 2f + 3 = 7 contributions, there are 5");
   refused(five, plain, kvmeld::Krum{.f = -1}, ErrorCode::invalid_argument, "f = -1");
   refused(five, plain, kvmeld::MultiKrum{.f = 1, .m = 5}, ErrorCode::invalid_argument, "at most 4");
   refused(five, plain, kvmeld::MultiKrum{.f = 1, .m = 0}, ErrorCode::invalid_argument, "m = 0");
-  refused(five, plain, kvmeld::TrimmedMean{.f = 3}, ErrorCode::invalid_argument, "needs more than 6 contributions, there are 5");
+  refused(five, plain, kvmeld::TrimmedMean{.f = 3}, ErrorCode::invalid_argument,
+          "needs more than 6 contributions, there are 5");
   refused(five, plain, kvmeld::TrimmedMean{.f = -1}, ErrorCode::invalid_argument, "f = -1");
-  refused(five, plain, kvmeld::Bulyan{.f = 1}, ErrorCode::invalid_argument, "at least 4f + 3 = 7 contributions, there are 5");
-  refused(five, plain, kvmeld::Krum{.f = std::numeric_limits<std::int32_t>::max()}, ErrorCode::invalid_argument, "there are 5");
+  refused(five, plain, kvmeld::Bulyan{.f = 1}, ErrorCode::invalid_argument,
+          "at least 4f + 3 = 7 contributions, there are 5");
+  refused(five, plain, kvmeld::Krum{.f = std::numeric_limits<std::int32_t>::max()},
+          ErrorCode::invalid_argument, "there are 5");
 
   // 1,000 fragments: what compares pairs does, what sorts says how many it takes. Some are empty.
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 1, .rotary = 0});
@@ -557,9 +632,11 @@ TEST_CASE("rules refuse fewer contributions than they need, and more than they c
     REQUIRE(set.insert(test::sealed(g, 0, 1).fragment).ok());
     return set;
   }();
-  refused(set_of_many, g, kvmeld::Median{}, ErrorCode::oversized, "1000 contributions; this fuser sorts at most 64");
+  refused(set_of_many, g, kvmeld::Median{}, ErrorCode::oversized,
+          "1000 contributions; this fuser sorts at most 64");
   // Before its rounds, which would take half a minute.
-  refused(set_of_many, g, kvmeld::Bulyan{.f = 1}, ErrorCode::oversized, "Bulyan{f = 1} would choose 998 of 1000 contributions and sorts at most 64");
+  refused(set_of_many, g, kvmeld::Bulyan{.f = 1}, ErrorCode::oversized,
+          "Bulyan{f = 1} would choose 998 of 1000 contributions and sorts at most 64");
   const auto krum = test::render_everywhere(set_of_many, matched(kvmeld::Krum{.f = 300}), at(g));
   CHECK(krum->get(0, 0, 0, 0) < 7.0);
   const auto medoid = test::render_everywhere(set_of_many, matched(kvmeld::Medoid{}), at(g));
@@ -573,7 +650,8 @@ TEST_CASE("ties go to the smaller fragment id, whatever the order policy says") 
   REQUIRE(set.insert(b, kvmeld::Provenance{2, 0}).ok());
   const double want = a.id() < b.id() ? 1.0 : 3.0;
   for (const bool reversed : {false, true}) {
-    const auto merger = kvmeld::merger(kvmeld::ByProvenance{.reversed = reversed}, Aligner{TokenMatch{}}, Fuser{kvmeld::Medoid{}});
+    const auto merger = kvmeld::merger(kvmeld::ByProvenance{.reversed = reversed},
+                                       Aligner{TokenMatch{}}, Fuser{kvmeld::Medoid{}});
     CHECK(test::render_everywhere(set, merger, at(plain))->get(0, 0, 0, 0) == want);
   }
 }
@@ -654,8 +732,8 @@ TEST_CASE("a fuser that cannot act is a warning, and an error where the caller s
         RenderWarnings::none);  // nothing is rendered at all
 
   // A token that is left to the engine is not fused.
-  CHECK(report(set, kvmeld::merger(kvmeld::ById{}, Aligner{TokenMatch{}},
-                                   Fuser{kvmeld::Median{}}, SeamAt{2}))
+  CHECK(report(set, kvmeld::merger(kvmeld::ById{}, Aligner{TokenMatch{}}, Fuser{kvmeld::Median{}},
+                                   SeamAt{2}))
             .fused == 3);
 
   // A table that names nobody here: agents 8 and 9 are elsewhere.

@@ -1,5 +1,5 @@
-// Fusers that mix a head's rows: against plain loops in double, the same bytes in every instruction set and in lanes, laws, and
-// what they refuse.
+// Fusers that mix a head's rows: against plain loops in double, the same bytes in every instruction
+// set and in lanes, laws, and what they refuse.
 #include <cmath>
 #include <limits>
 #include <string>
@@ -27,13 +27,15 @@ using kvmeld::GateWeights;
 using kvmeld::NormPreservingMean;
 using kvmeld::Plane;
 
-std::vector<float> random_parameters(const GateShape& shape, std::uint64_t seed, float scale = 0.25F) {
+std::vector<float> random_parameters(const GateShape& shape, std::uint64_t seed,
+                                     float scale = 0.25F) {
   test::Random random(seed);
   std::vector<float> out(static_cast<std::size_t>(shape.size()));
   for (float& w : out) w = random.value() / 4 * scale;
   return out;
 }
-std::shared_ptr<const GateWeights> random_weights(const GateShape& shape, std::uint64_t seed = 7, float scale = 0.25F) {
+std::shared_ptr<const GateWeights> random_weights(const GateShape& shape, std::uint64_t seed = 7,
+                                                  float scale = 0.25F) {
   const auto made = GateWeights::make(shape, random_parameters(shape, seed, scale));
   INFO(made.status().message());
   REQUIRE(made.ok());
@@ -50,7 +52,8 @@ struct Rows {
     test::Random random(seed);
     values.assign(static_cast<std::size_t>(count * stride), 0.0F);
     for (int i = 0; i < count; ++i) {
-      for (int c = 0; c < channels; ++c) values[static_cast<std::size_t>(i * stride + c)] = random.value();
+      for (int c = 0; c < channels; ++c)
+        values[static_cast<std::size_t>(i * stride + c)] = random.value();
       weights.push_back(0.25F * static_cast<float>(1 + random.below(8)));
     }
     rows = {values.data(), stride, weights.data(), count, channels, layer, 0, plane};
@@ -68,7 +71,8 @@ std::vector<float> mixed(const Mix& mix, const Rows& r) {
     alignas(64) float row[1024] = {};
     mix.mix(isa, r.rows, row);
     INFO(kvmeld::to_string(isa));
-    REQUIRE(std::equal(out.begin(), out.end(), row, [](float a, float b) { return std::memcmp(&a, &b, 4) == 0; }));
+    REQUIRE(std::equal(out.begin(), out.end(), row,
+                       [](float a, float b) { return std::memcmp(&a, &b, 4) == 0; }));
   }
   return out;
 }
@@ -87,13 +91,17 @@ std::vector<double> reference(const GateShape& shape, const float* w, const Rows
     std::vector<double> units;
     for (int j = 0; j < h; ++j) {
       double sum = static_cast<double>(bias[j]);
-      for (int c = 0; c < channels; ++c) sum += static_cast<double>(w[j * 2 * channels + c]) * r.at(i, c);
-      for (int c = 0; c < channels; ++c) sum += static_cast<double>(w[j * 2 * channels + channels + c]) * mean[static_cast<std::size_t>(c)];
+      for (int c = 0; c < channels; ++c)
+        sum += static_cast<double>(w[j * 2 * channels + c]) * r.at(i, c);
+      for (int c = 0; c < channels; ++c)
+        sum += static_cast<double>(w[j * 2 * channels + channels + c]) *
+               mean[static_cast<std::size_t>(c)];
       units.push_back(std::tanh(sum));
     }
     for (int o = 0; o < outputs; ++o) {
       double sum = static_cast<double>(second[outputs * h + o]);
-      for (int j = 0; j < h; ++j) sum += static_cast<double>(second[o * h + j]) * units[static_cast<std::size_t>(j)];
+      for (int j = 0; j < h; ++j)
+        sum += static_cast<double>(second[o * h + j]) * units[static_cast<std::size_t>(j)];
       logits.push_back(sum);
     }
   }
@@ -101,7 +109,9 @@ std::vector<double> reference(const GateShape& shape, const float* w, const Rows
   for (int c = 0; c < channels; ++c) {
     double total = 0, sum = 0;
     for (int i = 0; i < n; ++i) {
-      const double g = static_cast<double>(r.weights[static_cast<std::size_t>(i)]) * std::exp(logits[static_cast<std::size_t>(i * outputs + (outputs == 1 ? 0 : c))]);
+      const double g =
+          static_cast<double>(r.weights[static_cast<std::size_t>(i)]) *
+          std::exp(logits[static_cast<std::size_t>(i * outputs + (outputs == 1 ? 0 : c))]);
       total += g;
       sum += g * r.at(i, c);
     }
@@ -112,7 +122,8 @@ std::vector<double> reference(const GateShape& shape, const float* w, const Rows
 
 template <class F>
 auto given(const kvmeld::Alignment& a, F fuser) {
-  return kvmeld::merger(ById{}, Aligner{test::Given{std::make_shared<const kvmeld::Alignment>(a)}}, Fuser{fuser});
+  return kvmeld::merger(ById{}, Aligner{test::Given{std::make_shared<const kvmeld::Alignment>(a)}},
+                        Fuser{fuser});
 }
 template <class F>
 auto matched(F fuser) {
@@ -121,25 +132,30 @@ auto matched(F fuser) {
 
 }  // namespace
 
-TEST_CASE("a gate is the network in double, and the same bytes in lanes and in every instruction set") {
+TEST_CASE(
+    "a gate is the network in double, and the same bytes in lanes and in every instruction set") {
   const int count = GENERATE(1, 2, 3, 5, 6, 11, 64);
-  const auto [channels, hidden] = GENERATE(std::pair{1, 1}, std::pair{80, 64}, std::pair{96, 33}, std::pair{128, 64}, std::pair{64, 128});
+  const auto [channels, hidden] = GENERATE(std::pair{1, 1}, std::pair{80, 64}, std::pair{96, 33},
+                                           std::pair{128, 64}, std::pair{64, 128});
   CAPTURE(count, channels, hidden);
   const Rows rows(count, channels, 11);
   GateShape shape{.key_channels = channels, .value_channels = channels, .hidden = hidden};
   const auto token = random_weights(shape);
   const auto check = [&](const std::vector<float>& got, const std::vector<double>& want) {
-    for (std::size_t c = 0; c < want.size(); ++c) REQUIRE(std::abs(static_cast<double>(got[c]) - want[c]) <= 1e-5 * (1 + std::abs(want[c])));
+    for (std::size_t c = 0; c < want.size(); ++c)
+      REQUIRE(std::abs(static_cast<double>(got[c]) - want[c]) <= 1e-5 * (1 + std::abs(want[c])));
   };
   check(mixed(Gated{token}.mixing(), rows), reference(shape, token->parameters().data(), rows));
   if (!GatedChannels{token}.check(count)) return;
   shape.kind = GateKind::channel;
   const auto channel = random_weights(shape, 8);
-  check(mixed(GatedChannels{channel}.mixing(), rows), reference(shape, channel->parameters().data(), rows));
+  check(mixed(GatedChannels{channel}.mixing(), rows),
+        reference(shape, channel->parameters().data(), rows));
 }
 
 TEST_CASE("every layer and plane has its network") {
-  GateShape shape{.key_channels = 40, .value_channels = 24, .hidden = 8, .layers = 3, .planes_apart = true};
+  GateShape shape{
+      .key_channels = 40, .value_channels = 24, .hidden = 8, .layers = 3, .planes_apart = true};
   for (const GateKind kind : {GateKind::token, GateKind::channel}) {
     shape.kind = kind;
     const auto weights = random_weights(shape);
@@ -148,9 +164,12 @@ TEST_CASE("every layer and plane has its network") {
       for (const Plane plane : {Plane::key, Plane::value}) {
         const int p = plane == Plane::value ? 1 : 0;
         const Rows rows(4, shape.channels(p), 5, layer, plane);
-        const auto got = kind == GateKind::token ? mixed(Gated{weights}.mixing(), rows) : mixed(GatedChannels{weights}.mixing(), rows);
+        const auto got = kind == GateKind::token ? mixed(Gated{weights}.mixing(), rows)
+                                                 : mixed(GatedChannels{weights}.mixing(), rows);
         const auto want = reference(shape, network, rows);
-        for (std::size_t c = 0; c < want.size(); ++c) REQUIRE(std::abs(static_cast<double>(got[c]) - want[c]) <= 1e-5 * (1 + std::abs(want[c])));
+        for (std::size_t c = 0; c < want.size(); ++c)
+          REQUIRE(std::abs(static_cast<double>(got[c]) - want[c]) <=
+                  1e-5 * (1 + std::abs(want[c])));
         network += shape.network_size(p);
       }
     }
@@ -177,16 +196,19 @@ TEST_CASE("a norm-preserving mean is as long as its rows are on average") {
   for (const double x : mean) length += x * x;
   length = std::sqrt(length);
   for (std::size_t c = 0; c < mean.size(); ++c) {
-    REQUIRE(std::abs(static_cast<double>(got[c]) - mean[c] * norms / total / length) <= 1e-6 * norms / total);
+    REQUIRE(std::abs(static_cast<double>(got[c]) - mean[c] * norms / total / length) <=
+            1e-6 * norms / total);
   }
 }
 
 TEST_CASE("equal rows fuse to themselves, opposite and zero rows to zero") {
   const GateShape shape{.key_channels = 48, .value_channels = 48, .hidden = 64};
-  const GateShape by_channel{.kind = GateKind::channel, .key_channels = 48, .value_channels = 48, .hidden = 64};
+  const GateShape by_channel{
+      .kind = GateKind::channel, .key_channels = 48, .value_channels = 48, .hidden = 64};
   const int count = GENERATE(2, 3, 7, 64);
   Rows rows(count, 48, 21);
-  for (int i = 1; i < count; ++i) std::copy_n(rows.values.begin(), 64, rows.values.begin() + i * 64);
+  for (int i = 1; i < count; ++i)
+    std::copy_n(rows.values.begin(), 64, rows.values.begin() + i * 64);
   const std::vector<float> row(rows.values.begin(), rows.values.begin() + 48);
   CHECK(mixed(Gated{random_weights(shape)}.mixing(), rows) == row);
   CHECK(mixed(GatedChannels{random_weights(by_channel)}.mixing(), rows) == row);
@@ -198,7 +220,8 @@ TEST_CASE("equal rows fuse to themselves, opposite and zero rows to zero") {
   }
   std::fill(rows.values.begin(), rows.values.end(), 0.0F);
   CHECK(mixed(Gated{random_weights(shape)}.mixing(), rows) == std::vector<float>(48, 0.0F));
-  CHECK(mixed(GatedChannels{random_weights(by_channel)}.mixing(), rows) == std::vector<float>(48, 0.0F));
+  CHECK(mixed(GatedChannels{random_weights(by_channel)}.mixing(), rows) ==
+        std::vector<float>(48, 0.0F));
   CHECK(mixed(NormPreservingMean{}.mixing(), rows) == std::vector<float>(48, 0.0F));
 }
 
@@ -206,7 +229,8 @@ TEST_CASE("weights multiply what the network opens, and the largest numbers stay
   GateShape shape{.key_channels = 32, .value_channels = 32, .hidden = 16};
   Rows rows(3, 32, 2);
   // No network: a weighted mean.
-  const auto silent = *GateWeights::make(shape, std::vector<float>(static_cast<std::size_t>(shape.size())));
+  const auto silent =
+      *GateWeights::make(shape, std::vector<float>(static_cast<std::size_t>(shape.size())));
   const auto got = mixed(Gated{silent}.mixing(), rows);
   for (int c = 0; c < 32; ++c) {
     double sum = 0, total = 0;
@@ -217,12 +241,16 @@ TEST_CASE("weights multiply what the network opens, and the largest numbers stay
     REQUIRE(std::abs(static_cast<double>(got[static_cast<std::size_t>(c)]) - sum / total) <= 1e-6);
   }
   // Sums that overflow to both infinities.
-  for (float& x : rows.values) x = x < 0 ? -std::numeric_limits<float>::max() : std::numeric_limits<float>::max();
-  rows.weights = {std::numeric_limits<float>::denorm_min(), 1.0F, std::numeric_limits<float>::max()};
+  for (float& x : rows.values)
+    x = x < 0 ? -std::numeric_limits<float>::max() : std::numeric_limits<float>::max();
+  rows.weights = {std::numeric_limits<float>::denorm_min(), 1.0F,
+                  std::numeric_limits<float>::max()};
   for (const GateKind kind : {GateKind::token, GateKind::channel}) {
     shape.kind = kind;
     const auto huge = random_weights(shape, 3, 0x1p62F);
-    for (const float x : kind == GateKind::token ? mixed(Gated{huge}.mixing(), rows) : mixed(GatedChannels{huge}.mixing(), rows)) REQUIRE(std::isfinite(x));
+    for (const float x : kind == GateKind::token ? mixed(Gated{huge}.mixing(), rows)
+                                                 : mixed(GatedChannels{huge}.mixing(), rows))
+      REQUIRE(std::isfinite(x));
   }
   for (const float x : mixed(NormPreservingMean{}.mixing(), rows)) REQUIRE(std::isfinite(x));
 }
@@ -230,28 +258,42 @@ TEST_CASE("weights multiply what the network opens, and the largest numbers stay
 TEST_CASE("gates render to the same bytes in every executor") {
   const auto type = GENERATE(ElementType::f32, ElementType::bf16, ElementType::q8_0);
   const std::int64_t count = 4;
-  const auto g = test::geometry({.type = type, .layers = 2, .heads = 2, .channels = 32, .value_channels = 64, .first = 8, .rotary = 20});
+  const auto g = test::geometry({.type = type,
+                                 .layers = 2,
+                                 .heads = 2,
+                                 .channels = 32,
+                                 .value_channels = 64,
+                                 .first = 8,
+                                 .rotary = 20});
   std::vector<test::Sealed> spans;
-  for (const std::uint64_t seed : {1U, 2U}) spans.push_back(test::sealed(g, 12, seed, {.positions = test::gapped_positions(12, static_cast<std::int64_t>(seed))}));
+  for (const std::uint64_t seed : {1U, 2U})
+    spans.push_back(test::sealed(
+        g, 12, seed, {.positions = test::gapped_positions(12, static_cast<std::int64_t>(seed))}));
   const auto set = test::set_of(test::by_id(spans));
   kvmeld::Alignment alignment = test::crowd(count, 12);
   kvmeld::Target target;
   target.geometry = *g;
-  GateShape shape{.key_channels = 32, .value_channels = 64, .hidden = 24, .layers = 2, .planes_apart = true};
+  GateShape shape{
+      .key_channels = 32, .value_channels = 64, .hidden = 24, .layers = 2, .planes_apart = true};
   for (const bool by_head : {false, true}) {
     if (by_head) {
-      const std::size_t n = alignment.groups[0].contributions.size();  // the last of which stands alone in its row
-      for (std::size_t i = 0; i < 4 * n; ++i) alignment.groups[0].head_weights.push_back((i % n + i / n) % 3 == 1 && i % n + 1 < n ? 0.0F : 0.5F);
+      // the last of which stands alone in its row
+      const std::size_t n = alignment.groups[0].contributions.size();
+      for (std::size_t i = 0; i < 4 * n; ++i)
+        alignment.groups[0].head_weights.push_back(
+            (i % n + i / n) % 3 == 1 && i % n + 1 < n ? 0.0F : 0.5F);
     }
     shape.kind = GateKind::token;
     test::render_everywhere(set, given(alignment, Gated{random_weights(shape)}), target);
     shape.kind = GateKind::channel;
-    test::render_everywhere(set, given(alignment, GatedChannels{random_weights(shape)}), target, test::Layout::paged);
+    test::render_everywhere(set, given(alignment, GatedChannels{random_weights(shape)}), target,
+                            test::Layout::paged);
     test::render_everywhere(set, given(alignment, NormPreservingMean{}), target);
   }
   // Weights whose products are rounded, so that a product joined with its sum would show.
   alignment.groups[0].head_weights.clear();
-  for (std::size_t i = 0; i < alignment.groups[0].contributions.size(); ++i) alignment.groups[0].contributions[i].weight = i % 2 == 0 ? 0.3F : 0.7F;
+  for (std::size_t i = 0; i < alignment.groups[0].contributions.size(); ++i)
+    alignment.groups[0].contributions[i].weight = i % 2 == 0 ? 0.3F : 0.7F;
   shape.kind = GateKind::token;
   test::render_everywhere(set, given(alignment, Gated{random_weights(shape)}), target);
   shape.kind = GateKind::channel;
@@ -271,11 +313,13 @@ TEST_CASE("agents in another order give the same bytes; one alone is a copy") {
     for (int turn = 0; turn < 3; ++turn) {
       std::rotate(order.begin(), order.begin() + 1, order.end());
       test::TestCache again(g, 1);
-      REQUIRE(kvmeld::render(kvmeld::exec::seq, test::set_of(order), matched(fuser), again.out()).ok());
+      REQUIRE(
+          kvmeld::render(kvmeld::exec::seq, test::set_of(order), matched(fuser), again.out()).ok());
       CHECK(again.buffers() == first->buffers());
     }
     const auto alone = test::render_everywhere(test::set_of({spans[0]}), matched(fuser), target);
-    const auto copied = test::render_everywhere(test::set_of({spans[0]}), matched(kvmeld::WeightedMean{}), target);
+    const auto copied =
+        test::render_everywhere(test::set_of({spans[0]}), matched(kvmeld::WeightedMean{}), target);
     CHECK(alone->buffers() == copied->buffers());
   };
   check(Gated{random_weights(shape)});
@@ -308,18 +352,23 @@ TEST_CASE("weights go to a file and come back") {
   CHECK((*changed)->digest() != weights->digest());
   CHECK(matched(Gated{*changed}).digest() != matched(Gated{weights}).digest());
   // One element not finite.
-  for (const float bad : {std::nanf(""), std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity()}) {
+  for (const float bad : {std::nanf(""), std::numeric_limits<float>::infinity(),
+                          -std::numeric_limits<float>::infinity()}) {
     auto broken = *file;
     std::memcpy(broken.data() + broken.size() - 4, &bad, 4);
     CHECK(kvmeld::gate_from_safetensors(broken).status().code() == ErrorCode::non_finite);
   }
-  for (std::size_t cut = 0; cut < file->size(); cut += 97) CHECK_FALSE(kvmeld::gate_from_safetensors(std::span(*file).first(cut)).ok());
+  for (std::size_t cut = 0; cut < file->size(); cut += 97)
+    CHECK_FALSE(kvmeld::gate_from_safetensors(std::span(*file).first(cut)).ok());
 }
 
 TEST_CASE("files that are no gate are refused") {
   const auto refused = [](ErrorCode code, const char* text, const auto& change) {
     std::vector<std::pair<std::string, std::vector<std::uint64_t>>> tensors = {
-        {"first.weight", {4, 16}}, {"first.bias", {4}}, {"second.weight", {1, 4}}, {"second.bias", {1}}};
+        {"first.weight", {4, 16}},
+        {"first.bias", {4}},
+        {"second.weight", {1, 4}},
+        {"second.bias", {1}}};
     kvmeld::SafetensorsWriter writer;
     change(tensors, writer);
     for (const auto& [name, shape] : tensors) {
@@ -335,14 +384,23 @@ TEST_CASE("files that are no gate are refused") {
     CHECK(got.message().find(text) != std::string::npos);
   };
   refused(ErrorCode::ok, "", [](auto&, auto&) {});
-  refused(ErrorCode::unknown_field, "relu", [](auto&, auto& w) { w.metadata("activation", "relu"); });
-  refused(ErrorCode::unknown_field, "5 tensors", [](auto& t, auto&) { t.push_back({"third.weight", {2}}); });
+  refused(ErrorCode::unknown_field, "relu",
+          [](auto&, auto& w) { w.metadata("activation", "relu"); });
+  refused(ErrorCode::unknown_field, "5 tensors", [](auto& t, auto&) {
+    t.push_back({"third.weight", {2}});
+  });
   refused(ErrorCode::not_found, "first.bias", [](auto& t, auto&) { t[1].first = "first.bais"; });
   refused(ErrorCode::not_found, "second.weight", [](auto& t, auto&) { t[2].first = "second"; });
   refused(ErrorCode::geometry_mismatch, "first.bias", [](auto& t, auto&) { t[1].second = {5}; });
-  refused(ErrorCode::geometry_mismatch, "first.weight", [](auto& t, auto&) { t[0].second = {4, 15}; });
-  refused(ErrorCode::geometry_mismatch, "first.weight", [](auto& t, auto&) { t[2].second = {3, 4}; });
-  refused(ErrorCode::geometry_mismatch, "first.weight", [](auto& t, auto&) { t[0].second = {300, 16}; });
+  refused(ErrorCode::geometry_mismatch, "first.weight", [](auto& t, auto&) {
+    t[0].second = {4, 15};
+  });
+  refused(ErrorCode::geometry_mismatch, "first.weight", [](auto& t, auto&) {
+    t[2].second = {3, 4};
+  });
+  refused(ErrorCode::geometry_mismatch, "first.weight", [](auto& t, auto&) {
+    t[0].second = {300, 16};
+  });
   refused(ErrorCode::invalid_argument, "hidden", [](auto& t, auto&) {
     t[0].second = {0, 16};
     t[1].second = {0};
@@ -352,13 +410,22 @@ TEST_CASE("files that are no gate are refused") {
 
 TEST_CASE("sizes, models and crowds that do not fit are refused") {
   const GateShape shape{.key_channels = 64, .value_channels = 64, .hidden = 64};
-  const auto make = [](GateShape s) { return GateWeights::make(s, std::vector<float>(static_cast<std::size_t>(s.size()))).status().code(); };
+  const auto make = [](GateShape s) {
+    return GateWeights::make(s, std::vector<float>(static_cast<std::size_t>(s.size())))
+        .status()
+        .code();
+  };
   CHECK(make(shape) == ErrorCode::ok);
-  CHECK(make({.key_channels = 64, .value_channels = 32, .hidden = 64}) == ErrorCode::invalid_argument);
-  CHECK(make({.key_channels = 64, .value_channels = 64, .hidden = 257}) == ErrorCode::invalid_argument);
-  CHECK(make({.key_channels = 1025, .value_channels = 1025, .hidden = 8}) == ErrorCode::invalid_argument);
-  CHECK(make({.key_channels = 64, .value_channels = 64, .hidden = 8, .layers = 0}) == ErrorCode::invalid_argument);
-  CHECK(GateWeights::make(shape, std::vector<float>(3)).status().code() == ErrorCode::invalid_argument);
+  CHECK(make({.key_channels = 64, .value_channels = 32, .hidden = 64}) ==
+        ErrorCode::invalid_argument);
+  CHECK(make({.key_channels = 64, .value_channels = 64, .hidden = 257}) ==
+        ErrorCode::invalid_argument);
+  CHECK(make({.key_channels = 1025, .value_channels = 1025, .hidden = 8}) ==
+        ErrorCode::invalid_argument);
+  CHECK(make({.key_channels = 64, .value_channels = 64, .hidden = 8, .layers = 0}) ==
+        ErrorCode::invalid_argument);
+  CHECK(GateWeights::make(shape, std::vector<float>(3)).status().code() ==
+        ErrorCode::invalid_argument);
   std::vector<float> far = random_parameters(shape, 1);
   far[5] = 0x1.1p64F;
   CHECK(GateWeights::make(shape, far).status().code() == ErrorCode::oversized);
@@ -383,12 +450,14 @@ TEST_CASE("sizes, models and crowds that do not fit are refused") {
   CHECK(plan({.channels = 64}, NormPreservingMean{}, 65) == ErrorCode::oversized);
   CHECK(plan({.channels = 64}, GatedChannels{channels}, 64) == ErrorCode::ok);
   CHECK(plan({.channels = 80}, Gated{weights}) == ErrorCode::geometry_mismatch);
-  CHECK(plan({.channels = 64, .value_channels = 32}, Gated{weights}) == ErrorCode::geometry_mismatch);
+  CHECK(plan({.channels = 64, .value_channels = 32}, Gated{weights}) ==
+        ErrorCode::geometry_mismatch);
   CHECK(plan({.channels = 64}, Gated{channels}) == ErrorCode::invalid_argument);
   CHECK(plan({.channels = 64}, GatedChannels{weights}) == ErrorCode::invalid_argument);
   CHECK(plan({.channels = 64}, Gated{}) == ErrorCode::invalid_argument);
   other.layers = 3;
-  CHECK(plan({.layers = 2, .channels = 64}, GatedChannels{random_weights(other)}) == ErrorCode::geometry_mismatch);
+  CHECK(plan({.layers = 2, .channels = 64}, GatedChannels{random_weights(other)}) ==
+        ErrorCode::geometry_mismatch);
   other = {.kind = GateKind::channel, .key_channels = 64, .value_channels = 64, .hidden = 256};
   CHECK(plan({.channels = 64}, GatedChannels{random_weights(other)}, 16) == ErrorCode::ok);
   CHECK(plan({.channels = 64}, GatedChannels{random_weights(other)}, 17) == ErrorCode::oversized);

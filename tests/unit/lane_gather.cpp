@@ -1,5 +1,5 @@
-// Gather by position map: against the layouts' own addresses, in host rows, on threads and in the form that devices
-// run.
+// Gather by position map: against the layouts' own addresses, in host rows, on threads and in the
+// form that devices run.
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -39,13 +39,16 @@ bool right_row(const TestCache& in, const TestCache& out, std::size_t plane, std
 }  // namespace
 
 TEST_CASE("gather moves rows between all layouts, the same bytes in every executor") {
-  const auto type = GENERATE(ElementType::f16, ElementType::f64, ElementType::f8_e4m3, ElementType::q8_0);
-  const auto g = test::geometry({.type = type, .layers = 2, .heads = 3, .channels = 64, .value_channels = 32});
+  const auto type =
+      GENERATE(ElementType::f16, ElementType::f64, ElementType::f8_e4m3, ElementType::q8_0);
+  const auto g =
+      test::geometry({.type = type, .layers = 2, .heads = 3, .channels = 64, .value_channels = 32});
   const auto tokens = static_cast<std::int64_t>(map32.size());
   for (const Layout from : test::all_layouts) {
     // A slot list can leave tokens out: token 0 is missing in layer 1.
-    TestCache in(g, 10, from,
-                 from == Layout::slot_list ? std::vector<std::int64_t>{0, 1} : std::vector<std::int64_t>{});
+    TestCache in(
+        g, 10, from,
+        from == Layout::slot_list ? std::vector<std::int64_t>{0, 1} : std::vector<std::int64_t>{});
     in.fill(7);
     for (const Layout to : test::all_layouts) {
       CAPTURE(kvmeld::to_string(type), static_cast<int>(from), static_cast<int>(to));
@@ -61,7 +64,8 @@ TEST_CASE("gather moves rows between all layouts, the same bytes in every execut
       }
       REQUIRE(kvmeld::gather(kvmeld::exec::lanes, in.ref(), map64(), lanes.out()).ok());
       REQUIRE(kvmeld::gather(kvmeld::exec::threads(3), in.ref(), map64(), threads.out()).ok());
-      CHECK(lanes.buffers() == rows.buffers());  // the token behind the map's end included: nobody wrote it
+      // the token behind the map's end included: nobody wrote it
+      CHECK(lanes.buffers() == rows.buffers());
       CHECK(threads.buffers() == rows.buffers());
     }
   }
@@ -84,7 +88,8 @@ TEST_CASE("gather refuses what it cannot do, with the number, and writes nothing
   TestCache in(g, 4), out(g, 3);
   in.fill(1);
   const auto refused = [&](const kvmeld::KvCacheRef& from, const std::vector<std::int32_t>& map,
-                           const kvmeld::MutableKvCacheRef& to, ErrorCode code, const char* number) {
+                           const kvmeld::MutableKvCacheRef& to, ErrorCode code,
+                           const char* number) {
     const auto report = kvmeld::gather(kvmeld::exec::seq, from, map, to);
     INFO(report.status().message());
     CHECK(report.status().code() == code);
@@ -111,7 +116,8 @@ TEST_CASE("gather refuses what it cannot do, with the number, and writes nothing
   for (auto& plane : scaled->layers[0].planes) plane.scales = kvmeld::ScaleScheme::per_token_head;
   std::vector<kvmeld::MutablePlaneRef> from(in.out().planes().begin(), in.out().planes().end());
   std::vector<kvmeld::MutablePlaneRef> to(out.out().planes().begin(), out.out().planes().end());
-  for (auto* plane : {&from[0], &from[1], &to[0], &to[1]}) plane->shape.scales = kvmeld::ScaleScheme::per_token_head;
+  for (auto* plane : {&from[0], &from[1], &to[0], &to[1]})
+    plane->shape.scales = kvmeld::ScaleScheme::per_token_head;
   const kvmeld::MutableKvCacheRef scaled_in(scaled, from, 4), scaled_out(scaled, to, 3);
   refused(scaled_in, {0}, scaled_out, ErrorCode::unsupported, "scales");
 }

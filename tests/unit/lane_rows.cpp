@@ -1,4 +1,5 @@
-// The form that devices run, on the CPU: its reduction tree, and rendered bytes equal to the host's rows.
+// The form that devices run, on the CPU: its reduction tree, and rendered bytes equal to the host's
+// rows.
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -24,7 +25,8 @@ TEST_CASE("lanes join in the tree 16, 8, 4, 2, 1 and all see the total") {
   for (std::uint64_t l = 0; l < 32; ++l) states[l] = test::Bracket::mix(l + 1);
   for (const std::size_t half : {16U, 8U, 4U, 2U, 1U}) {
     std::uint64_t next[32] = {};
-    for (std::size_t l = 0; l < half; ++l) next[l] = test::Bracket::mix(3 * states[l] + states[l + half]);
+    for (std::size_t l = 0; l < half; ++l)
+      next[l] = test::Bracket::mix(3 * states[l] + states[l + half]);
     std::copy(next, next + 32, states);
   }
   for (const std::uint64_t total : out) CHECK(total == states[0]);
@@ -35,7 +37,8 @@ TEST_CASE("a row work without host form runs in lanes everywhere") {
   for (const bool threaded : {false, true}) {
     std::vector<float> sums(2);
     const test::RowSum work{rows.data(), sums.data(), 5};
-    REQUIRE((threaded ? kvmeld::exec::threads(2).bulk(2, work) : kvmeld::exec::seq.bulk(2, work)).ok());
+    REQUIRE(
+        (threaded ? kvmeld::exec::threads(2).bulk(2, work) : kvmeld::exec::seq.bulk(2, work)).ok());
     CHECK(sums == std::vector<float>{15 + 32, 40 + 32});
   }
 }
@@ -63,9 +66,14 @@ TEST_CASE("crowds of contributions render the same bytes in lanes and in rows") 
   kvmeld::Target target;
   target.geometry = *g;
   const test::Given given{std::make_shared<const kvmeld::Alignment>(test::crowd(count, 40))};
-  const auto layout = type == ElementType::bf16 ? test::Layout::split_channels : test::Layout::paged;
-  test::render_everywhere(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::WeightedMean{}}), target, layout);
-  test::render_everywhere(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::Sum{}}), target, layout);
-  test::render_everywhere(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::Max{}}), target, layout);
-  test::render_everywhere(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{test::SignedPower{}}), target, layout);
+  const auto layout =
+      type == ElementType::bf16 ? test::Layout::split_channels : test::Layout::paged;
+  test::render_everywhere(
+      set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::WeightedMean{}}), target, layout);
+  test::render_everywhere(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::Sum{}}), target,
+                          layout);
+  test::render_everywhere(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{kvmeld::Max{}}), target,
+                          layout);
+  test::render_everywhere(set, kvmeld::merger(ById{}, Aligner{given}, Fuser{test::SignedPower{}}),
+                          target, layout);
 }

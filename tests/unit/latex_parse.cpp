@@ -1,4 +1,5 @@
-// Formulas that are equal and formulas that are not; the normal form against numbers; bad input; the index.
+// Formulas that are equal and formulas that are not; the normal form against numbers; bad input;
+// the index.
 
 #include <algorithm>
 #include <cmath>
@@ -196,8 +197,8 @@ TEST_CASE("free variables are renamed where it is asked for, and then consistent
       {"f(g(x))", "g(f(y))"},
       {"A \\mathbf{x} = \\mathbf{b}", "M \\mathbf{u} = \\mathbf{v}"},
       {"a+b+c+d+e", "v+w+x+y+z"},
-      // two triangles, a square and a triangle: variables that stay alike round after round (those of the latter by no symmetry, so that the
-      // first by name must be in the square both times)
+      // two triangles, a square and a triangle: variables that stay alike round after round (those
+      // of the latter by no symmetry, so that the first by name must be in the square both times)
       {"ab+bc+ca+uv+vw+wu", "xw+wu+ux+ya+ab+by"},
       {"ab+bc+cd+da+uv+vw+wu", "xy+yz+zx+pq+qr+rs+sp"},
       {"a = b = c", "x = y = z"},
@@ -222,12 +223,15 @@ TEST_CASE("free variables are renamed where it is asked for, and then consistent
     INFO(a << "   and   " << b);
     CHECK(normal(a, renaming) != normal(b, renaming));
   }
-  CHECK(parse_formula("a+b+c", {.rename_free = true, .max_free = 2}).error().code() == ErrorCode::oversized);
+  CHECK(parse_formula("a+b+c", {.rename_free = true, .max_free = 2}).error().code() ==
+        ErrorCode::oversized);
   CHECK(parse_formula("a+b+c", {.max_free = 2}).ok());
 }
 
 TEST_CASE("a chain's steps are the formulas that they are by themselves") {
-  const auto hash = [](const char* text, const FormulaOptions& options = {}) { return parse_formula(text, options)->hash; };
+  const auto hash = [](const char* text, const FormulaOptions& options = {}) {
+    return parse_formula(text, options)->hash;
+  };
   const auto chain = parse_formula("(a+b)^2 = a^2 + 2ab + b^2 \\ge 4ab");
   REQUIRE(chain->steps.size() == 2);
   CHECK(chain->steps[0] == hash("a^2+b^2+2ab = (b+a)^2"));
@@ -259,32 +263,51 @@ struct Random {
     const auto make = [](Term t) { return std::make_shared<Term>(std::move(t)); };
     const int kind = depth == 0 ? below(3) : below(9);
     switch (kind) {
-      case 0: return make({Term::number, 1 + below(4), {}});
-      case 1: return make({Term::variable, below(3), {}});
-      case 2: return binders > 0 ? make({Term::index, below(binders), {}}) : make({Term::variable, below(3), {}});
-      case 3: case 4: {
+      case 0:
+        return make({Term::number, 1 + below(4), {}});
+      case 1:
+        return make({Term::variable, below(3), {}});
+      case 2:
+        return binders > 0 ? make({Term::index, below(binders), {}})
+                           : make({Term::variable, below(3), {}});
+      case 3:
+      case 4: {
         Term t{kind == 3 ? Term::plus : Term::times, 0, {}};
         for (int i = 2 + below(2); i > 0; --i) t.parts.push_back(term(depth - 1, binders));
         return make(std::move(t));
       }
-      case 5: return make({Term::minus, 0, {term(depth - 1, binders), term(depth - 1, binders)}});
-      case 6: return make({Term::over, 0, {term(depth - 1, binders), term(depth - 1, binders)}});
-      case 7: return make({Term::power, 2 + below(2), {term(depth - 1, binders)}});
-      default: return make({Term::sum, 2 + below(2), {term(depth - 1, binders + 1)}});
+      case 5:
+        return make({Term::minus, 0, {term(depth - 1, binders), term(depth - 1, binders)}});
+      case 6:
+        return make({Term::over, 0, {term(depth - 1, binders), term(depth - 1, binders)}});
+      case 7:
+        return make({Term::power, 2 + below(2), {term(depth - 1, binders)}});
+      default:
+        return make({Term::sum, 2 + below(2), {term(depth - 1, binders + 1)}});
     }
   }
   static double value(const Term& t, const double* variables, std::vector<double>& indices) {
     const auto of = [&](std::size_t i) { return value(*t.parts[i], variables, indices); };
     double out = t.kind == Term::times ? 1 : 0;
     switch (t.kind) {
-      case Term::number: return t.value;
-      case Term::variable: return variables[t.value];
-      case Term::index: return indices[indices.size() - 1 - static_cast<std::size_t>(t.value)];
-      case Term::plus: for (std::size_t i = 0; i < t.parts.size(); ++i) out += of(i); return out;
-      case Term::times: for (std::size_t i = 0; i < t.parts.size(); ++i) out *= of(i); return out;
-      case Term::minus: return of(0) - of(1);
-      case Term::over: return of(0) / of(1);
-      case Term::power: return std::pow(of(0), t.value);
+      case Term::number:
+        return t.value;
+      case Term::variable:
+        return variables[t.value];
+      case Term::index:
+        return indices[indices.size() - 1 - static_cast<std::size_t>(t.value)];
+      case Term::plus:
+        for (std::size_t i = 0; i < t.parts.size(); ++i) out += of(i);
+        return out;
+      case Term::times:
+        for (std::size_t i = 0; i < t.parts.size(); ++i) out *= of(i);
+        return out;
+      case Term::minus:
+        return of(0) - of(1);
+      case Term::over:
+        return of(0) / of(1);
+      case Term::power:
+        return std::pow(of(0), t.value);
       case Term::sum:
         for (int k = 1; k <= t.value; ++k) {
           indices.push_back(k + 0.5);  // so that an index is no number of the formula
@@ -303,22 +326,40 @@ struct Random {
       std::shuffle(parts.begin(), parts.end(), engine);
       return parts;
     };
-    const auto closed = [&](const Term& part) { return below(2) ? "(" + write(part, names) + ")" : "\\left(" + write(part, names) + "\\right)"; };
+    const auto closed = [&](const Term& part) {
+      return below(2) ? "(" + write(part, names) + ")"
+                      : "\\left(" + write(part, names) + "\\right)";
+    };
     switch (t.kind) {
-      case Term::number: return std::to_string(t.value) + (below(4) == 0 ? ".0" : "");
-      case Term::variable: return t.value == 0 ? "x" : t.value == 1 ? below(2) ? "{\\beta}" : "β" : "z";
-      case Term::index: return names[names.size() - 1 - static_cast<std::size_t>(t.value)];
+      case Term::number:
+        return std::to_string(t.value) + (below(4) == 0 ? ".0" : "");
+      case Term::variable:
+        return t.value == 0 ? "x" : t.value == 1 ? below(2) ? "{\\beta}" : "β" : "z";
+      case Term::index:
+        return names[names.size() - 1 - static_cast<std::size_t>(t.value)];
       case Term::plus:
-        for (const auto& p : shuffled()) out += (out.empty() ? "" : below(3) == 0 ? " - -" : "+") + closed(*p);
+        for (const auto& p : shuffled())
+          out += (out.empty() ? "" : below(3) == 0 ? " - -" : "+") + closed(*p);
         return out;
       case Term::times:
-        for (const auto& p : shuffled()) out += (out.empty() ? "" : below(3) == 0 ? " \\cdot " : below(2) ? "×" : " ") + closed(*p);
+        for (const auto& p : shuffled())
+          out += (out.empty()     ? ""
+                  : below(3) == 0 ? " \\cdot "
+                  : below(2)      ? "×"
+                                  : " ") +
+                 closed(*p);
         return out;
       case Term::minus:
-        return below(2) ? closed(*t.parts[0]) + (below(2) ? "-" : "−") + closed(*t.parts[1]) : "-" + closed(*t.parts[1]) + "+" + closed(*t.parts[0]);
+        return below(2) ? closed(*t.parts[0]) + (below(2) ? "-" : "−") + closed(*t.parts[1])
+                        : "-" + closed(*t.parts[1]) + "+" + closed(*t.parts[0]);
       case Term::over:
-        return below(2) ? "\\frac{" + write(*t.parts[0], names) + "}{" + write(*t.parts[1], names) + "}" : closed(*t.parts[0]) + "/" + closed(*t.parts[1]);
-      case Term::power: return closed(*t.parts[0]) + (below(2) ? "^" + std::to_string(t.value) : t.value == 2 ? "²" : "³");
+        return below(2)
+                   ? "\\frac{" + write(*t.parts[0], names) + "}{" + write(*t.parts[1], names) + "}"
+                   : closed(*t.parts[0]) + "/" + closed(*t.parts[1]);
+      case Term::power:
+        return closed(*t.parts[0]) + (below(2)       ? "^" + std::to_string(t.value)
+                                      : t.value == 2 ? "²"
+                                                     : "³");
       case Term::sum: {
         std::string index;
         do index = std::string(1, static_cast<char>('i' + below(9)));
@@ -328,7 +369,10 @@ struct Random {
         names.pop_back();
         const char* const signs[] = {"\\sum", "∑", "Σ", "\\Sigma"};
         const std::string most = std::to_string(t.value);
-        return std::string("{") + signs[below(4)] + (below(2) ? "_{" + index + "=1}^{" + most + "}" : "^" + most + "_{" + index + " = 1}") + body + "}";
+        return std::string("{") + signs[below(4)] +
+               (below(2) ? "_{" + index + "=1}^{" + most + "}"
+                         : "^" + most + "_{" + index + " = 1}") +
+               body + "}";
       }
     }
     return out;
@@ -337,7 +381,9 @@ struct Random {
 
 }  // namespace
 
-TEST_CASE("however a formula is written its normal form is one, and formulas of one normal form have one value") {
+TEST_CASE(
+    "however a formula is written its normal form is one, and formulas of one normal form have one "
+    "value") {
   Random random{std::mt19937_64(11)};
   const double variables[2][3] = {{1.37, -0.61, 2.29}, {0.83, 1.91, -1.13}};
   std::map<std::string, std::pair<double, double>> values;
@@ -352,10 +398,14 @@ TEST_CASE("however a formula is written its normal form is one, and formulas of 
     REQUIRE(form.ok());
     REQUIRE(same.ok());
     REQUIRE(form->normal == same->normal);
-    const std::pair<double, double> value{Random::value(*term, variables[0], indices), Random::value(*term, variables[1], indices)};
+    const std::pair<double, double> value{Random::value(*term, variables[0], indices),
+                                          Random::value(*term, variables[1], indices)};
     const auto [at, fresh] = values.try_emplace(form->normal, value);
     met_again += fresh ? 0 : 1;
-    const auto near = [](double a, double b) { return a == b || std::abs(a - b) <= 1e-9 * (std::abs(a) + std::abs(b)) || !std::isfinite(a) || !std::isfinite(b); };
+    const auto near = [](double a, double b) {
+      return a == b || std::abs(a - b) <= 1e-9 * (std::abs(a) + std::abs(b)) || !std::isfinite(a) ||
+             !std::isfinite(b);
+    };
     REQUIRE(near(at->second.first, value.first));
     REQUIRE(near(at->second.second, value.second));
   }
@@ -365,14 +415,37 @@ TEST_CASE("however a formula is written its normal form is one, and formulas of 
 
 TEST_CASE("what is no formula has its reason") {
   const std::pair<const char*, ErrorCode> refused[] = {
-      {"", ErrorCode::truncated},       {"a +", ErrorCode::truncated},        {"(a", ErrorCode::truncated},         {"\\frac{a}", ErrorCode::truncated},
-      {"{a", ErrorCode::truncated},     {"|a", ErrorCode::truncated},         {"\\sqrt[3", ErrorCode::truncated},   {"\\mathbf{x", ErrorCode::truncated},
-      {"x^", ErrorCode::truncated},     {"\\", ErrorCode::truncated},         {"\\mathbf", ErrorCode::truncated},   {"\\forall", ErrorCode::truncated},
-      {"a)", ErrorCode::corrupt},       {"(a}", ErrorCode::corrupt},          {"a}", ErrorCode::corrupt},           {"x^a^b", ErrorCode::corrupt},
-      {"x_a_b", ErrorCode::corrupt},    {"* a", ErrorCode::corrupt},          {"a + / b", ErrorCode::corrupt},      {"\\forall 1: x", ErrorCode::corrupt},
-      {"\\{a)", ErrorCode::corrupt},    {"= a", ErrorCode::corrupt},          {"\xff", ErrorCode::corrupt},         {"a\xc3", ErrorCode::corrupt},
-      {"\\sum_{i}_{j} x", ErrorCode::corrupt}, {"\\begin{align} a", ErrorCode::unsupported}, {"a \\\\ b", ErrorCode::unsupported}, {"a & b", ErrorCode::unsupported},
-      {"a # b", ErrorCode::unsupported}, {"a \\@ b", ErrorCode::unsupported}, {"{a \\over b}", ErrorCode::unsupported},
+      {"", ErrorCode::truncated},
+      {"a +", ErrorCode::truncated},
+      {"(a", ErrorCode::truncated},
+      {"\\frac{a}", ErrorCode::truncated},
+      {"{a", ErrorCode::truncated},
+      {"|a", ErrorCode::truncated},
+      {"\\sqrt[3", ErrorCode::truncated},
+      {"\\mathbf{x", ErrorCode::truncated},
+      {"x^", ErrorCode::truncated},
+      {"\\", ErrorCode::truncated},
+      {"\\mathbf", ErrorCode::truncated},
+      {"\\forall", ErrorCode::truncated},
+      {"a)", ErrorCode::corrupt},
+      {"(a}", ErrorCode::corrupt},
+      {"a}", ErrorCode::corrupt},
+      {"x^a^b", ErrorCode::corrupt},
+      {"x_a_b", ErrorCode::corrupt},
+      {"* a", ErrorCode::corrupt},
+      {"a + / b", ErrorCode::corrupt},
+      {"\\forall 1: x", ErrorCode::corrupt},
+      {"\\{a)", ErrorCode::corrupt},
+      {"= a", ErrorCode::corrupt},
+      {"\xff", ErrorCode::corrupt},
+      {"a\xc3", ErrorCode::corrupt},
+      {"\\sum_{i}_{j} x", ErrorCode::corrupt},
+      {"\\begin{align} a", ErrorCode::unsupported},
+      {"a \\\\ b", ErrorCode::unsupported},
+      {"a & b", ErrorCode::unsupported},
+      {"a # b", ErrorCode::unsupported},
+      {"a \\@ b", ErrorCode::unsupported},
+      {"{a \\over b}", ErrorCode::unsupported},
   };
   for (const auto& [text, code] : refused) {
     const auto formula = parse_formula(text);
@@ -387,9 +460,14 @@ TEST_CASE("what is no formula has its reason") {
 }
 
 TEST_CASE("nesting is bounded, whatever nests") {
-  const char* const shells[][2] = {{"(", ")"},         {"{", "}"},        {"\\frac{1}{", "}"}, {"\\sqrt{", "}"}, {"x^{", "}"},      {"|", ""},         {"-", ""},         {"\\sin ", ""},
-                                   {"\\sum_{i=1}^n ", ""}, {"\\int ", ""}, {"\\forall x ", ""}, {"\\hat ", ""},    {"\\frac1", ""}, {"a=(", ")"},      {"\\neg ", ""},    {"x_{", "}"},
-                                   {"f(", ")"},        {"", "!"},         {"x^", ""},           {"\\max_{x", "}"}, {"\\{", "\\}"}, {"\\log_{", "} x"}, {"\\binom{", "}n"}, {"\\sqrt[", "]x"}};
+  const char* const shells[][2] = {{"(", ")"},         {"{", "}"},          {"\\frac{1}{", "}"},
+                                   {"\\sqrt{", "}"},   {"x^{", "}"},        {"|", ""},
+                                   {"-", ""},          {"\\sin ", ""},      {"\\sum_{i=1}^n ", ""},
+                                   {"\\int ", ""},     {"\\forall x ", ""}, {"\\hat ", ""},
+                                   {"\\frac1", ""},    {"a=(", ")"},        {"\\neg ", ""},
+                                   {"x_{", "}"},       {"f(", ")"},         {"", "!"},
+                                   {"x^", ""},         {"\\max_{x", "}"},   {"\\{", "\\}"},
+                                   {"\\log_{", "} x"}, {"\\binom{", "}n"},  {"\\sqrt[", "]x"}};
   for (const auto& [opens, closes] : shells) {
     for (const std::size_t deep : {20U, 400U, 1000U}) {
       std::string text;
@@ -399,7 +477,9 @@ TEST_CASE("nesting is bounded, whatever nests") {
       FormulaOptions options{.max_bytes = 1 << 20};
       const auto formula = parse_formula(text, options);
       INFO(opens << " x " << closes << ": " << formula.error().message());
-      if (deep >= 400) CHECK((!formula.ok() || text.find('!') != std::string::npos || formula->normal.size() < 100));
+      if (deep >= 400)
+        CHECK(
+            (!formula.ok() || text.find('!') != std::string::npos || formula->normal.size() < 100));
     }
   }
   // Long is not deep.
@@ -409,8 +489,11 @@ TEST_CASE("nesting is bounded, whatever nests") {
 }
 
 TEST_CASE("a formula within formulas is read once, however deep") {
-  // Each shell tells how it is written around what the level below wrote. Twice the work a level would be seen at some twenty levels.
-  const auto bars = [](const std::string& in, std::size_t level) { return level % 2 ? "|a-" + in + "|" : "\\|a-" + in + "\\|"; };
+  // Each shell tells how it is written around what the level below wrote. Twice the work a level
+  // would be seen at some twenty levels.
+  const auto bars = [](const std::string& in, std::size_t level) {
+    return level % 2 ? "|a-" + in + "|" : "\\|a-" + in + "\\|";
+  };
   struct Shell {
     const char* name;
     std::string (*around)(const std::string& in, std::size_t level);
@@ -419,9 +502,13 @@ TEST_CASE("a formula within formulas is read once, however deep") {
       {"sets", [](const std::string& in, std::size_t) { return "\\{a," + in + "\\}"; }},
       {"sets of one", [](const std::string& in, std::size_t) { return "\\{" + in + "\\}"; }},
       {"bars", bars},
-      {"norms of sets", [](const std::string& in, std::size_t level) { return level % 2 ? "\\|\\{a," + in + "\\}\\|" : "|\\{b," + in + "\\}|"; }},
+      {"norms of sets",
+       [](const std::string& in, std::size_t level) {
+         return level % 2 ? "\\|\\{a," + in + "\\}\\|" : "|\\{b," + in + "\\}|";
+       }},
       {"maxima", [](const std::string& in, std::size_t) { return "\\max^{" + in + "} a"; }},
-      {"least of a set", [](const std::string& in, std::size_t) { return "\\inf^2 \\{a," + in + "\\}"; }},
+      {"least of a set",
+       [](const std::string& in, std::size_t) { return "\\inf^2 \\{a," + in + "\\}"; }},
       {"signs", [](const std::string& in, std::size_t) { return "-(a-" + in + ")"; }},
       {"quotients", [](const std::string& in, std::size_t) { return "\\frac{a}{b-" + in + "}"; }},
       {"products", [](const std::string& in, std::size_t) { return "-a(b-" + in + ")"; }},
@@ -459,7 +546,9 @@ TEST_CASE("variables that are alike are told apart in a bounded number of passes
   // 24 variables, none unlike the next before one is taken: in one sum, in a ring, in pairs.
   std::string sum, ring, pairs;
   for (int i = 0; i < 24; ++i) {
-    const auto name = [](int n) { return std::string(1, static_cast<char>((n < 12 ? 'j' : 'A') + n % 12)); };
+    const auto name = [](int n) {
+      return std::string(1, static_cast<char>((n < 12 ? 'j' : 'A') + n % 12));
+    };
     sum += (i ? "+" : "") + name(i);
     ring += (i ? "+" : "") + name(i) + name((i + 1) % 24);
     pairs += name(i) + (i % 2 ? i < 23 ? "+" : "" : " ");
@@ -470,7 +559,8 @@ TEST_CASE("variables that are alike are told apart in a bounded number of passes
     CHECK(normal(text, renaming).size() < 1000);
     CHECK(static_cast<double>(std::clock() - begun) / CLOCKS_PER_SEC < 5);
   }
-  // The same over and over, to 4 KB: those of a sum can all be exchanged, those of a ring take more passes than steps are given.
+  // The same over and over, to 4 KB: those of a sum can all be exchanged, those of a ring take more
+  // passes than steps are given.
   const auto repeated = [](const std::string& text) {
     std::string out = text;
     while (out.size() + text.size() < 4095) out += "+" + text;
@@ -478,12 +568,16 @@ TEST_CASE("variables that are alike are told apart in a bounded number of passes
   };
   const auto with_other_names = [](std::string text) {
     for (char& c : text) {
-      if (c >= 'j' && c < 'j' + 12) c = static_cast<char>('j' + (c - 'j') * 5 % 12); else if (c >= 'A' && c < 'A' + 12) c = static_cast<char>('A' + (c - 'A') * 7 % 12);
+      if (c >= 'j' && c < 'j' + 12)
+        c = static_cast<char>('j' + (c - 'j') * 5 % 12);
+      else if (c >= 'A' && c < 'A' + 12)
+        c = static_cast<char>('A' + (c - 'A') * 7 % 12);
     }
     return text;
   };
   CHECK(normal(repeated(sum), renaming) == normal(with_other_names(repeated(sum)), renaming));
-  for (const std::string& text : {repeated(ring), repeated(pairs), with_other_names(repeated(ring))}) {
+  for (const std::string& text :
+       {repeated(ring), repeated(pairs), with_other_names(repeated(ring))}) {
     const std::clock_t begun = std::clock();
     const auto formula = parse_formula(text, renaming);
     REQUIRE_FALSE(formula.ok());
@@ -493,15 +587,18 @@ TEST_CASE("variables that are alike are told apart in a bounded number of passes
     CHECK(parse_formula(text).ok());
   }
   const FormulaOptions patient{.rename_free = true, .max_renaming_steps = std::size_t{1} << 30U};
-  CHECK(normal(pairs + "+" + pairs, patient) == normal(with_other_names(pairs + "+" + pairs), patient));
+  CHECK(normal(pairs + "+" + pairs, patient) ==
+        normal(with_other_names(pairs + "+" + pairs), patient));
   CHECK(normal(ring, patient) == normal(with_other_names(ring), renaming));
   // Two squares with a spoke each: exchanged pairwise nothing is the same, turned it is.
   CHECK(normal("x(a+b+c+d)+ab+bc+cd+da", renaming) == normal("u(p+r+q+s)+pq+qr+rs+sp", renaming));
   CHECK(normal("x(a+b+c+d)+ab+bc+cd+da", renaming) != normal("x(a+b+c+d)+ab+ac+ad+da", renaming));
 }
 
-TEST_CASE("a formula of many claims takes as long as one of its length without any, a few times over") {
-  const auto seconds = [](const std::string& unit, const FormulaOptions& options, std::size_t claims) {
+TEST_CASE(
+    "a formula of many claims takes as long as one of its length without any, a few times over") {
+  const auto seconds = [](const std::string& unit, const FormulaOptions& options,
+                          std::size_t claims) {
     std::string text;
     while (text.size() < 8000) text += unit;
     text += "b";
@@ -517,10 +614,13 @@ TEST_CASE("a formula of many claims takes as long as one of its length without a
     return best;
   };
   for (const bool names : {false, true}) {
-    const FormulaOptions options{.rename_free = names, .max_bytes = 1 << 15, .max_renaming_steps = std::size_t{1} << 30U};
-    for (const auto& [unit, without] : {Pair{"a,", "a+"}, Pair{"-a,", "-a-"}, Pair{"a=", "a+"}, Pair{"ab=", "ab+"}, Pair{"x<", "x+"}}) {
+    const FormulaOptions options{
+        .rename_free = names, .max_bytes = 1 << 15, .max_renaming_steps = std::size_t{1} << 30U};
+    for (const auto& [unit, without] : {Pair{"a,", "a+"}, Pair{"-a,", "-a-"}, Pair{"a=", "a+"},
+                                        Pair{"ab=", "ab+"}, Pair{"x<", "x+"}}) {
       const double one = seconds(without, options, 0), many = seconds(unit, options, 2500);
-      INFO(unit << (names ? ", names changed: " : ": ") << many << " s, without claims " << one << " s");
+      INFO(unit << (names ? ", names changed: " : ": ") << many << " s, without claims " << one
+                << " s");
       CHECK(many < 12 * one);
     }
   }
@@ -528,9 +628,13 @@ TEST_CASE("a formula of many claims takes as long as one of its length without a
 
 TEST_CASE("what renaming takes does not depend on the names") {
   const std::string letters = "jklmnopqrstuvwxyzABCDLMN";
-  const auto named = [](const std::string& form, const std::string& names) {  // a form's letters are a, b, c, … and A, B, C, …
+  // a form's letters are a, b, c, … and A, B, C, …
+  const auto named = [](const std::string& form, const std::string& names) {
     std::string out = form;
-    for (char& c : out) c = c >= 'a' && c <= 'l' ? names[static_cast<std::size_t>(c - 'a')] : c >= 'A' && c <= 'L' ? names[static_cast<std::size_t>(12 + c - 'A')] : c;
+    for (char& c : out)
+      c = c >= 'a' && c <= 'l'   ? names[static_cast<std::size_t>(c - 'a')]
+          : c >= 'A' && c <= 'L' ? names[static_cast<std::size_t>(12 + c - 'A')]
+                                 : c;
     return out;
   };
   std::mt19937_64 random(5);
@@ -539,14 +643,18 @@ TEST_CASE("what renaming takes does not depend on the names") {
     REQUIRE(parse_formula(text, {.rename_free = true, .max_renaming_steps = read}).ok());
     while (read - refused > 1) {
       const std::size_t middle = refused + (read - refused) / 2;
-      (parse_formula(text, {.rename_free = true, .max_renaming_steps = middle}).ok() ? read : refused) = middle;
+      (parse_formula(text, {.rename_free = true, .max_renaming_steps = middle}).ok() ? read
+                                                                                     : refused) =
+          middle;
     }
     return read;
   };
   // Variables that stay alike here have a symmetry that brings each to the others.
   for (const std::string form :
-       {"ab+cd", "ab+cd+ef", "a-b", "(a-b)(c-d)", "a+(b-c)+(d-e)", "(a-b)+(c-d)+(e-f)(g-h)", "ab+bc+cd+da", "ab-bc+cd-da", "ab+bc+cd+de+ef+fa",
-        "a(bc+de)+f(gh+ij)", "ab = cd", "ab+cd, ef = gh, a = b", "|a-b|+|c-d|", "a^{bc+de} - a^{fg+hi}", "AB+CD+EF+GH+IJ+KL+ab+cd+ef+gh+ij+kl"}) {
+       {"ab+cd", "ab+cd+ef", "a-b", "(a-b)(c-d)", "a+(b-c)+(d-e)", "(a-b)+(c-d)+(e-f)(g-h)",
+        "ab+bc+cd+da", "ab-bc+cd-da", "ab+bc+cd+de+ef+fa", "a(bc+de)+f(gh+ij)", "ab = cd",
+        "ab+cd, ef = gh, a = b", "|a-b|+|c-d|", "a^{bc+de} - a^{fg+hi}",
+        "AB+CD+EF+GH+IJ+KL+ab+cd+ef+gh+ij+kl"}) {
     std::string names = letters;
     const std::size_t steps = least_steps(named(form, names));
     const std::string one = normal(named(form, names), renaming);
@@ -558,7 +666,8 @@ TEST_CASE("what renaming takes does not depend on the names") {
       CHECK(normal(text, renaming) == one);
     }
   }
-  // Twelve pairs, over and over, of neighbours in the alphabet, of its first half with its second, and of any.
+  // Twelve pairs, over and over, of neighbours in the alphabet, of its first half with its second,
+  // and of any.
   std::string next, half, pairs;
   for (std::size_t i = 0; i < 12; ++i) {
     next += std::string("+") + letters[2 * i] + letters[2 * i + 1];
@@ -575,7 +684,8 @@ TEST_CASE("what renaming takes does not depend on the names") {
     };
     std::string names = letters;
     std::shuffle(names.begin(), names.end(), random);
-    const auto a = parse_formula(over(next), renaming), b = parse_formula(over(half), renaming), c = parse_formula(over(named(pairs, names)), renaming);
+    const auto a = parse_formula(over(next), renaming), b = parse_formula(over(half), renaming),
+               c = parse_formula(over(named(pairs, names)), renaming);
     INFO(times << " times");
     CHECK(a.ok() == b.ok());
     CHECK(a.ok() == c.ok());
@@ -584,7 +694,8 @@ TEST_CASE("what renaming takes does not depend on the names") {
   }
   CHECK(read > 0);
   // The error names the bound, not what earlier parts left of it.
-  const auto refused = parse_formula("ab+cd, ab+cd, ab+cd", {.rename_free = true, .max_renaming_steps = 300});
+  const auto refused =
+      parse_formula("ab+cd, ab+cd, ab+cd", {.rename_free = true, .max_renaming_steps = 300});
   REQUIRE_FALSE(refused.ok());
   CHECK(std::string(refused.error().message()).find(" 300 steps") != std::string::npos);
 }
@@ -592,22 +703,52 @@ TEST_CASE("what renaming takes does not depend on the names") {
 TEST_CASE("a chain without braces goes no deeper than braces do") {
   struct Chain {
     const char* link;
-    ErrorCode code;  // `corrupt`: what no depth makes a formula, and so is refused at its second link
+    // `corrupt`: what no depth makes a formula, and so is refused at its second link
+    ErrorCode code;
   };
   const Chain chains[] = {
-      {"\\ln_", ErrorCode::oversized},  {"\\ln^", ErrorCode::oversized},     {"\\ln_1^", ErrorCode::oversized}, {"\\ln_-", ErrorCode::oversized},   {"\\ln ", ErrorCode::oversized},
-      {"\\sqrt", ErrorCode::oversized}, {"\\sqrt[", ErrorCode::oversized},   {"\\hat", ErrorCode::oversized},   {"\\frac", ErrorCode::oversized},   {"\\frac1", ErrorCode::oversized},
-      {"\\binom", ErrorCode::oversized}, {"x^\\ln_", ErrorCode::oversized},  {"x_\\ln^", ErrorCode::oversized},  {"\\max^\\ln_", ErrorCode::corrupt}, {"\\sum_\\ln^", ErrorCode::corrupt},
-      {"\\int_\\ln_", ErrorCode::corrupt}, {"\\max^{", ErrorCode::oversized}, {"\\sum ", ErrorCode::oversized}, {"\\int ", ErrorCode::oversized},   {"\\forall x_\\ln", ErrorCode::oversized},
-      {"\\neg", ErrorCode::oversized},  {"-", ErrorCode::oversized},         {"f(", ErrorCode::oversized},      {"x_{", ErrorCode::oversized},      {"\\sqrt\\ln_", ErrorCode::oversized},
-      {"|\\|", ErrorCode::oversized},   {"\\{", ErrorCode::oversized},       {"a^{", ErrorCode::oversized},     {"d\\ln_", ErrorCode::oversized},   {"\\ln_{", ErrorCode::oversized},
-      {"x^", ErrorCode::corrupt},       {"x_", ErrorCode::corrupt},          {"_", ErrorCode::corrupt},         {"^", ErrorCode::corrupt},          {"\\max^", ErrorCode::corrupt},
+      {"\\ln_", ErrorCode::oversized},
+      {"\\ln^", ErrorCode::oversized},
+      {"\\ln_1^", ErrorCode::oversized},
+      {"\\ln_-", ErrorCode::oversized},
+      {"\\ln ", ErrorCode::oversized},
+      {"\\sqrt", ErrorCode::oversized},
+      {"\\sqrt[", ErrorCode::oversized},
+      {"\\hat", ErrorCode::oversized},
+      {"\\frac", ErrorCode::oversized},
+      {"\\frac1", ErrorCode::oversized},
+      {"\\binom", ErrorCode::oversized},
+      {"x^\\ln_", ErrorCode::oversized},
+      {"x_\\ln^", ErrorCode::oversized},
+      {"\\max^\\ln_", ErrorCode::corrupt},
+      {"\\sum_\\ln^", ErrorCode::corrupt},
+      {"\\int_\\ln_", ErrorCode::corrupt},
+      {"\\max^{", ErrorCode::oversized},
+      {"\\sum ", ErrorCode::oversized},
+      {"\\int ", ErrorCode::oversized},
+      {"\\forall x_\\ln", ErrorCode::oversized},
+      {"\\neg", ErrorCode::oversized},
+      {"-", ErrorCode::oversized},
+      {"f(", ErrorCode::oversized},
+      {"x_{", ErrorCode::oversized},
+      {"\\sqrt\\ln_", ErrorCode::oversized},
+      {"|\\|", ErrorCode::oversized},
+      {"\\{", ErrorCode::oversized},
+      {"a^{", ErrorCode::oversized},
+      {"d\\ln_", ErrorCode::oversized},
+      {"\\ln_{", ErrorCode::oversized},
+      {"x^", ErrorCode::corrupt},
+      {"x_", ErrorCode::corrupt},
+      {"_", ErrorCode::corrupt},
+      {"^", ErrorCode::corrupt},
+      {"\\max^", ErrorCode::corrupt},
   };
   for (const auto& [link, code] : chains) {
     const std::string_view one(link);
     // Cutting text into tokens takes long where memory is watched: one chain is of 200 KB.
     const bool many = one == "\\ln_";
-    for (const std::size_t links : {std::size_t{1000}, many ? std::size_t{200'000} / one.size() : std::size_t{6'000} / one.size()}) {
+    for (const std::size_t links : {std::size_t{1000}, many ? std::size_t{200'000} / one.size()
+                                                            : std::size_t{6'000} / one.size()}) {
       std::string text;
       for (std::size_t i = 0; i < links; ++i) text += one;
       text += "x";
@@ -629,9 +770,17 @@ TEST_CASE("a chain without braces goes no deeper than braces do") {
 TEST_CASE("any bytes are read without harm") {
   std::mt19937_64 random(3);
   const auto below = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
-  const std::vector<std::string> pieces = {"\\sum", "_", "^", "{", "}", "(", ")", "[", "]", "|", "\\|", "\\int", "d", "x", "i", "=", "1", "23", "\\frac", "\\sqrt", "+", "-", "/", "\\cdot",
-                                           "\\forall", "\\exists", ",", ".", ":", "!", "'", "\\in", "\\to", "\\lim", "Σ", "∑", "²", "₁", "\\mathbf", "\\text{a}", "\\sin", "f", "\\left(", "\\right)",
-                                           "\\{", "\\}", "<", "\\implies", "\\hat", "\\binom", "\\max", "\\iint", "α", "\\pi", "\\neg", "*", " ", "$", "%", "\n", "\\lfloor", "\\rfloor", "ℝ", "√"};
+  const std::vector<std::string> pieces = {
+      "\\sum",   "_",        "^",      "{",        "}",         "(",         ")",
+      "[",       "]",        "|",      "\\|",      "\\int",     "d",         "x",
+      "i",       "=",        "1",      "23",       "\\frac",    "\\sqrt",    "+",
+      "-",       "/",        "\\cdot", "\\forall", "\\exists",  ",",         ".",
+      ":",       "!",        "'",      "\\in",     "\\to",      "\\lim",     "Σ",
+      "∑",       "²",        "₁",      "\\mathbf", "\\text{a}", "\\sin",     "f",
+      "\\left(", "\\right)", "\\{",    "\\}",      "<",         "\\implies", "\\hat",
+      "\\binom", "\\max",    "\\iint", "α",        "\\pi",      "\\neg",     "*",
+      " ",       "$",        "%",      "\n",       "\\lfloor",  "\\rfloor",  "ℝ",
+      "√"};
   std::size_t read = 0;
   FormulaIndex index({.rename_free = true}, 8);
   for (int n = 0; n < 30'000; ++n) {
@@ -644,7 +793,8 @@ TEST_CASE("any bytes are read without harm") {
     }
     const auto formula = parse_formula(text, {.rename_free = n % 2 == 0});
     read += formula.ok() ? 1U : 0U;
-    if (formula.ok()) REQUIRE(formula->normal == parse_formula(text, {.rename_free = n % 2 == 0})->normal);
+    if (formula.ok())
+      REQUIRE(formula->normal == parse_formula(text, {.rename_free = n % 2 == 0})->normal);
     if (n % 16 == 0) {
       (void)kvmeld::formulas_in(text);
       (void)index.remember(id(static_cast<std::uint8_t>(random() % 20)), "$" + text + "$");
@@ -657,7 +807,8 @@ TEST_CASE("any bytes are read without harm") {
 
 TEST_CASE("formulas are found in a text") {
   using Found = std::vector<std::string_view>;
-  CHECK(kvmeld::formulas_in("Let $x>0$; then $$x^2 > 0$$ and \\(y\\), \\[z = 1\\].") == Found{"x>0", "x^2 > 0", "y", "z = 1"});
+  CHECK(kvmeld::formulas_in("Let $x>0$; then $$x^2 > 0$$ and \\(y\\), \\[z = 1\\].") ==
+        Found{"x>0", "x^2 > 0", "y", "z = 1"});
   CHECK(kvmeld::formulas_in("costs \\$5 and $a\\$b$ more") == Found{"a\\$b"});
   CHECK(kvmeld::formulas_in("$never closed") == Found{});
   CHECK(kvmeld::formulas_in("\\[ open $a$") == Found{"a"});
@@ -667,8 +818,12 @@ TEST_CASE("formulas are found in a text") {
 
 TEST_CASE("an index recalls lemmas and steps derived before, and forgets") {
   FormulaIndex index({.rename_free = true}, 3);
-  CHECK(index.remember(id(1), "Lemma. For all $n$: $\\sum_{i=1}^n i = \\frac{n(n+1)}{2}$, as Gauss knew.") == 2);
-  CHECK(index.remember(id(2), "We have \\[(a+b)^2 = a^2+2ab+b^2 \\ge 4ab,\\] hence $\\sqrt{ab} \\le \\frac{a+b}{2}$.") == 2);
+  CHECK(index.remember(
+            id(1), "Lemma. For all $n$: $\\sum_{i=1}^n i = \\frac{n(n+1)}{2}$, as Gauss knew.") ==
+        2);
+  CHECK(index.remember(id(2),
+                       "We have \\[(a+b)^2 = a^2+2ab+b^2 \\ge 4ab,\\] hence $\\sqrt{ab} \\le "
+                       "\\frac{a+b}{2}$.") == 2);
   // The same lemma in other letters, and a step of a derivation as a lemma.
   const auto lemma = index.recall("We need $\\frac{m(m+1)}2 = Σ_{k=1}^m k$ here.");
   REQUIRE(lemma.size() == 1);

@@ -1,4 +1,5 @@
-// The snippets of docs/layouts.md, compiled and run; the last case checks that the page shows them word for word.
+// The snippets of docs/layouts.md, compiled and run; the last case checks that the page shows them
+// word for word.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -40,7 +41,8 @@ std::shared_ptr<const Geometry> make_latent_geometry() {
   return std::make_shared<const Geometry>(g);
 }
 
-// Memory for `count` tensors of `slots` rows: two heads of 32 channels and 2 bytes, or whatever `row_bytes` says.
+// Memory for `count` tensors of `slots` rows: two heads of 32 channels and 2 bytes, or whatever
+// `row_bytes` says.
 struct Engine {
   Engine(std::size_t count, std::size_t slots, std::size_t row_bytes = 2 * 32 * 2)
       : memory(count, std::vector<std::byte>(slots * row_bytes)) {}
@@ -79,10 +81,12 @@ TEST_CASE("evenly spaced slots") {
   const auto tensors = engine.keys_and_values();
   {
     // example-begin: contiguous
-    auto view = contiguous_view(
-        geometry, tensors,
-        {.tokens = TokenPlacement::in_order(6), .max_tokens = 8, .order = AxisOrder::head_token_channel});
-    if (!view) std::puts(view.error().message().c_str());  // the layer, what was declared, what was found
+    auto view = contiguous_view(geometry, tensors,
+                                {.tokens = TokenPlacement::in_order(6),
+                                 .max_tokens = 8,
+                                 .order = AxisOrder::head_token_channel});
+    // the layer, what was declared, what was found
+    if (!view) std::puts(view.error().message().c_str());
     // example-end
     CHECK(view->tokens() == 6);
   }
@@ -90,29 +94,34 @@ TEST_CASE("evenly spaced slots") {
     // example-begin: ort
     std::int64_t past_sequence_length = 6;  // not the tensor's extent
     auto view =
-        ort_view(geometry, tensors, {.tokens = TokenPlacement::in_order(past_sequence_length), .max_length = 8});
+        ort_view(geometry, tensors,
+                 {.tokens = TokenPlacement::in_order(past_sequence_length), .max_length = 8});
     // example-end
     CHECK(view.ok());
   }
   {
     // example-begin: llama
     std::vector<std::int32_t> cells = {4, 0, 1, 7};  // the sequence's, sorted by position
-    auto view = llama_view(geometry, tensors,
-                           {.tokens = TokenPlacement::slot_list(cells), .cells = 8, .transposed_values = true});
+    auto view = llama_view(
+        geometry, tensors,
+        {.tokens = TokenPlacement::slot_list(cells), .cells = 8, .transposed_values = true});
     // example-end
     CHECK(view.ok());
   }
   {
     // example-begin: sglang
-    std::vector<std::int64_t> slots = {5, 3, 7};  // a row of req_to_token, cut to the sequence's length
-    auto view = sglang_view(geometry, tensors, {.tokens = TokenPlacement::slot_list(slots), .slots = 8});
+    // a row of req_to_token, cut to the sequence's length
+    std::vector<std::int64_t> slots = {5, 3, 7};
+    auto view =
+        sglang_view(geometry, tensors, {.tokens = TokenPlacement::slot_list(slots), .slots = 8});
     // example-end
     CHECK(view.ok());
   }
   {
     // example-begin: ring
     auto slots = ring_slots(20, 8);  // 20 tokens seen, window 8: 4 5 6 7 0 1 2 3
-    auto view = contiguous_view(geometry, tensors, {.tokens = TokenPlacement::slot_list(*slots), .max_tokens = 8});
+    auto view = contiguous_view(geometry, tensors,
+                                {.tokens = TokenPlacement::slot_list(*slots), .max_tokens = 8});
     // example-end
     CHECK(view.ok());
   }
@@ -124,8 +133,10 @@ TEST_CASE("evenly spaced slots") {
     mixed.values[0] = large.memory[1];
     // example-begin: window
     auto recent = ring_slots(20, 8, 20);  // 12 holes, then the 8 tokens that the window holds
-    std::vector<TokenPlacement> tokens = {TokenPlacement::in_order(20), TokenPlacement::slot_list(*recent)};
-    auto view = llama_view(geometry, mixed, {.tokens = tokens, .cells = std::vector<std::int64_t>{32, 8}});
+    std::vector<TokenPlacement> tokens = {TokenPlacement::in_order(20),
+                                          TokenPlacement::slot_list(*recent)};
+    auto view =
+        llama_view(geometry, mixed, {.tokens = tokens, .cells = std::vector<std::int64_t>{32, 8}});
     // example-end
     INFO(view.status().message());
     CHECK(view.ok());
@@ -139,27 +150,33 @@ TEST_CASE("pages") {
   {
     // example-begin: vllm
     auto tokens = TokenPlacement::block_table(block_table, 20);  // 20 tokens, in blocks 2 and 0
-    auto view =
-        paged_view(geometry, tensors,
-                   {.tokens = tokens, .layout = PagedLayout::kv_block_token_head, .blocks = 4, .block_size = 16});
+    auto view = paged_view(geometry, tensors,
+                           {.tokens = tokens,
+                            .layout = PagedLayout::kv_block_token_head,
+                            .blocks = 4,
+                            .block_size = 16});
     // example-end
     CHECK(view.ok());
   }
   {
     // example-begin: vllm-packed
     auto tokens = TokenPlacement::block_table(block_table, 20);  // 20 tokens, in blocks 2 and 0
-    auto view =
-        paged_view(geometry, tensors,
-                   {.tokens = tokens, .layout = PagedLayout::block_head_token_packed, .blocks = 4, .block_size = 16});
+    auto view = paged_view(geometry, tensors,
+                           {.tokens = tokens,
+                            .layout = PagedLayout::block_head_token_packed,
+                            .blocks = 4,
+                            .block_size = 16});
     // example-end
     CHECK(view.ok());
   }
   {
     // example-begin: flashinfer
     auto tokens = TokenPlacement::block_table(block_table, 20);  // 20 tokens, in blocks 2 and 0
-    auto view =
-        paged_view(geometry, tensors,
-                   {.tokens = tokens, .layout = PagedLayout::block_kv_head_token, .blocks = 4, .block_size = 16});
+    auto view = paged_view(geometry, tensors,
+                           {.tokens = tokens,
+                            .layout = PagedLayout::block_kv_head_token,
+                            .blocks = 4,
+                            .block_size = 16});
     // example-end
     CHECK(view.ok());
   }
@@ -168,16 +185,19 @@ TEST_CASE("pages") {
   {
     // example-begin: cross-layer
     auto tokens = TokenPlacement::block_table(block_table, 20);  // 20 tokens, in blocks 2 and 0
-    auto view = cross_layer_view(
-        geometry, tensor,
-        {.tokens = tokens, .layout = CrossLayerLayout::block_layer_kv_token_head, .blocks = 4, .block_size = 16});
+    auto view = cross_layer_view(geometry, tensor,
+                                 {.tokens = tokens,
+                                  .layout = CrossLayerLayout::block_layer_kv_token_head,
+                                  .blocks = 4,
+                                  .block_size = 16});
     // example-end
     CHECK(view.ok());
   }
   {
     const auto pools = pool.tensors();
     // example-begin: trtllm
-    std::vector<std::int32_t> key_offsets = {8, 0}, value_offsets = {9, 1};  // blocks 2 and 0 of a pool of 2 layers
+    // blocks 2 and 0 of a pool of 2 layers
+    std::vector<std::int32_t> key_offsets = {8, 0}, value_offsets = {9, 1};
     auto view = trtllm_view(geometry, pools,
                             {.keys = TokenPlacement::block_table(key_offsets, 20),
                              .values = TokenPlacement::block_table(value_offsets, 20),
@@ -192,7 +212,8 @@ TEST_CASE("pages") {
     const auto tensors_of_split = halves.keys_and_values();
     // example-begin: split
     auto tokens = TokenPlacement::block_table(block_table, 20);  // 20 tokens, in blocks 2 and 0
-    auto view = split_channel_view(geometry, tensors_of_split, {.tokens = tokens, .blocks = 4, .block_size = 16});
+    auto view = split_channel_view(geometry, tensors_of_split,
+                                   {.tokens = tokens, .blocks = 4, .block_size = 16});
     // example-end
     CHECK(view.ok());
   }
@@ -202,8 +223,9 @@ TEST_CASE("pages") {
     const auto latent_tensors = rows.tensors();
     // example-begin: latent
     auto tokens = TokenPlacement::block_table(block_table, 20);  // 20 tokens, in blocks 2 and 0
-    auto view = latent_view(latent_geometry, latent_tensors,
-                            {.tokens = tokens, .row = LatentRow::latent_rope, .blocks = 4, .block_size = 16});
+    auto view = latent_view(
+        latent_geometry, latent_tensors,
+        {.tokens = tokens, .row = LatentRow::latent_rope, .blocks = 4, .block_size = 16});
     // example-end
     INFO(view.status().message());
     CHECK(view.ok());
@@ -222,9 +244,10 @@ TEST_CASE("pages") {
     const std::vector<float> keys(4 * 16 * 2, 0.5F), values(4 * 16 * 2, 0.25F);
     // example-begin: scales
     auto tokens = TokenPlacement::block_table(block_table, 20);  // 20 tokens, in blocks 2 and 0
-    ScaleTables scales = {keys, values, keys, values};           // (slots, heads) for each plane, layer by layer
-    auto view =
-        paged_view(int8_geometry, int8_tensors, {.tokens = tokens, .blocks = 4, .block_size = 16, .scales = scales});
+    // (slots, heads) for each plane, layer by layer
+    ScaleTables scales = {keys, values, keys, values};
+    auto view = paged_view(int8_geometry, int8_tensors,
+                           {.tokens = tokens, .blocks = 4, .block_size = 16, .scales = scales});
     // example-end
     INFO(view.status().message());
     CHECK(view.ok());
@@ -232,15 +255,18 @@ TEST_CASE("pages") {
   {
     std::int64_t shape[] = {2, 4, 16, 2, 32};
     const auto wrap = [&](const std::vector<std::byte>& m) {
-      return DLTensorLike{const_cast<std::byte*>(m.data()), {1, 0}, 5, {2, 16, 1}, shape, nullptr, 0};
+      return DLTensorLike{
+          const_cast<std::byte*>(m.data()), {1, 0}, 5, {2, 16, 1}, shape, nullptr, 0};
     };
     const DLTensorLike layer0 = wrap(engine.memory[0]), layer1 = wrap(engine.memory[1]);
     // example-begin: dlpack
     auto tokens = TokenPlacement::block_table(block_table, 20);  // 20 tokens, in blocks 2 and 0
-    DlpackAxes key = {.token = 2, .head = 3, .channel = 4, .block = 1, .fixed = {{.axis = 0, .index = 0}}};
-    DlpackAxes value = {.token = 2, .head = 3, .channel = 4, .block = 1, .fixed = {{.axis = 0, .index = 1}}};
-    auto view =
-        dlpack_view(geometry, std::vector{layer0, layer0, layer1, layer1}, {.tokens = tokens, .axes = {key, value}});
+    DlpackAxes key = {
+        .token = 2, .head = 3, .channel = 4, .block = 1, .fixed = {{.axis = 0, .index = 0}}};
+    DlpackAxes value = {
+        .token = 2, .head = 3, .channel = 4, .block = 1, .fixed = {{.axis = 0, .index = 1}}};
+    auto view = dlpack_view(geometry, std::vector{layer0, layer0, layer1, layer1},
+                            {.tokens = tokens, .axes = {key, value}});
     // example-end
     INFO(view.status().message());
     CHECK(view.ok());
@@ -260,8 +286,10 @@ TEST_CASE("tensors of one's own, and two views of one pool") {
   const Engine engine(4, 8);
   const auto tensors = engine.keys_and_values();
   // example-begin: overlap
-  auto a = contiguous_view(geometry, tensors, {.tokens = TokenPlacement::in_order(4, 0), .max_tokens = 8});
-  auto b = contiguous_view(geometry, tensors, {.tokens = TokenPlacement::in_order(4, 4), .max_tokens = 8});
+  auto a = contiguous_view(geometry, tensors,
+                           {.tokens = TokenPlacement::in_order(4, 0), .max_tokens = 8});
+  auto b = contiguous_view(geometry, tensors,
+                           {.tokens = TokenPlacement::in_order(4, 4), .max_tokens = 8});
   bool disturbed = overlaps(*a, *b);  // false: other slots of the same tensors
   // example-end
   CHECK_FALSE(disturbed);

@@ -15,7 +15,8 @@ using Code = kvmeld::ErrorCode;
 
 Memory memory_of(const LayoutCase& c, std::int64_t change = 0) {
   Memory m;
-  for (const std::int64_t bytes : c.tensor_bytes) m.emplace_back(static_cast<std::size_t>(bytes + change));
+  for (const std::int64_t bytes : c.tensor_bytes)
+    m.emplace_back(static_cast<std::size_t>(bytes + change));
   return m;
 }
 template <class T>
@@ -25,7 +26,9 @@ void refused(const kvmeld::Result<T>& result, ErrorCode code, const std::string&
   CHECK(result.status().message().find(number) != std::string::npos);
 }
 Setup setup_of(const NamedLayout& layout) {
-  return {.tokens = 7, .kind = layout.by_slot ? SlotKind::slot_list_i64 : SlotKind::block_table_i32, .holes = false};
+  return {.tokens = 7,
+          .kind = layout.by_slot ? SlotKind::slot_list_i64 : SlotKind::block_table_i32,
+          .holes = false};
 }
 
 // A factory called with options that differ from a good call in one thing.
@@ -35,7 +38,8 @@ const std::shared_ptr<const kvmeld::Geometry> geometry = key_value_geometry(smal
 const std::vector<std::int32_t> table = {3, 0, 4};
 
 struct Pair {
-  explicit Pair(std::int64_t elements) : memory(4, std::vector<std::byte>(static_cast<std::size_t>(elements * 2))) {}
+  explicit Pair(std::int64_t elements)
+      : memory(4, std::vector<std::byte>(static_cast<std::size_t>(elements * 2))) {}
   Memory memory;
   kvmeld::KeyValueBuffers<const std::byte> read() const { return split<const std::byte>(memory); }
   kvmeld::KeyValueBuffers<std::byte> write() { return split<std::byte>(memory); }
@@ -89,14 +93,17 @@ TEST_CASE("tables: too short, out of bounds, shared slots, unknown kinds") {
                               kvmeld::PagedOptions{.tokens = tokens, .blocks = B, .block_size = N});
   };
   CHECK(with(TokenPlacement::block_table(table, 12)).ok());
-  refused(with(TokenPlacement::block_table(table, 13)), Code::token_count_mismatch, "3 entries; 13 tokens need 4");
+  refused(with(TokenPlacement::block_table(table, 13)), Code::token_count_mismatch,
+          "3 entries; 13 tokens need 4");
   refused(with({.tokens = 1, .kind = static_cast<SlotKind>(9)}), Code::unknown_layout, "9");
-  refused(with({.tokens = 1, .kind = SlotKind::slot_list_i32, .entries = 1}), Code::invalid_argument, "table");
+  refused(with({.tokens = 1, .kind = SlotKind::slot_list_i32, .entries = 1}),
+          Code::invalid_argument, "table");
   refused(with(TokenPlacement::in_order(-1)), Code::invalid_argument, "-1");
   refused(with(TokenPlacement::in_order(21)), Code::truncated, "20");
   refused(with(TokenPlacement::in_order(1, -3)), Code::invalid_argument, "-3");
   const std::vector<std::int64_t> beyond = {3, B};
-  refused(with(TokenPlacement::block_table(beyond, 8)), Code::invalid_argument, "block 5; there are 5");
+  refused(with(TokenPlacement::block_table(beyond, 8)), Code::invalid_argument,
+          "block 5; there are 5");
 }
 
 TEST_CASE("what every factory refuses") {
@@ -121,54 +128,70 @@ TEST_CASE("what every factory refuses") {
   refused(kvmeld::contiguous_view(std::shared_ptr<const kvmeld::Geometry>(undeclared), kv,
                                   kvmeld::ContiguousOptions{.max_tokens = 8}),
           Code::invalid_argument, "layer 1: rope: nobody said");
-  refused(kvmeld::contiguous_view(
-              geometry, kv, kvmeld::ContiguousOptions{.max_tokens = 8, .order = static_cast<kvmeld::AxisOrder>(7)}),
+  refused(kvmeld::contiguous_view(geometry, kv,
+                                  kvmeld::ContiguousOptions{
+                                      .max_tokens = 8, .order = static_cast<kvmeld::AxisOrder>(7)}),
           Code::unknown_layout, "7");
   refused(
-      kvmeld::contiguous_view(geometry, kv, kvmeld::ContiguousOptions{.max_tokens = 4, .batch = 2, .batch_index = 2}),
+      kvmeld::contiguous_view(
+          geometry, kv, kvmeld::ContiguousOptions{.max_tokens = 4, .batch = 2, .batch_index = 2}),
       Code::invalid_argument, "2 of 2");
-  refused(kvmeld::contiguous_view(geometry, kv, kvmeld::ContiguousOptions{.max_tokens = -8}), Code::invalid_argument);
-  refused(kvmeld::contiguous_view(geometry, kv, kvmeld::ContiguousOptions{.max_tokens = std::int64_t{1} << 62}),
+  refused(kvmeld::contiguous_view(geometry, kv, kvmeld::ContiguousOptions{.max_tokens = -8}),
           Code::invalid_argument);
   refused(kvmeld::contiguous_view(geometry, kv,
-                                  kvmeld::ContiguousOptions{.max_tokens = std::vector<std::int64_t>{8, 8, 8}}),
+                                  kvmeld::ContiguousOptions{.max_tokens = std::int64_t{1} << 62}),
+          Code::invalid_argument);
+  refused(kvmeld::contiguous_view(
+              geometry, kv,
+              kvmeld::ContiguousOptions{.max_tokens = std::vector<std::int64_t>{8, 8, 8}}),
           Code::invalid_argument, "3");
   refused(kvmeld::contiguous_view(
               geometry, kv,
               kvmeld::ContiguousOptions{
-                  .tokens = std::vector<TokenPlacement>{TokenPlacement::in_order(3), TokenPlacement::in_order(2)},
+                  .tokens = std::vector<TokenPlacement>{TokenPlacement::in_order(3),
+                                                        TokenPlacement::in_order(2)},
                   .max_tokens = 8}),
           Code::token_count_mismatch, "layer 1 places 2");
+  refused(kvmeld::contiguous_view(
+              geometry, kv,
+              kvmeld::ContiguousOptions{.tokens = TokenPlacement::block_table(table, 4),
+                                        .max_tokens = 8}),
+          Code::invalid_argument, "slot list");
   refused(
-      kvmeld::contiguous_view(
-          geometry, kv, kvmeld::ContiguousOptions{.tokens = TokenPlacement::block_table(table, 4), .max_tokens = 8}),
-      Code::invalid_argument, "slot list");
-  refused(kvmeld::llama_view(geometry, kv, kvmeld::LlamaOptions{.cells = 8, .streams = 1, .stream = 1}),
-          Code::invalid_argument, "1 of 1");
-  refused(kvmeld::ort_view(geometry, kv, kvmeld::OrtOptions{.tokens = TokenPlacement::in_order(9), .max_length = 8}),
-          Code::truncated, "of 8");
+      kvmeld::llama_view(geometry, kv, kvmeld::LlamaOptions{.cells = 8, .streams = 1, .stream = 1}),
+      Code::invalid_argument, "1 of 1");
+  refused(
+      kvmeld::ort_view(geometry, kv,
+                       kvmeld::OrtOptions{.tokens = TokenPlacement::in_order(9), .max_length = 8}),
+      Code::truncated, "of 8");
 
   refused(kvmeld::paged_view(
               geometry, pool.read(),
-              kvmeld::PagedOptions{.layout = static_cast<kvmeld::PagedLayout>(6), .blocks = B, .block_size = N}),
-          Code::unknown_layout, "6");
-  refused(kvmeld::paged_view(geometry, pool.read(), kvmeld::PagedOptions{.blocks = B}), Code::invalid_argument,
-          "blocks of 0");
-  refused(kvmeld::paged_view(
-              geometry, pool.read(),
               kvmeld::PagedOptions{
-                  .layout = kvmeld::PagedLayout::block_kv_head_token, .blocks = B, .block_size = N, .block_stride = 8}),
-          Code::invalid_argument, "8");
-  refused(kvmeld::paged_view(geometry, pool.read(),
-                             kvmeld::PagedOptions{.blocks = B, .block_size = N, .block_stride = 4096}),
-          Code::invalid_argument, "4096");
+                  .layout = static_cast<kvmeld::PagedLayout>(6), .blocks = B, .block_size = N}),
+          Code::unknown_layout, "6");
+  refused(kvmeld::paged_view(geometry, pool.read(), kvmeld::PagedOptions{.blocks = B}),
+          Code::invalid_argument, "blocks of 0");
+  refused(
+      kvmeld::paged_view(geometry, pool.read(),
+                         kvmeld::PagedOptions{.layout = kvmeld::PagedLayout::block_kv_head_token,
+                                              .blocks = B,
+                                              .block_size = N,
+                                              .block_stride = 8}),
+      Code::invalid_argument, "8");
+  refused(
+      kvmeld::paged_view(geometry, pool.read(),
+                         kvmeld::PagedOptions{.blocks = B, .block_size = N, .block_stride = 4096}),
+      Code::invalid_argument, "4096");
   const auto uneven = key_value_geometry(small_setup, 64);
-  refused(kvmeld::paged_view(uneven, pool.read(), kvmeld::PagedOptions{.blocks = B, .block_size = N}),
-          Code::geometry_mismatch, "64");
+  refused(
+      kvmeld::paged_view(uneven, pool.read(), kvmeld::PagedOptions{.blocks = B, .block_size = N}),
+      Code::geometry_mismatch, "64");
   refused(
       kvmeld::cross_layer_view(
           geometry, std::span<const std::byte>(pool.memory[0]),
-          kvmeld::CrossLayerOptions{.layout = static_cast<kvmeld::CrossLayerLayout>(5), .blocks = B, .block_size = N}),
+          kvmeld::CrossLayerOptions{
+              .layout = static_cast<kvmeld::CrossLayerLayout>(5), .blocks = B, .block_size = N}),
       Code::unknown_layout, "5");
   const auto mixed = std::make_shared<kvmeld::Geometry>(*geometry);
   for (kvmeld::PlaneShape& plane : mixed->layers[1].planes) plane.heads = 3;
@@ -176,60 +199,72 @@ TEST_CASE("what every factory refuses") {
                                    std::span<const std::byte>(pool.memory[0]),
                                    kvmeld::CrossLayerOptions{.blocks = B, .block_size = N}),
           Code::geometry_mismatch, "layer 1");
-  refused(kvmeld::split_channel_view(geometry, blocks_memory.read(),
-                                     kvmeld::SplitChannelOptions{.blocks = B, .block_size = N, .split_bytes = 15}),
+  refused(kvmeld::split_channel_view(
+              geometry, blocks_memory.read(),
+              kvmeld::SplitChannelOptions{.blocks = B, .block_size = N, .split_bytes = 15}),
           Code::invalid_argument, "15");
-  refused(kvmeld::split_channel_view(geometry, blocks_memory.read(),
-                                     kvmeld::SplitChannelOptions{.blocks = B, .block_size = N, .split_bytes = 48}),
+  refused(kvmeld::split_channel_view(
+              geometry, blocks_memory.read(),
+              kvmeld::SplitChannelOptions{.blocks = B, .block_size = N, .split_bytes = 48}),
           Code::invalid_argument, "24");
   const auto q8 = key_value_geometry(Setup{.type = ElementType::q8_0, .heads = H, .channels = D});
   const Memory q8_memory(4, std::vector<std::byte>(static_cast<std::size_t>(B * H * N * 34)));
-  refused(kvmeld::split_channel_view(
-              q8, split<const std::byte>(q8_memory),
-              kvmeld::SplitChannelOptions{
-                  .tokens = TokenPlacement::in_order(1), .blocks = B, .block_size = N, .split_bytes = 34}),
-          Code::unsupported, "blocks of 32");
+  refused(
+      kvmeld::split_channel_view(q8, split<const std::byte>(q8_memory),
+                                 kvmeld::SplitChannelOptions{.tokens = TokenPlacement::in_order(1),
+                                                             .blocks = B,
+                                                             .block_size = N,
+                                                             .split_bytes = 34}),
+      Code::unsupported, "blocks of 32");
 }
 
 TEST_CASE("a view that may be written wants memory of its own in every tensor") {
   Pair slots(H * 8 * D);
   kvmeld::KeyValueBuffers<std::byte> same = slots.write();
   same.values[1] = same.keys[0];
-  refused(kvmeld::contiguous_view(geometry, same,
-                                  kvmeld::ContiguousOptions{.tokens = TokenPlacement::in_order(8), .max_tokens = 8}),
+  refused(kvmeld::contiguous_view(
+              geometry, same,
+              kvmeld::ContiguousOptions{.tokens = TokenPlacement::in_order(8), .max_tokens = 8}),
           Code::aliasing, "share");
   kvmeld::KeyValueBuffers<const std::byte> read = slots.read();
   read.values[1] = read.keys[0];
-  CHECK(kvmeld::contiguous_view(geometry, read,
-                                kvmeld::ContiguousOptions{.tokens = TokenPlacement::in_order(8), .max_tokens = 8})
+  CHECK(kvmeld::contiguous_view(
+            geometry, read,
+            kvmeld::ContiguousOptions{.tokens = TokenPlacement::in_order(8), .max_tokens = 8})
             .ok());
 }
 
 TEST_CASE("SGLang: slot 0 is padding") {
   const Pair slots(H * 8 * D);
   const std::vector<std::int64_t> list = {5, 0, 2};
-  refused(kvmeld::sglang_view(geometry, slots.read(),
-                              kvmeld::SglangOptions{.tokens = TokenPlacement::slot_list(list), .slots = 8}),
+  refused(kvmeld::sglang_view(
+              geometry, slots.read(),
+              kvmeld::SglangOptions{.tokens = TokenPlacement::slot_list(list), .slots = 8}),
           Code::invalid_argument, "token 1 is in slot 0");
-  refused(kvmeld::sglang_view(geometry, slots.read(),
-                              kvmeld::SglangOptions{.tokens = TokenPlacement::in_order(3), .slots = 8}),
-          Code::invalid_argument, "slot 0");
-  CHECK(kvmeld::sglang_view(geometry, slots.read(),
-                            kvmeld::SglangOptions{.tokens = TokenPlacement::in_order(3, 1), .slots = 8})
+  refused(
+      kvmeld::sglang_view(geometry, slots.read(),
+                          kvmeld::SglangOptions{.tokens = TokenPlacement::in_order(3), .slots = 8}),
+      Code::invalid_argument, "slot 0");
+  CHECK(kvmeld::sglang_view(
+            geometry, slots.read(),
+            kvmeld::SglangOptions{.tokens = TokenPlacement::in_order(3, 1), .slots = 8})
             .ok());
   CHECK(kvmeld::sglang_view(
             geometry, slots.read(),
-            kvmeld::SglangOptions{.tokens = TokenPlacement::slot_list(list), .slots = 8, .reserved_slots = 0})
+            kvmeld::SglangOptions{
+                .tokens = TokenPlacement::slot_list(list), .slots = 8, .reserved_slots = 0})
             .ok());
-  refused(kvmeld::sglang_view(geometry, slots.read(),
-                              kvmeld::SglangOptions{.tokens = TokenPlacement::block_table(table, 1), .slots = 8}),
+  refused(kvmeld::sglang_view(
+              geometry, slots.read(),
+              kvmeld::SglangOptions{.tokens = TokenPlacement::block_table(table, 1), .slots = 8}),
           Code::unsupported, "slot list");
 }
 
 TEST_CASE("TensorRT-LLM: offsets say which half, and whether the block is on board") {
   const One pool(B * 2 * 2 * H * N * D, 1);
   const std::vector<std::int32_t> keys = {4, 16}, values = {5, 17},
-                                  secondary = {4, static_cast<std::int32_t>(0x80000008U)}, far = {5, 21};
+                                  secondary = {4, static_cast<std::int32_t>(0x80000008U)},
+                                  far = {5, 21};
   const auto with = [&](std::span<const std::int32_t> k, std::span<const std::int32_t> v,
                         std::vector<kvmeld::PoolLayer> mapping = {}) {
     return kvmeld::trtllm_view(geometry, pool.read(),
@@ -256,25 +291,29 @@ TEST_CASE("TensorRT-LLM: offsets say which half, and whether the block is on boa
 
 TEST_CASE("latent rows: planes, scales inside, unknown rows") {
   const One pool(B * N * 96);
-  refused(kvmeld::latent_view(geometry, pool.read(), kvmeld::LatentOptions{.blocks = B, .block_size = N}),
+  refused(kvmeld::latent_view(geometry, pool.read(),
+                              kvmeld::LatentOptions{.blocks = B, .block_size = N}),
           Code::unsupported, "latent");
-  const LayoutCase good =
-      latent(Setup{.channels = 32, .kind = SlotKind::slot_list_i64}, kvmeld::LatentRow::latent_rope, false);
+  const LayoutCase good = latent(Setup{.channels = 32, .kind = SlotKind::slot_list_i64},
+                                 kvmeld::LatentRow::latent_rope, false);
   const Memory memory = memory_of(good);
-  refused(kvmeld::latent_view(
-              good.geometry, all_of<const std::byte>(memory),
-              kvmeld::LatentOptions{.row = static_cast<kvmeld::LatentRow>(3), .blocks = case_blocks, .block_size = N}),
+  refused(kvmeld::latent_view(good.geometry, all_of<const std::byte>(memory),
+                              kvmeld::LatentOptions{.row = static_cast<kvmeld::LatentRow>(3),
+                                                    .blocks = case_blocks,
+                                                    .block_size = N}),
           Code::unknown_layout, "3");
-  refused(kvmeld::latent_view(
-              good.geometry, all_of<const std::byte>(memory),
-              kvmeld::LatentOptions{.row = kvmeld::LatentRow::latent_scales_rope, .blocks = case_blocks, .block_size = N}),
+  refused(kvmeld::latent_view(good.geometry, all_of<const std::byte>(memory),
+                              kvmeld::LatentOptions{.row = kvmeld::LatentRow::latent_scales_rope,
+                                                    .blocks = case_blocks,
+                                                    .block_size = N}),
           Code::geometry_mismatch);
   const auto mixed = std::make_shared<kvmeld::Geometry>(*good.geometry);
   for (kvmeld::LayerShape& layer : mixed->layers) {
     layer.planes[0] = {.plane = Plane::latent, .type = ElementType::i8, .heads = 1, .channels = 31};
     layer.planes[1].type = ElementType::f16;
   }
-  refused(kvmeld::latent_view(std::shared_ptr<const kvmeld::Geometry>(mixed), all_of<const std::byte>(memory),
+  refused(kvmeld::latent_view(std::shared_ptr<const kvmeld::Geometry>(mixed),
+                              all_of<const std::byte>(memory),
                               kvmeld::LatentOptions{.blocks = case_blocks, .block_size = N}),
           Code::unsupported, "159");
 }
@@ -287,22 +326,30 @@ TEST_CASE("extents beyond any memory are refused, also beside an extent of 0") {
     for (kvmeld::PlaneShape& plane : layer.planes) plane.heads = 0;
   }
   const LayoutCase rows = latent(Setup{.channels = 32}, kvmeld::LatentRow::latent_rope, false);
-  for (const std::shared_ptr<const kvmeld::Geometry>& g : {geometry, std::shared_ptr<const kvmeld::Geometry>(none)}) {
+  for (const std::shared_ptr<const kvmeld::Geometry>& g :
+       {geometry, std::shared_ptr<const kvmeld::Geometry>(none)}) {
     for (const std::int64_t big :
          {std::int64_t{1} << 46, std::int64_t{1} << 62, std::numeric_limits<std::int64_t>::max()}) {
-      const auto refuses = [](const auto& result) { return !result.ok() && result.status().code() != Code::ok; };
+      const auto refuses = [](const auto& result) {
+        return !result.ok() && result.status().code() != Code::ok;
+      };
       const auto kv = slots.read();
       const auto one = pool.read();
-      CHECK(refuses(kvmeld::contiguous_view(g, kv, {.max_tokens = big, .batch = 8, .batch_index = 7})));
-      CHECK(refuses(kvmeld::contiguous_view(g, kv, {.max_tokens = 8, .batch = big, .batch_index = big - 1})));
-      CHECK(refuses(kvmeld::llama_view(g, kv, {.cells = big, .transposed_values = true, .streams = 9, .stream = 8})));
+      CHECK(refuses(
+          kvmeld::contiguous_view(g, kv, {.max_tokens = big, .batch = 8, .batch_index = 7})));
+      CHECK(refuses(
+          kvmeld::contiguous_view(g, kv, {.max_tokens = 8, .batch = big, .batch_index = big - 1})));
+      CHECK(refuses(kvmeld::llama_view(
+          g, kv, {.cells = big, .transposed_values = true, .streams = 9, .stream = 8})));
       CHECK(refuses(kvmeld::split_channel_view(g, kv, {.blocks = 3, .block_size = big})));
       CHECK(refuses(kvmeld::split_channel_view(g, kv, {.blocks = big, .block_size = 4})));
       CHECK(refuses(kvmeld::paged_view(g, one, {.blocks = big, .block_size = 16})));
       CHECK(refuses(kvmeld::paged_view(g, one, {.blocks = 5, .block_size = big})));
-      CHECK(refuses(kvmeld::paged_view(
-          g, one,
-          {.layout = kvmeld::PagedLayout::block_kv_head_token, .blocks = 5, .block_size = 4, .block_stride = big})));
+      CHECK(refuses(kvmeld::paged_view(g, one,
+                                       {.layout = kvmeld::PagedLayout::block_kv_head_token,
+                                        .blocks = 5,
+                                        .block_size = 4,
+                                        .block_stride = big})));
       CHECK(refuses(kvmeld::cross_layer_view(g, one[0], {.blocks = big, .block_size = big})));
       CHECK(refuses(kvmeld::sglang_view(g, kv, {.slots = big})));
       CHECK(refuses(kvmeld::trtllm_view(g, one, {.blocks = {big, big}, .block_size = big})));
@@ -311,6 +358,8 @@ TEST_CASE("extents beyond any memory are refused, also beside an extent of 0") {
     }
     Pair empty(0);
     if (g != geometry)
-      CHECK(kvmeld::contiguous_view(g, empty.write(), {.tokens = TokenPlacement::in_order(5), .max_tokens = 8}).ok());
+      CHECK(kvmeld::contiguous_view(g, empty.write(),
+                                    {.tokens = TokenPlacement::in_order(5), .max_tokens = 8})
+                .ok());
   }
 }

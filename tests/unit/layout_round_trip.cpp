@@ -1,5 +1,6 @@
-// Every layout × element type: engine memory -> view -> fragment -> view of other memory, byte for byte (-0 becomes
-// +0), and not a byte beside. Expected addresses are the layouts' own definitions (support/layout_cases.hpp).
+// Every layout × element type: engine memory -> view -> fragment -> view of other memory, byte for
+// byte (-0 becomes +0), and not a byte beside. Expected addresses are the layouts' own definitions
+// (support/layout_cases.hpp).
 #include <cstring>
 #include <random>
 #include <string>
@@ -25,7 +26,9 @@ std::vector<std::byte> noise(std::mt19937& random, std::int64_t count) {
 std::vector<std::byte> finite(std::mt19937& random, ElementType type) {
   auto bytes = noise(random, bytes_of(type, step_of(type)));
   const bool negative_zero = random() % 8 == 0;
-  const auto clear = [&](std::size_t at, unsigned mask) { bytes[at] &= static_cast<std::byte>(~mask); };
+  const auto clear = [&](std::size_t at, unsigned mask) {
+    bytes[at] &= static_cast<std::byte>(~mask);
+  };
   std::size_t last = bytes.size() - 1;
   if (type == ElementType::i8) return bytes;
   if (type == ElementType::q8_0) last = 1;
@@ -50,8 +53,10 @@ std::vector<std::byte> without_negative_zero(std::vector<std::byte> bytes, Eleme
 }
 
 template <class Byte>
-Byte* element(const kvmeld::BasicPlaneRef<Byte>& plane, std::int64_t slot, std::int64_t head, std::int64_t channel) {
-  return plane.data + plane.byte_offset(plane.row_offset(slot, head) + plane.channel_offset(channel));
+Byte* element(const kvmeld::BasicPlaneRef<Byte>& plane, std::int64_t slot, std::int64_t head,
+              std::int64_t channel) {
+  return plane.data +
+         plane.byte_offset(plane.row_offset(slot, head) + plane.channel_offset(channel));
 }
 
 template <class Visit>
@@ -62,7 +67,8 @@ void each_element(const LayoutCase& c, Visit visit) {
       for (std::size_t t = 0; t < c.tokens->slots.size(); ++t) {
         if (c.tokens->slots[t] < 0) continue;
         for (std::int64_t h = 0; h < shape.heads; ++h) {
-          for (std::int64_t ch = 0; ch < shape.channels; ch += step_of(shape.type)) visit(l, p, t, h, ch, shape);
+          for (std::int64_t ch = 0; ch < shape.channels; ch += step_of(shape.type))
+            visit(l, p, t, h, ch, shape);
         }
       }
     }
@@ -95,13 +101,15 @@ void round_trip(const LayoutCase& c, std::uint32_t seed) {
   REQUIRE(view.ok());
   REQUIRE(view->tokens() == static_cast<std::int64_t>(c.tokens->slots.size()));
   for (std::size_t t = 0; t < c.tokens->slots.size(); ++t) {
-    REQUIRE((view->plane(1, 1).slots.slot(static_cast<std::int64_t>(t)) < 0) == (c.tokens->slots[t] < 0));
+    REQUIRE((view->plane(1, 1).slots.slot(static_cast<std::int64_t>(t)) < 0) ==
+            (c.tokens->slots[t] < 0));
   }
   each_element(c, [&](std::size_t l, std::size_t p, std::size_t t, std::int64_t h, std::int64_t ch,
                       const kvmeld::PlaneShape&) {
     const kvmeld::PlaneRef& plane = view->plane(l, p);
     const Address a = c.address(l, p, c.tokens->slots[t], h, ch);
-    wrong += element(plane, plane.slots.slot(static_cast<std::int64_t>(t)), h, ch) != source[a.tensor].data() + a.byte;
+    wrong += element(plane, plane.slots.slot(static_cast<std::int64_t>(t)), h, ch) !=
+             source[a.tensor].data() + a.byte;
   });
   REQUIRE(wrong == 0);
 
@@ -121,7 +129,8 @@ void round_trip(const LayoutCase& c, std::uint32_t seed) {
         REQUIRE((from.slots.slot(t) < 0) == (to.slots.slot(t) < 0));
         if (from.slots.slot(t) < 0) continue;
         for (std::int64_t h = 0; h < from.shape.heads; ++h) {
-          kvmeld::detail::scatter_row(to, to.slots.slot(t), h, element(from, from.slots.slot(t), h, 0));
+          kvmeld::detail::scatter_row(to, to.slots.slot(t), h,
+                                      element(from, from.slots.slot(t), h, 0));
         }
       }
     }
@@ -129,13 +138,16 @@ void round_trip(const LayoutCase& c, std::uint32_t seed) {
   for (std::size_t i = 0; i < target.size(); ++i) REQUIRE(target[i] == expected[i]);
 }
 
-const ElementType every_type[] = {ElementType::f64,     ElementType::f32,     ElementType::f16, ElementType::bf16,
-                                  ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::i8,  ElementType::q8_0};
-const SlotKind every_kind[] = {SlotKind::identity, SlotKind::block_table_i32, SlotKind::block_table_i64,
-                               SlotKind::slot_list_i32, SlotKind::slot_list_i64};
+const ElementType every_type[] = {ElementType::f64,  ElementType::f32,     ElementType::f16,
+                                  ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2,
+                                  ElementType::i8,   ElementType::q8_0};
+const SlotKind every_kind[] = {SlotKind::identity, SlotKind::block_table_i32,
+                               SlotKind::block_table_i64, SlotKind::slot_list_i32,
+                               SlotKind::slot_list_i64};
 
 bool takes(const NamedLayout& layout, SlotKind kind) {
-  return kind == SlotKind::block_table_i32 || kind == SlotKind::block_table_i64 ? layout.by_block : layout.by_slot;
+  return kind == SlotKind::block_table_i32 || kind == SlotKind::block_table_i64 ? layout.by_block
+                                                                                : layout.by_slot;
 }
 
 }  // namespace
@@ -144,14 +156,17 @@ TEST_CASE("every layout holds every element type") {
   for (const NamedLayout& layout : every_layout()) {
     for (const ElementType type : every_type) {
       INFO(layout.name << ", " << kvmeld::to_string(type));
-      const Setup setup{.type = type, .kind = layout.by_slot ? SlotKind::slot_list_i64 : SlotKind::block_table_i32};
+      const Setup setup{
+          .type = type,
+          .kind = layout.by_slot ? SlotKind::slot_list_i64 : SlotKind::block_table_i32};
       if (type == ElementType::q8_0 && !layout.block_types) {
-        // Blocks would be cut. (x = 16 / size needs an element size, so split channels are refused in
-        // layout_refusals.cpp.)
+        // Blocks would be cut. (x = 16 / size needs an element size, so split channels are refused
+        // in layout_refusals.cpp.)
         if (std::string(layout.name) == "split channel") continue;
         const LayoutCase c = layout.make(setup);
         Memory memory;
-        for (const std::int64_t bytes : c.tensor_bytes) memory.emplace_back(static_cast<std::size_t>(bytes));
+        for (const std::int64_t bytes : c.tensor_bytes)
+          memory.emplace_back(static_cast<std::size_t>(bytes));
         CHECK(c.read(memory).status().code() == kvmeld::ErrorCode::unsupported);
         continue;
       }
@@ -165,8 +180,11 @@ TEST_CASE("every layout is reached by identity, block table and slot list, with 
     for (const SlotKind kind : every_kind) {
       if (!takes(layout, kind)) continue;
       for (const std::int64_t tokens : {0, 1, 4, 5, 19}) {
-        INFO(layout.name << ", slot kind " << static_cast<int>(kind) << ", " << tokens << " tokens");
-        round_trip(layout.make(Setup{.heads = 1, .channels = 32, .tokens = tokens, .kind = kind, .seed = 5}), 23);
+        INFO(layout.name << ", slot kind " << static_cast<int>(kind) << ", " << tokens
+                         << " tokens");
+        round_trip(layout.make(Setup{
+                       .heads = 1, .channels = 32, .tokens = tokens, .kind = kind, .seed = 5}),
+                   23);
       }
     }
   }
@@ -176,12 +194,13 @@ TEST_CASE("every layout takes odd head counts and the head sizes of models") {
   for (const NamedLayout& layout : every_layout()) {
     for (const std::int64_t channels : {64, 80, 96, 128, 256}) {
       INFO(layout.name << ", head size " << channels);
-      const Setup setup{.type = ElementType::bf16,
-                        .heads = 5,
-                        .channels = channels,
-                        .tokens = 3,
-                        .kind = layout.by_block ? SlotKind::block_table_i32 : SlotKind::slot_list_i32,
-                        .holes = false};
+      const Setup setup{
+          .type = ElementType::bf16,
+          .heads = 5,
+          .channels = channels,
+          .tokens = 3,
+          .kind = layout.by_block ? SlotKind::block_table_i32 : SlotKind::slot_list_i32,
+          .holes = false};
       round_trip(layout.make(setup), 31);
     }
   }

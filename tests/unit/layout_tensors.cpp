@@ -78,8 +78,9 @@ struct Owned {
     }
     memory.resize(static_cast<std::size_t>(step) + 8);
     std::iota(memory.begin(), memory.end(), std::uint16_t{0});
-    tensor = {memory.data(),  {1, 0}, static_cast<std::int32_t>(shape.size()), {2, 16, 1}, shape.data(),
-              strides.data(), 0};
+    tensor = {
+        memory.data(),  {1, 0}, static_cast<std::int32_t>(shape.size()), {2, 16, 1}, shape.data(),
+        strides.data(), 0};
   }
 };
 
@@ -87,9 +88,13 @@ kvmeld::Result<kvmeld::KvCacheRef> view_of(const Setup& s, const std::vector<fra
                                            const DlpackOptions& o) {
   return kvmeld::dlpack_view(key_value_geometry(s), t, o);
 }
-std::uint16_t element(const kvmeld::PlaneRef& p, std::int64_t token, std::int64_t head, std::int64_t channel) {
+std::uint16_t element(const kvmeld::PlaneRef& p, std::int64_t token, std::int64_t head,
+                      std::int64_t channel) {
   std::uint16_t out = 0;
-  std::memcpy(&out, p.data + p.byte_offset(p.row_offset(p.slots.slot(token), head) + p.channel_offset(channel)), 2);
+  std::memcpy(
+      &out,
+      p.data + p.byte_offset(p.row_offset(p.slots.slot(token), head) + p.channel_offset(channel)),
+      2);
   return out;
 }
 
@@ -104,20 +109,24 @@ TEST_CASE("a DLPack tensor of any axis order is viewed by naming its axes") {
   for (const auto& order : orders) {  // vLLM's logical [2,B,N,H,D] over four physical orders
     Owned own({2, B, N, H, D}, order);
     const std::vector<framework::Tensor> tensors(4, own.tensor);
-    const DlpackAxes key{.token = 2, .head = 3, .channel = 4, .block = 1, .fixed = {FixedAxis{0, 0}}};
-    const DlpackAxes value{.token = 2, .head = 3, .channel = 4, .block = 1, .fixed = {FixedAxis{0, 1}}};
-    const auto view = view_of(s, tensors, {.tokens = TokenPlacement::block_table(table, 7), .axes = {key, value}});
+    const DlpackAxes key{
+        .token = 2, .head = 3, .channel = 4, .block = 1, .fixed = {FixedAxis{0, 0}}};
+    const DlpackAxes value{
+        .token = 2, .head = 3, .channel = 4, .block = 1, .fixed = {FixedAxis{0, 1}}};
+    const auto view = view_of(
+        s, tensors, {.tokens = TokenPlacement::block_table(table, 7), .axes = {key, value}});
     INFO(view.status().message());
     REQUIRE(view.ok());
     for (std::size_t p = 0; p < 2; ++p) {
       for (std::int64_t t = 0; t < 7; ++t) {
         for (std::int64_t h = 0; h < H; ++h) {
           for (std::int64_t c = 0; c < D; ++c) {
-            const std::int64_t index[5] = {static_cast<std::int64_t>(p), table[static_cast<std::size_t>(t / N)], t % N,
-                                           h, c};
+            const std::int64_t index[5] = {static_cast<std::int64_t>(p),
+                                           table[static_cast<std::size_t>(t / N)], t % N, h, c};
             std::int64_t at = 0;
             for (std::size_t a = 0; a < 5; ++a) at += index[a] * own.strides[a];
-            REQUIRE(element(view->plane(1, p), t, h, c) == own.memory[static_cast<std::size_t>(at)]);
+            REQUIRE(element(view->plane(1, p), t, h, c) ==
+                    own.memory[static_cast<std::size_t>(at)]);
           }
         }
       }
@@ -126,7 +135,8 @@ TEST_CASE("a DLPack tensor of any axis order is viewed by naming its axes") {
 }
 
 TEST_CASE(
-    "DLPack: null strides are compact, byte_offset and negative strides count, packed and split channels have names") {
+    "DLPack: null strides are compact, byte_offset and negative strides count, packed and split "
+    "channels have names") {
   constexpr std::int64_t T = 5, H = 2, D = 4;
   Owned own({T, H, 2 * D}, {0, 1, 2});
   own.tensor.strides = nullptr;
@@ -170,8 +180,9 @@ TEST_CASE("DLPack: latent rows without a head axis; 8-bit floats kept as raw byt
   const auto geometry = std::make_shared<const kvmeld::Geometry>(g);
   const DlpackAxes row{.token = 1, .head = -1, .channel = 2, .block = 0},
       rope{.token = 1, .head = -1, .channel = 2, .block = 0, .first_channel = 8};
-  const auto view = kvmeld::dlpack_view(geometry, std::vector<framework::Tensor>{own.tensor, own.tensor},
-                                        {.tokens = TokenPlacement::in_order(12), .axes = {row, rope}});
+  const auto view =
+      kvmeld::dlpack_view(geometry, std::vector<framework::Tensor>{own.tensor, own.tensor},
+                          {.tokens = TokenPlacement::in_order(12), .axes = {row, rope}});
   INFO(view.status().message());
   REQUIRE(view.ok());
   CHECK(element(view->plane(0, 1), 7, 0, 3) == own.memory[7 * 12 + 8 + 3]);
@@ -183,7 +194,8 @@ TEST_CASE("DLPack: latent rows without a head axis; 8-bit floats kept as raw byt
     const Setup s{.type = type, .heads = 3, .channels = 8};
     const std::vector<framework::Tensor> tensors(4, raw);
     CHECK(view_of(s, tensors, {.tokens = TokenPlacement::in_order(5), .raw_bytes = true}).ok());
-    CHECK(view_of(s, tensors, {.tokens = TokenPlacement::in_order(5)}).status().code() == ErrorCode::unsupported);
+    CHECK(view_of(s, tensors, {.tokens = TokenPlacement::in_order(5)}).status().code() ==
+          ErrorCode::unsupported);
   }
 }
 
@@ -193,23 +205,26 @@ TEST_CASE("DLPack: every element type, and bf16 handed in as f16") {
   const struct {
     std::uint8_t code, bits;
     ElementType type;
-  } types[] = {{2, 64, ElementType::f64},    {2, 32, ElementType::f32}, {2, 16, ElementType::f16},
-               {4, 16, ElementType::bf16},   {0, 8, ElementType::i8},   {10, 8, ElementType::f8_e4m3},
+  } types[] = {{2, 64, ElementType::f64},    {2, 32, ElementType::f32},
+               {2, 16, ElementType::f16},    {4, 16, ElementType::bf16},
+               {0, 8, ElementType::i8},      {10, 8, ElementType::f8_e4m3},
                {12, 8, ElementType::f8_e5m2}};
   for (const auto& t : types) {
     const std::vector<framework::Tensor> tensors(
         4, framework::Tensor{memory.data(), {1, 0}, 3, {t.code, t.bits, 1}, shape, nullptr, 0});
     for (const auto& declared : types) {
-      const auto view =
-          view_of({.type = declared.type, .heads = 3, .channels = 8}, tensors, {.tokens = TokenPlacement::in_order(5)});
-      CHECK(view.status().code() == (declared.type == t.type ? ErrorCode::ok : ErrorCode::geometry_mismatch));
+      const auto view = view_of({.type = declared.type, .heads = 3, .channels = 8}, tensors,
+                                {.tokens = TokenPlacement::in_order(5)});
+      CHECK(view.status().code() ==
+            (declared.type == t.type ? ErrorCode::ok : ErrorCode::geometry_mismatch));
     }
   }
 }
 
 TEST_CASE("DLPack: what cannot be viewed is refused") {
   const Setup s{.heads = 3, .channels = 8};
-  const auto code = [&](auto change, DlpackOptions options = {.tokens = TokenPlacement::in_order(5)}) {
+  const auto code = [&](auto change,
+                        DlpackOptions options = {.tokens = TokenPlacement::in_order(5)}) {
     Owned own({5, 3, 8}, {0, 1, 2});
     change(own);
     const auto view = view_of(s, std::vector<framework::Tensor>(4, own.tensor), options);
@@ -225,7 +240,8 @@ TEST_CASE("DLPack: what cannot be viewed is refused") {
   CHECK(code([](Owned& o) { o.tensor.data = nullptr; }) == ErrorCode::invalid_argument);
   CHECK(code([](Owned& o) { o.shape[0] = -1; }) == ErrorCode::invalid_argument);
   CHECK(code([](Owned& o) { o.shape[0] = std::int64_t{1} << 60; }) == ErrorCode::invalid_argument);
-  CHECK(code([](Owned& o) { o.strides[1] = std::int64_t{1} << 60; }) == ErrorCode::invalid_argument);
+  CHECK(code([](Owned& o) { o.strides[1] = std::int64_t{1} << 60; }) ==
+        ErrorCode::invalid_argument);
   CHECK(code([](Owned& o) { o.shape[0] = 4; }) == ErrorCode::truncated);
   CHECK(code([](Owned& o) { o.shape[1] = 2; }) == ErrorCode::geometry_mismatch);
   CHECK(code([](Owned& o) { o.shape[2] = 7; }) == ErrorCode::geometry_mismatch);
@@ -242,7 +258,9 @@ TEST_CASE("DLPack: what cannot be viewed is refused") {
   Owned four({5, 3, 8, 2}, {0, 1, 2, 3});
   const std::vector<framework::Tensor> tensors(4, four.tensor);
   const auto with = [&](std::vector<FixedAxis> fixed) {
-    return view_of(s, tensors, {.tokens = TokenPlacement::in_order(5), .axes = {DlpackAxes{.fixed = std::move(fixed)}}})
+    return view_of(s, tensors,
+                   {.tokens = TokenPlacement::in_order(5),
+                    .axes = {DlpackAxes{.fixed = std::move(fixed)}}})
         .status()
         .code();
   };
@@ -252,10 +270,13 @@ TEST_CASE("DLPack: what cannot be viewed is refused") {
   CHECK(view_of(s, {four.tensor}, {}).status().code() == ErrorCode::invalid_argument);
   std::int64_t broadcast[3] = {0, 8, 1};
   const std::vector<framework::Tensor> same(
-      4, framework::Tensor{four.memory.data(), {1, 0}, 3, {2, 16, 1}, four.shape.data(), broadcast, 0});
-  CHECK(
-      kvmeld::dlpack_view<const std::byte>(key_value_geometry(s), same, {.tokens = TokenPlacement::in_order(5)}).ok());
-  CHECK(kvmeld::dlpack_view<std::byte>(key_value_geometry(s), same, {.tokens = TokenPlacement::in_order(5)})
+      4, framework::Tensor{
+             four.memory.data(), {1, 0}, 3, {2, 16, 1}, four.shape.data(), broadcast, 0});
+  CHECK(kvmeld::dlpack_view<const std::byte>(key_value_geometry(s), same,
+                                             {.tokens = TokenPlacement::in_order(5)})
+            .ok());
+  CHECK(kvmeld::dlpack_view<std::byte>(key_value_geometry(s), same,
+                                       {.tokens = TokenPlacement::in_order(5)})
             .status()
             .code() == ErrorCode::aliasing);
 }
@@ -270,13 +291,17 @@ TEST_CASE("a caller's own tensor type is a plane, transposed or not") {
   REQUIRE(rows.ok());
   CHECK(element(*rows, 4, 2, 7) == 119);
   const auto transposed =
-      kvmeld::plane_from_tensor(Write{memory.data(), {5, 3, 8}, {1, 40, 5}}, shape);  // (head, channel, token)
+      // (head, channel, token)
+      kvmeld::plane_from_tensor(Write{memory.data(), {5, 3, 8}, {1, 40, 5}}, shape);
   REQUIRE(transposed.ok());
   CHECK(element(*transposed, 4, 2, 7) == 2 * 40 + 7 * 5 + 4);
   CHECK(kvmeld::plane_from_tensor(Read{memory.data(), {5, 3, 8}, {0, 8, 1}}, shape).ok());
-  const auto code = [&](auto view, kvmeld::PlaneShape s) { return kvmeld::plane_from_tensor(view, s).status().code(); };
+  const auto code = [&](auto view, kvmeld::PlaneShape s) {
+    return kvmeld::plane_from_tensor(view, s).status().code();
+  };
   CHECK(code(Write{memory.data(), {5, 3, 8}, {0, 8, 1}}, shape) == ErrorCode::aliasing);
-  CHECK(code(Read{memory.data(), {5, 3, 8}, {24, 8, 1}}, {.type = ElementType::bf16, .heads = 3, .channels = 8}) ==
+  CHECK(code(Read{memory.data(), {5, 3, 8}, {24, 8, 1}},
+             {.type = ElementType::bf16, .heads = 3, .channels = 8}) ==
         ErrorCode::geometry_mismatch);
   CHECK(code(Read{memory.data(), {5, 2, 8}, {24, 8, 1}}, shape) == ErrorCode::geometry_mismatch);
   CHECK(code(Read{memory.data(), {5, 3, 4}, {24, 8, 1}}, shape) == ErrorCode::geometry_mismatch);
@@ -297,16 +322,20 @@ TEST_CASE("tensors of one type make a cache that seals") {
   std::vector<float> memory(4 * 5 * 3 * 8, 0.5F);
   using View = kvmeld::StridedView<const float, 3>;
   std::vector<View> tensors;
-  for (std::size_t i = 0; i < 4; ++i) tensors.emplace_back(memory.data() + i * 120, View::Shape{5, 3, 8});
+  for (std::size_t i = 0; i < 4; ++i)
+    tensors.emplace_back(memory.data() + i * 120, View::Shape{5, 3, 8});
   const auto geometry = key_value_geometry({.type = ElementType::f32, .heads = 3, .channels = 8});
   const auto cache = kvmeld::cache_from_tensors(geometry, tensors);
   INFO(cache.status().message());
   REQUIRE(cache.ok());
   CHECK(kvmeld::seal(*cache)->token_count() == 5);
   tensors[3] = View(memory.data(), {4, 3, 8});
-  CHECK(kvmeld::cache_from_tensors(geometry, tensors).status().code() == ErrorCode::token_count_mismatch);
+  CHECK(kvmeld::cache_from_tensors(geometry, tensors).status().code() ==
+        ErrorCode::token_count_mismatch);
   tensors.pop_back();
-  CHECK(kvmeld::cache_from_tensors(geometry, tensors).status().code() == ErrorCode::invalid_argument);
+  CHECK(kvmeld::cache_from_tensors(geometry, tensors).status().code() ==
+        ErrorCode::invalid_argument);
   tensors.assign(5, tensors[0]);
-  CHECK(kvmeld::cache_from_tensors(geometry, tensors).status().code() == ErrorCode::invalid_argument);
+  CHECK(kvmeld::cache_from_tensors(geometry, tensors).status().code() ==
+        ErrorCode::invalid_argument);
 }

@@ -1,4 +1,5 @@
-// check_view, footprint, overlaps and check_writable against sets of addresses enumerated one by one; rings; scales.
+// check_view, footprint, overlaps and check_writable against sets of addresses enumerated one by
+// one; rings; scales.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -21,20 +22,22 @@ using kvmeld::ErrorCode;
 using kvmeld::MutablePlaneRef;
 using kvmeld::PlaneRef;
 
-// Every byte that a view names, relative to `data`, straight from the formula in PlaneRef's documentation.
+// Every byte that a view names, relative to `data`, straight from the formula in PlaneRef's
+// documentation.
 std::vector<std::int64_t> bytes_named(const PlaneRef& v) {
   std::vector<std::int64_t> out;
   for (std::int64_t t = 0; t < v.tokens; ++t) {
     const std::int64_t slot = v.slots.slot(t);
     if (slot < 0) continue;
     const std::int64_t n = v.slots.block_size;
-    const std::int64_t at =
-        n == 0 ? slot * v.token_stride : slot / n * v.slots.block_stride + slot % n * v.token_stride;
+    const std::int64_t at = n == 0 ? slot * v.token_stride
+                                   : slot / n * v.slots.block_stride + slot % n * v.token_stride;
     for (std::int64_t h = 0; h < v.shape.heads; ++h) {
       for (std::int64_t c = 0; c < v.shape.channels; ++c) {
         const std::int64_t x = v.channel_split;
-        const std::int64_t e = at + h * v.head_stride +
-                               (x == 0 ? c * v.channel_stride : c / x * v.split_stride + c % x * v.channel_stride);
+        const std::int64_t e =
+            at + h * v.head_stride +
+            (x == 0 ? c * v.channel_stride : c / x * v.split_stride + c % x * v.channel_stride);
         for (std::int64_t b = 0; b < 2; ++b) out.push_back(2 * e + b);
       }
     }
@@ -45,7 +48,9 @@ std::vector<std::int64_t> bytes_named(const PlaneRef& v) {
 struct Random {
   explicit Random(std::uint32_t seed) : engine(seed) {}
   std::mt19937 engine;
-  std::int64_t below(std::int64_t n) { return static_cast<std::int64_t>(engine() % static_cast<std::uint32_t>(n)); }
+  std::int64_t below(std::int64_t n) {
+    return static_cast<std::int64_t>(engine() % static_cast<std::uint32_t>(n));
+  }
   std::int64_t between(std::int64_t a, std::int64_t b) { return a + below(b - a + 1); }
 };
 
@@ -120,7 +125,8 @@ TEST_CASE("footprint and check_view are exact for any strides") {
     const std::int64_t low = *std::min_element(named.begin(), named.end()),
                        high = *std::max_element(named.begin(), named.end());
     INFO(f.first_byte << " " << low << " " << f.last_byte << " " << high << " kind "
-                      << static_cast<int>(r.plane.slots.kind) << " block " << r.plane.slots.block_size);
+                      << static_cast<int>(r.plane.slots.kind) << " block "
+                      << r.plane.slots.block_size);
     REQUIRE((f.first_byte == low && f.last_byte == high));
     const auto before = static_cast<std::size_t>(low < 0 ? -low : 0),
                size = before + static_cast<std::size_t>(high < 0 ? 0 : high + 1);
@@ -130,7 +136,8 @@ TEST_CASE("footprint and check_view are exact for any strides") {
   }
 }
 
-TEST_CASE("overlaps says whether a byte has two owners, and check_writable whether it has two names") {
+TEST_CASE(
+    "overlaps says whether a byte has two owners, and check_writable whether it has two names") {
   Random random(11);
   static const std::byte arena[4096] = {};
   int shared = 0, apart = 0, refused = 0;
@@ -155,7 +162,8 @@ TEST_CASE("overlaps says whether a byte has two owners, and check_writable wheth
     std::set<std::int64_t> mine;
     for (const std::int64_t at : x) mine.insert(at);
     const std::int64_t delta = b.plane.data - a.plane.data;
-    const bool expected = std::any_of(y.begin(), y.end(), [&](std::int64_t at) { return mine.count(at + delta) > 0; });
+    const bool expected = std::any_of(y.begin(), y.end(),
+                                      [&](std::int64_t at) { return mine.count(at + delta) > 0; });
     REQUIRE(overlaps(cache_of(a.plane), cache_of(b.plane)) == expected);
     REQUIRE(overlaps(cache_of(b.plane), cache_of(a.plane)) == expected);
     ++(expected ? shared : apart);
@@ -166,17 +174,20 @@ TEST_CASE("overlaps says whether a byte has two owners, and check_writable wheth
   }
   CHECK(shared > 500);
   CHECK(apart > 500);
-  CHECK(refused < 1000);  // strides that interleave without colliding are refused too; no engine has them
+  // strides that interleave without colliding are refused too; no engine has them
+  CHECK(refused < 1000);
 }
 
 TEST_CASE("two sequences of one pool are apart, in every layout") {
   for (const NamedLayout& layout : every_layout()) {
     INFO(layout.name);
-    const Setup setup{
-        .tokens = 7, .kind = layout.by_slot ? SlotKind::slot_list_i64 : SlotKind::block_table_i32, .holes = false};
+    const Setup setup{.tokens = 7,
+                      .kind = layout.by_slot ? SlotKind::slot_list_i64 : SlotKind::block_table_i32,
+                      .holes = false};
     const LayoutCase c = layout.make(setup);
     Memory memory;
-    for (const std::int64_t bytes : c.tensor_bytes) memory.emplace_back(static_cast<std::size_t>(bytes));
+    for (const std::int64_t bytes : c.tensor_bytes)
+      memory.emplace_back(static_cast<std::size_t>(bytes));
     const auto view = c.read(memory);
     REQUIRE(view.ok());
     CHECK(overlaps(*view, *view));
@@ -193,8 +204,9 @@ TEST_CASE("two sequences of one pool are apart, in every layout") {
     for (PlaneRef& plane : back) plane.slots.table = c.tokens->wide.data() + 3;
     CHECK(overlaps(kvmeld::KvCacheRef(view->shared_geometry(), front, 4),
                    kvmeld::KvCacheRef(view->shared_geometry(), back, 3)));
-    CHECK_FALSE(
-        overlaps(kvmeld::KvCacheRef(view->shared_geometry(), std::vector<PlaneRef>(view->planes().size()), 0), *view));
+    CHECK_FALSE(overlaps(kvmeld::KvCacheRef(view->shared_geometry(),
+                                            std::vector<PlaneRef>(view->planes().size()), 0),
+                         *view));
   }
 }
 
@@ -228,15 +240,19 @@ TEST_CASE("check_view survives hostile numbers") {
           p.token_stride = 8;
         }) == ErrorCode::truncated);
   CHECK(with([](PlaneRef& p) { p.slots.block_size = -1; }) == ErrorCode::invalid_argument);
-  CHECK(with([](PlaneRef& p) { p.slots.kind = static_cast<SlotKind>(5); }) == ErrorCode::unknown_layout);
-  CHECK(with([](PlaneRef& p) { p.slots.kind = SlotKind::slot_list_i32; }) == ErrorCode::invalid_argument);
+  CHECK(with([](PlaneRef& p) { p.slots.kind = static_cast<SlotKind>(5); }) ==
+        ErrorCode::unknown_layout);
+  CHECK(with([](PlaneRef& p) { p.slots.kind = SlotKind::slot_list_i32; }) ==
+        ErrorCode::invalid_argument);
   CHECK(with([](PlaneRef& p) { p.slots = {.kind = SlotKind::block_table_i32, .table = anchor}; }) ==
         ErrorCode::invalid_argument);
-  CHECK(with([](PlaneRef& p) { p.shape.type = static_cast<ElementType>(8); }) == ErrorCode::unknown_field);
+  CHECK(with([](PlaneRef& p) { p.shape.type = static_cast<ElementType>(8); }) ==
+        ErrorCode::unknown_field);
   CHECK(with([](PlaneRef& p) { p.shape.channels = -8; }) == ErrorCode::invalid_argument);
   CHECK(with([](PlaneRef& p) { p.channel_split = 3; }) == ErrorCode::invalid_argument);
   CHECK(with([](PlaneRef& p) { p.data = nullptr; }) == ErrorCode::invalid_argument);
-  CHECK(with([](PlaneRef& p) { p.shape.scales = kvmeld::ScaleScheme::per_tensor; }) == ErrorCode::invalid_argument);
+  CHECK(with([](PlaneRef& p) { p.shape.scales = kvmeld::ScaleScheme::per_tensor; }) ==
+        ErrorCode::invalid_argument);
   CHECK(with([](PlaneRef& p) {
           p.shape = {.type = ElementType::q8_0, .heads = 1, .channels = 32};
           p.channel_stride = 2;
@@ -247,7 +263,10 @@ TEST_CASE("check_view survives hostile numbers") {
         }) == ErrorCode::invalid_argument);
   const std::int64_t entry = huge / 2;
   CHECK(with([&](PlaneRef& p) {
-          p.slots = {.kind = SlotKind::block_table_i64, .table = &entry, .block_size = 16, .block_stride = 16};
+          p.slots = {.kind = SlotKind::block_table_i64,
+                     .table = &entry,
+                     .block_size = 16,
+                     .block_stride = 16};
         }) == ErrorCode::invalid_argument);
 }
 
@@ -262,7 +281,8 @@ TEST_CASE("rings of different fill come out in temporal order") {
   CHECK(kvmeld::ring_slots(-1, 8).status().code() == ErrorCode::invalid_argument);
   CHECK(kvmeld::ring_slots(5, 8, 6).status().code() == ErrorCode::invalid_argument);
 
-  // Window 8, sequences of 5 and 20 tokens in one batch [2, H, 8, D]; a row holds its token's number.
+  // Window 8, sequences of 5 and 20 tokens in one batch [2, H, 8, D]; a row holds its token's
+  // number.
   const auto geometry = key_value_geometry({.type = ElementType::f32, .heads = 2, .channels = 4});
   std::vector<std::vector<float>> tensors(4, std::vector<float>(2 * 2 * 8 * 4, 99.0F));
   const std::int64_t seen[] = {5, 20};
@@ -271,20 +291,24 @@ TEST_CASE("rings of different fill come out in temporal order") {
       for (std::int64_t t = 0; t < seen[b]; ++t) {
         for (std::int64_t h = 0; h < 2; ++h) {
           for (std::int64_t c = 0; c < 4; ++c)
-            tensor[static_cast<std::size_t>(flat({2, 2, 8, 4}, {b, h, t % 8, c}))] = static_cast<float>(t);
+            tensor[static_cast<std::size_t>(flat({2, 2, 8, 4}, {b, h, t % 8, c}))] =
+                static_cast<float>(t);
         }
       }
     }
   }
   kvmeld::KeyValueBuffers<const std::byte> buffers;
   for (std::size_t i = 0; i < 4; ++i)
-    (i % 2 == 0 ? buffers.keys : buffers.values).push_back(std::as_bytes(std::span<const float>(tensors[i])));
+    (i % 2 == 0 ? buffers.keys : buffers.values)
+        .push_back(std::as_bytes(std::span<const float>(tensors[i])));
   for (std::int64_t b = 0; b < 2; ++b) {
     const auto slots = kvmeld::ring_slots(seen[b], 8);
     const auto view = kvmeld::contiguous_view(
         geometry, buffers,
-        kvmeld::ContiguousOptions{
-            .tokens = TokenPlacement::slot_list(*slots), .max_tokens = 8, .batch = 2, .batch_index = b});
+        kvmeld::ContiguousOptions{.tokens = TokenPlacement::slot_list(*slots),
+                                  .max_tokens = 8,
+                                  .batch = 2,
+                                  .batch_index = b});
     REQUIRE(view.ok());
     const auto fragment = kvmeld::seal(*view);
     REQUIRE(fragment.ok());
@@ -307,7 +331,8 @@ TEST_CASE("scales follow their rows, for every scheme, and wrong tables are refu
   for (const ElementType type : {ElementType::i8, ElementType::f8_e4m3, ElementType::f8_e5m2}) {
     for (const ScaleScheme scheme :
          {ScaleScheme::per_tensor, ScaleScheme::per_token_head, ScaleScheme::per_channel_group}) {
-      auto g = std::make_shared<kvmeld::Geometry>(*key_value_geometry({.type = type, .heads = H, .channels = D}));
+      auto g = std::make_shared<kvmeld::Geometry>(
+          *key_value_geometry({.type = type, .heads = H, .channels = D}));
       for (kvmeld::LayerShape& layer : g->layers) {
         for (kvmeld::PlaneShape& plane : layer.planes) {
           plane.scales = scheme;
@@ -326,7 +351,8 @@ TEST_CASE("scales follow their rows, for every scheme, and wrong tables are refu
       }
       const Memory memory(4, std::vector<std::byte>(static_cast<std::size_t>(S * H * D)));
       const auto buffers = split<const std::byte>(memory);
-      kvmeld::SglangOptions options{.tokens = TokenPlacement::slot_list(list), .slots = S, .scales = scales};
+      kvmeld::SglangOptions options{
+          .tokens = TokenPlacement::slot_list(list), .slots = S, .scales = scales};
       const auto view = kvmeld::sglang_view(geometry, buffers, options);
       INFO(view.status().message());
       REQUIRE(view.ok());
@@ -340,21 +366,27 @@ TEST_CASE("scales follow their rows, for every scheme, and wrong tables are refu
             for (std::int64_t h = 0; h < H; ++h) {
               for (std::int64_t k = 0; k < groups; ++k) {
                 const std::int64_t at =
-                    count == 1 ? 0 : flat({S, H, groups}, {list[static_cast<std::size_t>(t)], h, k});
+                    count == 1 ? 0
+                               : flat({S, H, groups}, {list[static_cast<std::size_t>(t)], h, k});
                 const float expected = tables[2 * l + p][static_cast<std::size_t>(at)];
-                CHECK(view->plane(l, p).scales.at(view->plane(l, p).slots.slot(t), h, k) == expected);
-                CHECK(sealed.ref().plane(l, p).scales.at(sealed.ref().plane(l, p).slots.slot(t), h, k) == expected);
+                CHECK(view->plane(l, p).scales.at(view->plane(l, p).slots.slot(t), h, k) ==
+                      expected);
+                CHECK(sealed.ref().plane(l, p).scales.at(sealed.ref().plane(l, p).slots.slot(t), h,
+                                                         k) == expected);
               }
             }
           }
         }
       }
       options.scales[3] = std::span<const float>(tables[3]).first(tables[3].size() - 1);
-      CHECK(kvmeld::sglang_view(geometry, buffers, options).status().code() == ErrorCode::truncated);
+      CHECK(kvmeld::sglang_view(geometry, buffers, options).status().code() ==
+            ErrorCode::truncated);
       options.scales.pop_back();
-      CHECK(kvmeld::sglang_view(geometry, buffers, options).status().code() == ErrorCode::invalid_argument);
+      CHECK(kvmeld::sglang_view(geometry, buffers, options).status().code() ==
+            ErrorCode::invalid_argument);
       options.scales.clear();
-      CHECK(kvmeld::sglang_view(geometry, buffers, options).status().code() == ErrorCode::truncated);
+      CHECK(kvmeld::sglang_view(geometry, buffers, options).status().code() ==
+            ErrorCode::truncated);
     }
   }
 }
@@ -393,7 +425,8 @@ TEST_CASE("vLLM's 656-byte latent row: 512 e4m3, four scales, 64 bf16") {
                                       .row = kvmeld::LatentRow::latent_scales_rope,
                                       .blocks = 3,
                                       .block_size = 64};
-  const auto view = kvmeld::latent_view(geometry, kvmeld::Buffers<const std::byte>{memory}, options);
+  const auto view =
+      kvmeld::latent_view(geometry, kvmeld::Buffers<const std::byte>{memory}, options);
   INFO(view.status().message());
   REQUIRE(view.ok());
   const auto fragment = kvmeld::seal(*view);
@@ -406,13 +439,16 @@ TEST_CASE("vLLM's 656-byte latent row: 512 e4m3, four scales, 64 bf16") {
     CHECK(latent_plane.data[t * 512] == static_cast<std::byte>(slot % 100));
     CHECK(latent_plane.data[t * 512 + 511] == static_cast<std::byte>(slot % 90));
     for (std::int64_t k = 0; k < 4; ++k)
-      CHECK(latent_plane.scales.at(t, 0, k) == static_cast<float>(slot) + 0.25F * static_cast<float>(k + 1));
+      CHECK(latent_plane.scales.at(t, 0, k) ==
+            static_cast<float>(slot) + 0.25F * static_cast<float>(k + 1));
     std::uint16_t rope = 0;
     std::memcpy(&rope, rope_plane.data + (t * 64 + 63) * 2, 2);
     CHECK(rope == 0x3f80 + slot);
   }
   const auto odd = kvmeld::latent_view(
-      geometry, kvmeld::Buffers<const std::byte>{std::span<const std::byte>(memory + 1, 2 * N * row)},
-      kvmeld::LatentOptions{.row = kvmeld::LatentRow::latent_scales_rope, .blocks = 2, .block_size = 64});
+      geometry,
+      kvmeld::Buffers<const std::byte>{std::span<const std::byte>(memory + 1, 2 * N * row)},
+      kvmeld::LatentOptions{
+          .row = kvmeld::LatentRow::latent_scales_rope, .blocks = 2, .block_size = 64});
   CHECK(odd.status().code() == ErrorCode::invalid_argument);
 }

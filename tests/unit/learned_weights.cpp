@@ -42,12 +42,14 @@ kvmeld::Target target() {
 }
 
 struct Pair {
-  std::vector<test::Sealed> spans = test::by_id({test::sealed(model, 5, 1), test::sealed(model, 7, 2)});
+  std::vector<test::Sealed> spans =
+      test::by_id({test::sealed(model, 5, 1), test::sealed(model, 7, 2)});
   kvmeld::FragmentSet set;
   std::vector<float> confidence{0.25F, 0.75F};
 
   Pair() {
-    for (std::size_t i = 0; i < 2; ++i) REQUIRE(set.insert(spans[i].fragment, kvmeld::Provenance{i + 1, 0}, confidence[i]).ok());
+    for (std::size_t i = 0; i < 2; ++i)
+      REQUIRE(set.insert(spans[i].fragment, kvmeld::Provenance{i + 1, 0}, confidence[i]).ok());
   }
 };
 
@@ -56,7 +58,8 @@ struct Pair {
 TEST_CASE("a predictor's weights are those of its network, and enter a mean") {
   const Pair pair;
   std::vector<kvmeld::FragmentFeatures> extra;
-  for (std::size_t i = 0; i < 2; ++i) extra.push_back({pair.spans[i].fragment.id(), {0.5F + static_cast<float>(i), -1.0F}});
+  for (std::size_t i = 0; i < 2; ++i)
+    extra.push_back({pair.spans[i].fragment.id(), {0.5F + static_cast<float>(i), -1.0F}});
   const auto network = predictor(6);
   const PredictedWeights fuser{network, extra};
   std::vector<kvmeld::FragmentWeight> weights;
@@ -65,14 +68,21 @@ TEST_CASE("a predictor's weights are those of its network, and enter a mean") {
     const kvmeld::Fragment& fragment = pair.spans[i].fragment;
     const auto tokens = static_cast<double>(fragment.token_count());
     double norm = 0;
-    const float* const rows = reinterpret_cast<const float*>(fragment.payloads()[0].bytes.get() + fragment.payloads()[0].plane_offsets[2]);
+    const float* const rows = reinterpret_cast<const float*>(
+        fragment.payloads()[0].bytes.get() + fragment.payloads()[0].plane_offsets[2]);
     for (std::size_t t = 0; t < static_cast<std::size_t>(tokens); ++t) {
       double square = 0;
-      for (std::size_t c = 0; c < 32; ++c) square += static_cast<double>(rows[t * 32 + c]) * static_cast<double>(rows[t * 32 + c]);
+      for (std::size_t c = 0; c < 32; ++c)
+        square += static_cast<double>(rows[t * 32 + c]) * static_cast<double>(rows[t * 32 + c]);
       norm += std::sqrt(square) / tokens;
     }
-    const double features[] = {static_cast<double>(pair.confidence[i]), std::log(1 + tokens), norm, std::log(1 + static_cast<double>(fragment.payloads()[0].positions[0])),
-                               static_cast<double>(extra[i].values[0]), static_cast<double>(extra[i].values[1])};
+    const double features[] = {
+        static_cast<double>(pair.confidence[i]),
+        std::log(1 + tokens),
+        norm,
+        std::log(1 + static_cast<double>(fragment.payloads()[0].positions[0])),
+        static_cast<double>(extra[i].values[0]),
+        static_cast<double>(extra[i].values[1])};
     const auto w = random_parameters(6, 6);
     double logit = static_cast<double>(w.back());
     for (std::size_t j = 0; j < 6; ++j) {
@@ -88,7 +98,8 @@ TEST_CASE("a predictor's weights are those of its network, and enter a mean") {
   }
   CHECK(weights[0].weight != weights[1].weight);
   const auto learned = test::render_everywhere(pair.set, matched(fuser), target());
-  const auto told = test::render_everywhere(pair.set, matched(kvmeld::FragmentWeights{weights}), target());
+  const auto told =
+      test::render_everywhere(pair.set, matched(kvmeld::FragmentWeights{weights}), target());
   CHECK(learned->buffers() == told->buffers());
   auto other = fuser;
   other.features[0].values[0] += 1;
@@ -118,7 +129,8 @@ TEST_CASE("predictors and features that do not fit are refused") {
   refused({predictor(5), {{a, {1}}, {b, {std::nanf("")}}}}, ErrorCode::non_finite, "feature 4");
   CHECK(WeightPredictor::make(0, 4, {}).status().code() == ErrorCode::invalid_argument);
   CHECK(WeightPredictor::make(2, 2000, {}).status().code() == ErrorCode::invalid_argument);
-  CHECK(WeightPredictor::make(2, 2, std::vector<float>(3)).status().code() == ErrorCode::invalid_argument);
+  CHECK(WeightPredictor::make(2, 2, std::vector<float>(3)).status().code() ==
+        ErrorCode::invalid_argument);
   // A network that shouts is cut.
   auto loud = random_parameters(4, 6);
   loud.back() = 1e30F;
@@ -133,7 +145,8 @@ TEST_CASE("a predictor goes to a file and comes back") {
   REQUIRE(back.ok());
   CHECK((*back)->digest() == network->digest());
   CHECK(*kvmeld::to_safetensors(**back) == *file);
-  for (std::size_t cut = 0; cut < file->size(); cut += 13) CHECK_FALSE(kvmeld::predictor_from_safetensors(std::span(*file).first(cut)).ok());
+  for (std::size_t cut = 0; cut < file->size(); cut += 13)
+    CHECK_FALSE(kvmeld::predictor_from_safetensors(std::span(*file).first(cut)).ok());
   auto broken = *file;
   const float bad = std::numeric_limits<float>::infinity();
   std::memcpy(broken.data() + broken.size() - 4, &bad, 4);
@@ -144,7 +157,8 @@ TEST_CASE("a predictor goes to a file and comes back") {
   writer.floats("first.bias", {3}, std::span(numbers).first(3));
   writer.floats("second.weight", {1, 2}, std::span(numbers).first(2));
   writer.floats("second.bias", {1}, std::span(numbers).first(1));
-  CHECK(kvmeld::predictor_from_safetensors(*writer.finish()).status().code() == ErrorCode::geometry_mismatch);
+  CHECK(kvmeld::predictor_from_safetensors(*writer.finish()).status().code() ==
+        ErrorCode::geometry_mismatch);
 }
 
 TEST_CASE("a history fades, and weighs agents") {
@@ -157,10 +171,12 @@ TEST_CASE("a history fades, and weighs agents") {
   REQUIRE(history.record(1, 1).ok());
   const auto weights = history.weights();
   REQUIRE(weights.weights.size() == 2);
-  CHECK((weights.weights[0].agent == 1 && weights.weights[0].weight == 0.75F && weights.weights[1].agent == 3 && weights.otherwise == 0.5F));
+  CHECK((weights.weights[0].agent == 1 && weights.weights[0].weight == 0.75F &&
+         weights.weights[1].agent == 3 && weights.otherwise == 0.5F));
   // Agents' outcomes may come interleaved otherwise.
   kvmeld::AgentHistory other(0.5, 0.5);
-  for (const auto& [agent, success] : {std::pair{1U, 1.0}, {3U, 1.0}, {3U, 0.0}}) REQUIRE(other.record(agent, success).ok());
+  for (const auto& [agent, success] : {std::pair{1U, 1.0}, {3U, 1.0}, {3U, 0.0}})
+    REQUIRE(other.record(agent, success).ok());
   CHECK(other.weights().weights[1].weight == weights.weights[1].weight);
   CHECK(history.record(1, 1.5).code() == ErrorCode::invalid_argument);
   CHECK(history.record(1, std::nan("")).code() == ErrorCode::invalid_argument);

@@ -14,7 +14,8 @@ namespace {
 
 using Positions = std::vector<std::int64_t>;
 
-StateForm form_of(bool prefix, std::int32_t ext, bool basis, bool transposed, bool two_sections = false) {
+StateForm form_of(bool prefix, std::int32_t ext, bool basis, bool transposed,
+                  bool two_sections = false) {
   StateForm form;
   form.prefix = prefix;
   form.cell_ext_bytes = ext;
@@ -32,7 +33,8 @@ void check_rows(const KvCacheRef& view, const Positions& positions) {
   for (std::size_t l = 0; l < view.geometry().layers.size(); ++l) {
     for (std::size_t p = 0; p < 2; ++p) {
       const PlaneRef& plane = view.plane(l, p);
-      const auto bytes = static_cast<std::size_t>(byte_size(plane.shape.type, plane.shape.channels));
+      const auto bytes =
+          static_cast<std::size_t>(byte_size(plane.shape.type, plane.shape.channels));
       row.resize(bytes);
       for (std::size_t t = 0; t < positions.size(); ++t) {
         const std::int64_t slot = plane.slots.slot(static_cast<std::int64_t>(t));
@@ -40,8 +42,10 @@ void check_rows(const KvCacheRef& view, const Positions& positions) {
         for (std::size_t h = 0; h < 2; ++h) {
           detail::gather_row(plane, slot, static_cast<std::int64_t>(h), row.data());
           for (std::size_t b = 0; b < bytes; ++b) {
-            if (std::to_integer<std::uint8_t>(row[b]) != test::pattern(l, p, positions[t], h * bytes + b)) {
-              FAIL("layer " << l << " plane " << p << " token " << t << " head " << h << " byte " << b);
+            if (std::to_integer<std::uint8_t>(row[b]) !=
+                test::pattern(l, p, positions[t], h * bytes + b)) {
+              FAIL("layer " << l << " plane " << p << " token " << t << " head " << h << " byte "
+                            << b);
             }
           }
         }
@@ -72,7 +76,8 @@ TEST_CASE("every form is found and read in place") {
           test::BlobSpec spec{form_of(prefix, ext, basis, transposed), 0, {{7, 3, 4, 11}}};
           std::vector<std::byte> bytes = test::write_blob(*geometry, spec);
           const auto view = llama::view_state(std::span<const std::byte>(bytes), geometry);
-          INFO("prefix " << prefix << " ext " << ext << " basis " << basis << " transposed " << transposed);
+          INFO("prefix " << prefix << " ext " << ext << " basis " << basis << " transposed "
+                         << transposed);
           REQUIRE(view.ok());
           CHECK(view->layout.form == spec.form);
           CHECK(view->positions == Positions{3, 4, 7, 11});
@@ -81,7 +86,8 @@ TEST_CASE("every form is found and read in place") {
 }
 
 TEST_CASE("element types of the engine") {
-  for (const ElementType type : {ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::q8_0}) {
+  for (const ElementType type :
+       {ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::q8_0}) {
     const auto geometry = test::blob_geometry(type, type);
     test::BlobSpec spec{form_of(true, 0, false, false), 0, {{0, 1, 2}}};
     const std::vector<std::byte> bytes = test::write_blob(*geometry, spec);
@@ -116,7 +122,8 @@ TEST_CASE("sliding-window layers have their own cells, and holes where the other
 
 TEST_CASE("one cell, no cells, and cells in another stream") {
   const auto geometry = test::blob_geometry(ElementType::f16, ElementType::f16);
-  const std::vector<std::byte> one = test::write_blob(*geometry, {form_of(true, 0, false, false), 0, {{0}}});
+  const std::vector<std::byte> one =
+      test::write_blob(*geometry, {form_of(true, 0, false, false), 0, {{0}}});
   CHECK(llama::parse_state(one, *geometry)->form.complete);
   StateForm streams = form_of(true, 0, false, false);
   streams.streams = 4;
@@ -126,14 +133,16 @@ TEST_CASE("one cell, no cells, and cells in another stream") {
   CHECK(view->layout.form.streams == 4);
   check_rows(view->cache, view->positions);
 
-  const std::vector<std::byte> none = test::write_blob(*geometry, {form_of(true, 0, false, false), 0, {{}}});
+  const std::vector<std::byte> none =
+      test::write_blob(*geometry, {form_of(true, 0, false, false), 0, {{}}});
   CHECK(none.size() == 16);
   const auto empty = llama::view_state(std::span<const std::byte>(none), geometry);
   REQUIRE(empty.ok());
   CHECK(empty->cache.tokens() == 0);
   CHECK_FALSE(empty->layout.form.complete);
   const std::vector<std::int64_t> positions{0};
-  CHECK(llama::make_state(geometry, empty->layout.form, positions).error().code() == ErrorCode::invalid_argument);
+  CHECK(llama::make_state(geometry, empty->layout.form, positions).error().code() ==
+        ErrorCode::invalid_argument);
   CHECK(llama::make_state(geometry, empty->layout.form, {})->bytes().size() == 16);
 }
 
@@ -150,7 +159,8 @@ TEST_CASE("bytes cut anywhere are refused, and so are bytes too many") {
     REQUIRE(code_of(blobs[i], geometry) == ErrorCode::ok);
     for (std::size_t size = 0; size < blobs[i].size(); ++size) {
       const std::vector<std::byte> cut(blobs[i].begin(),
-                                       blobs[i].begin() + static_cast<std::ptrdiff_t>(size));  // exact bounds for ASan
+                                       // exact bounds for ASan
+                                       blobs[i].begin() + static_cast<std::ptrdiff_t>(size));
       const ErrorCode code = code_of(cut, geometry);
       INFO("blob " << i << " cut to " << size << " of " << blobs[i].size());
       REQUIRE(code != ErrorCode::ok);
@@ -166,26 +176,37 @@ TEST_CASE("bytes cut anywhere are refused, and so are bytes too many") {
 
 TEST_CASE("a hostile word is refused with its number") {
   const auto geometry = test::blob_geometry(ElementType::f16, ElementType::f16);
-  const std::vector<std::byte> good = test::write_blob(*geometry, {form_of(true, 0, false, false), 0, {{4, 5, 6}}});
+  const std::vector<std::byte> good =
+      test::write_blob(*geometry, {form_of(true, 0, false, false), 0, {{4, 5, 6}}});
   const std::size_t streams = 8, cells = 12, cell = 16, layers = cell + 3 * 12;
   CHECK(code_of(with_word(good, streams, std::uint32_t{0}), *geometry) == ErrorCode::corrupt);
-  CHECK(code_of(with_word(good, streams, std::uint32_t{0xffffffff}), *geometry) == ErrorCode::corrupt);
-  CHECK(code_of(with_word(good, cells, std::uint32_t{0xffffffff}), *geometry) == ErrorCode::truncated);
-  CHECK(code_of(with_word(good, cells, std::uint32_t{0x7fffffff}), *geometry) == ErrorCode::truncated);
+  CHECK(code_of(with_word(good, streams, std::uint32_t{0xffffffff}), *geometry) ==
+        ErrorCode::corrupt);
+  CHECK(code_of(with_word(good, cells, std::uint32_t{0xffffffff}), *geometry) ==
+        ErrorCode::truncated);
+  CHECK(code_of(with_word(good, cells, std::uint32_t{0x7fffffff}), *geometry) ==
+        ErrorCode::truncated);
   CHECK(code_of(with_word(good, cell, std::int32_t{-1}), *geometry) == ErrorCode::corrupt);
   CHECK(code_of(with_word(good, cell + 4, std::uint32_t{2}), *geometry) == ErrorCode::corrupt);
-  CHECK(code_of(with_word(good, cell + 12, std::int32_t{4}), *geometry) == ErrorCode::duplicate_position);
+  CHECK(code_of(with_word(good, cell + 12, std::int32_t{4}), *geometry) ==
+        ErrorCode::duplicate_position);
   CHECK(code_of(with_word(good, cell, std::int32_t{0x7fffffff}), *geometry) ==
         ErrorCode::ok);  // a position like any other
   CHECK(code_of(with_word(good, layers, std::uint32_t{2}), *geometry) == ErrorCode::corrupt);
-  CHECK(code_of(with_word(good, layers + 4, std::uint32_t{4}), *geometry) == ErrorCode::geometry_mismatch);
-  CHECK(code_of(with_word(good, layers + 8, std::int32_t{30}), *geometry) == ErrorCode::geometry_mismatch);  // bf16
-  CHECK(code_of(with_word(good, layers + 12, std::uint64_t{1} << 63), *geometry) == ErrorCode::geometry_mismatch);
-  const Status named = llama::parse_state(with_word(good, cell + 12, std::int32_t{4}), *geometry).error();
+  CHECK(code_of(with_word(good, layers + 4, std::uint32_t{4}), *geometry) ==
+        ErrorCode::geometry_mismatch);
+  // bf16
+  CHECK(code_of(with_word(good, layers + 8, std::int32_t{30}), *geometry) ==
+        ErrorCode::geometry_mismatch);
+  CHECK(code_of(with_word(good, layers + 12, std::uint64_t{1} << 63), *geometry) ==
+        ErrorCode::geometry_mismatch);
+  const Status named =
+      llama::parse_state(with_word(good, cell + 12, std::int32_t{4}), *geometry).error();
   CHECK(named.message().find("position 4") != std::string::npos);
 
   // Another model's state: one layer less, or another type.
-  CHECK(code_of(good, *test::blob_geometry(ElementType::bf16, ElementType::f16)) == ErrorCode::geometry_mismatch);
+  CHECK(code_of(good, *test::blob_geometry(ElementType::bf16, ElementType::f16)) ==
+        ErrorCode::geometry_mismatch);
   Geometry fewer = *geometry;
   fewer.layers.pop_back();
   CHECK(code_of(good, fewer) == ErrorCode::geometry_mismatch);
@@ -217,7 +238,8 @@ TEST_CASE("made states are what the engine would write") {
     for (const std::int32_t ext : {0, 8, 12})
       for (const bool transposed : {false, true})
         for (const bool sliding : {false, true}) {
-          const auto geometry = test::blob_geometry(ElementType::f16, ElementType::f16, sliding ? 3 : 0);
+          const auto geometry =
+              test::blob_geometry(ElementType::f16, ElementType::f16, sliding ? 3 : 0);
           const StateForm form = form_of(prefix, ext, false, transposed, sliding);
           const Positions positions{2, 5, 6, 7, 9};
           const std::vector<TokenId> tokens{1002, 1005, 1006, 1007, 1009};
@@ -242,16 +264,19 @@ TEST_CASE("made states are what the engine would write") {
               }
             }
           const std::vector<std::byte> made(blob->bytes().begin(), blob->bytes().end());
-          INFO("prefix " << prefix << " ext " << ext << " transposed " << transposed << " sliding " << sliding);
+          INFO("prefix " << prefix << " ext " << ext << " transposed " << transposed << " sliding "
+                         << sliding);
           CHECK(made == expected);
-          CHECK(std::vector<std::int64_t>(blob->positions().begin(), blob->positions().end()) == positions);
+          CHECK(std::vector<std::int64_t>(blob->positions().begin(), blob->positions().end()) ==
+                positions);
         }
 }
 
 TEST_CASE("states that cannot be made are refused") {
   const auto geometry = test::blob_geometry(ElementType::f16, ElementType::f16);
   const StateForm form = form_of(true, 0, false, false);
-  const auto code = [&](const StateForm& f, const Positions& positions, const std::vector<TokenId>& tokens = {}) {
+  const auto code = [&](const StateForm& f, const Positions& positions,
+                        const std::vector<TokenId>& tokens = {}) {
     const Result<llama::StateBlob> blob = llama::make_state(geometry, f, positions, tokens);
     return blob ? ErrorCode::ok : blob.error().code();
   };
@@ -265,7 +290,8 @@ TEST_CASE("states that cannot be made are refused") {
   CHECK(code(form_of(true, 4, false, false), {0}) == ErrorCode::unknown_layout);
   const auto blocks = test::blob_geometry(ElementType::q8_0, ElementType::q8_0);
   const std::int64_t zero[] = {0};
-  CHECK(llama::make_state(blocks, form_of(true, 0, false, true), zero).error().code() == ErrorCode::unsupported);
+  CHECK(llama::make_state(blocks, form_of(true, 0, false, true), zero).error().code() ==
+        ErrorCode::unsupported);
 }
 
 TEST_CASE("memory of an earlier state is used again, and cleared") {
@@ -274,16 +300,19 @@ TEST_CASE("memory of an earlier state is used again, and cleared") {
   llama::StateBlob first = *llama::make_state(geometry, form, Positions{0, 1, 2, 3});
   const std::byte* const memory = first.bytes().data();
   for (std::byte& b : first.mutable_bytes()) b = std::byte{0xff};
-  llama::StateBlob second = *llama::make_state(geometry, form, Positions{4, 5}, {}, std::move(first));
+  llama::StateBlob second =
+      *llama::make_state(geometry, form, Positions{4, 5}, {}, std::move(first));
   const std::vector<std::byte> fresh = [&] {
     const llama::StateBlob blob = *llama::make_state(geometry, form, Positions{4, 5});
     return std::vector<std::byte>(blob.bytes().begin(), blob.bytes().end());
   }();
   CHECK(second.bytes().data() == memory);
   CHECK(std::vector<std::byte>(second.bytes().begin(), second.bytes().end()) == fresh);
-  llama::StateBlob third = *llama::make_state(geometry, form, Positions{4, 5, 6, 7}, {}, std::move(second));
+  llama::StateBlob third =
+      *llama::make_state(geometry, form, Positions{4, 5, 6, 7}, {}, std::move(second));
   CHECK(third.bytes().data() == memory);
-  const llama::StateBlob large = *llama::make_state(geometry, form, Positions{0, 1, 2, 3, 4, 5}, {}, std::move(third));
+  const llama::StateBlob large =
+      *llama::make_state(geometry, form, Positions{0, 1, 2, 3, 4, 5}, {}, std::move(third));
   CHECK(large.positions().size() == 6);
 }
 
@@ -293,7 +322,8 @@ TEST_CASE("two states are compared by position, not by place") {
     const StateForm form = form_of(true, 0, false, transposed);
     const std::vector<std::byte> a = test::write_blob(*geometry, {form, 0, {{1, 2, 3}}});
     const std::vector<std::byte> b = test::write_blob(*geometry, {form, 0, {{3, 1, 2}}});
-    const llama::StateLayout x = *llama::parse_state(a, *geometry), y = *llama::parse_state(b, *geometry);
+    const llama::StateLayout x = *llama::parse_state(a, *geometry),
+                             y = *llama::parse_state(b, *geometry);
     CHECK(llama::same_state(a, x, b, y, *geometry).ok());
     for (std::size_t l = 0; l < 3; ++l)
       for (const std::size_t at : {y.sections[0].keys[l], y.sections[0].values[l]}) {

@@ -39,10 +39,14 @@ struct Written {
 Written written() {
   Written out;
   const auto map = map_of(0.8999999);
-  out.digests = map->digest().hex() + ' ' + merger(ById{}, Aligner{Projection{map, 0.5}}).digest().hex() + ' ' +
-                merger(SeamShare{.share = 0.3F}, Aligner{TokenMatch{.threshold = 0.97F}}).digest().hex();
-  out.messages = Projection{map, 0.9F}.accepts(map->source(), map->target()).message() + '\n' +
-                 detail::error(ErrorCode::corrupt, 1.5, ' ', 1234567, " ", 1e-7, " ", 0.3F, " ", 1e300).message();
+  out.digests =
+      map->digest().hex() + ' ' + merger(ById{}, Aligner{Projection{map, 0.5}}).digest().hex() +
+      ' ' +
+      merger(SeamShare{.share = 0.3F}, Aligner{TokenMatch{.threshold = 0.97F}}).digest().hex();
+  out.messages =
+      Projection{map, 0.9F}.accepts(map->source(), map->target()).message() + '\n' +
+      detail::error(ErrorCode::corrupt, 1.5, ' ', 1234567, " ", 1e-7, " ", 0.3F, " ", 1e300)
+          .message();
   MetricsPage page;
   REQUIRE(page.gauge("g", "h", 1234567.25).ok());
   out.page = prometheus_text(page);
@@ -66,7 +70,8 @@ TEST_CASE("identity, files, pages and messages do not depend on the locale") {
   CHECK(other.page == plain.page);
   CHECK(other.cosine == plain.cosine);
   CHECK(other.file == plain.file);
-  const auto read = projection_from_safetensors(plain.file);  // a file of one locale, read in the other
+  // a file of one locale, read in the other
+  const auto read = projection_from_safetensors(plain.file);
   REQUIRE(read.ok());
   CHECK((*read)->digest() == map_of(0.8999999)->digest());
   CHECK(detail::parse_decimal<double>("0.25") == 0.25);
@@ -99,7 +104,8 @@ TEST_CASE("no header calls a function that asks the locale") {
   const std::regex asks(
       "std::to_string|printf *\\([^;]*%[-+ "
       "#0-9.*l]*[aAeEfFgG]\\b|\\b(strto(d|f|ld|l|ll|ul|ull)|sto(d|f|ld|i|l|ll|ul|ull)|atof|"
-      "s?scanf|[a-z]*stringstream|[io]stream|iostream|fstream|is(alpha|digit|space|alnum|upper|lower|xdigit|punct|"
+      "s?scanf|[a-z]*stringstream|[io]stream|iostream|fstream|is(alpha|digit|space|alnum|upper|"
+      "lower|xdigit|punct|"
       "print)|"
       "to(lower|upper)|setlocale)\\b");
   CHECK(std::regex_search(std::string("x = std::strtod(text, nullptr);"), asks));
@@ -113,9 +119,11 @@ TEST_CASE("no header calls a function that asks the locale") {
     for (std::string line; std::getline(file, line);) {
       ++number;
       const std::string code = line.substr(0, line.find("//"));
-      INFO(entry.path().string() << ":" << number << ": " << code << "\nuse detail::decimal and detail::parse_decimal");
+      INFO(entry.path().string() << ":" << number << ": " << code
+                                 << "\nuse detail::decimal and detail::parse_decimal");
       const bool calls = code.find_first_of("(#<") != std::string::npos;  // the regex is slow
-      if (calls && std::regex_search(code, asks)) FAIL_CHECK("a function whose result depends on the locale");
+      if (calls && std::regex_search(code, asks))
+        FAIL_CHECK("a function whose result depends on the locale");
     }
   }
   CHECK(headers > 60);

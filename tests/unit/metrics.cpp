@@ -1,4 +1,5 @@
-// Pages and their text, read back by a parser of this file's own; what collectors take from pools, sessions and sets.
+// Pages and their text, read back by a parser of this file's own; what collectors take from pools,
+// sessions and sets.
 
 #include <cmath>
 #include <cstdio>
@@ -26,7 +27,8 @@ using kvmeld::MetricsPage;
 
 // example-begin: file
 /// What a process knows of itself, where node_exporter's collector of text files picks it up.
-kvmeld::Status publish(const kvmeld::ServingMetrics& serving, const kvmeld::AnchorPool<>& pool, const std::string& path) {
+kvmeld::Status publish(const kvmeld::ServingMetrics& serving, const kvmeld::AnchorPool<>& pool,
+                       const std::string& path) {
   kvmeld::MetricsPage page;
   KVMELD_TRY(kvmeld::collect(page, serving, {{"agent", "planner"}}));
   KVMELD_TRY(kvmeld::collect(page, pool, {{"agent", "planner"}}));
@@ -34,7 +36,8 @@ kvmeld::Status publish(const kvmeld::ServingMetrics& serving, const kvmeld::Anch
 }
 // example-end
 
-/// What a reader of the text format 0.0.4 makes of a page: series by "name{label=value,…}" with labels sorted, and types by family.
+/// What a reader of the text format 0.0.4 makes of a page: series by "name{label=value,…}" with
+/// labels sorted, and types by family.
 struct Parsed {
   std::map<std::string, double> series;
   std::map<std::string, std::string> types, helps;
@@ -52,7 +55,9 @@ class Line {
   }
   std::string name() {
     const std::size_t from = at_;
-    while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) || text_[at_] == '_' || text_[at_] == ':')) ++at_;
+    while (at_ < text_.size() && (std::isalnum(static_cast<unsigned char>(text_[at_])) ||
+                                  text_[at_] == '_' || text_[at_] == ':'))
+      ++at_;
     return text_.substr(from, at_ - from);
   }
   /// Up to an unescaped quote.
@@ -94,7 +99,8 @@ Parsed parse(const std::string& text) {
       continue;
     }
     if (line.take("# TYPE ")) {
-      if (line.name() != family || !line.take(" ") || out.types.count(family) != 0) out.wrong = whole;
+      if (line.name() != family || !line.take(" ") || out.types.count(family) != 0)
+        out.wrong = whole;
       out.types[family] = line.rest();
       out.order.push_back(family);
       continue;
@@ -106,7 +112,8 @@ Parsed parse(const std::string& text) {
       do {
         const std::string label = line.name();
         std::string value;
-        if (label.empty() || labels.count(label) != 0 || !line.take("=\"") || !line.quoted(value)) out.wrong = whole;
+        if (label.empty() || labels.count(label) != 0 || !line.take("=\"") || !line.quoted(value))
+          out.wrong = whole;
         labels[label] = value;
       } while (line.take(","));
       if (!line.take("}")) out.wrong = whole;
@@ -115,8 +122,12 @@ Parsed parse(const std::string& text) {
     for (const auto& [label, value] : labels) key += '|' + label + '=' + value;
     const std::string number = line.rest();
     char* stop = nullptr;
-    const double value = number == "+Inf" ? HUGE_VAL : number == "-Inf" ? -HUGE_VAL : number == "NaN" ? std::nan("") : std::strtod(number.c_str(), &stop);
-    if ((stop != nullptr && (*stop != '\0' || number.empty())) || out.series.count(key) != 0) out.wrong = whole;
+    const double value = number == "+Inf"   ? HUGE_VAL
+                         : number == "-Inf" ? -HUGE_VAL
+                         : number == "NaN"  ? std::nan("")
+                                            : std::strtod(number.c_str(), &stop);
+    if ((stop != nullptr && (*stop != '\0' || number.empty())) || out.series.count(key) != 0)
+      out.wrong = whole;
     out.series[key] = value;
   }
   return out;
@@ -137,11 +148,14 @@ TEST_CASE("a page is written as Prometheus reads it") {
   REQUIRE(page.gauge("b:c", "", std::nan(""), {{"path", "nan"}}).ok());
   REQUIRE(page.gauge("b:c", "", HUGE_VAL, {{"path", "inf"}}).ok());
   REQUIRE(page.gauge("b:c", "", -HUGE_VAL, {{"path", "-inf"}}).ok());
-  REQUIRE(page.histogram("h_seconds", "h", counts({0.25, 0.3, 0.5, 3, 100}), {{"agent", "1"}}, {-2, 2}).ok());
+  REQUIRE(
+      page.histogram("h_seconds", "h", counts({0.25, 0.3, 0.5, 3, 100}), {{"agent", "1"}}, {-2, 2})
+          .ok());
   REQUIRE(page.summary("s_seconds", "s", counts({1, 2, 3, 4})).ok());
   CHECK(kvmeld::prometheus_text(page).starts_with(
-        "# HELP a_total One \\\\ of\\ntwo \"lines\"\n# TYPE a_total counter\na_total 3\n"
-        "# HELP b:c \n# TYPE b:c gauge\nb:c{path=\"C:\\\\x \\\"y\\\"\\nz, } ü\",empty=\"\"} -0.1\nb:c{path=\"nan\"} NaN\n"));
+      "# HELP a_total One \\\\ of\\ntwo \"lines\"\n# TYPE a_total counter\na_total 3\n"
+      "# HELP b:c \n# TYPE b:c gauge\nb:c{path=\"C:\\\\x \\\"y\\\"\\nz, } ü\",empty=\"\"} "
+      "-0.1\nb:c{path=\"nan\"} NaN\n"));
   const Parsed read = parse(kvmeld::prometheus_text(page));
   REQUIRE(read.wrong == "");
   CHECK(read.order == std::vector<std::string>{"a_total", "b:c", "h_seconds", "s_seconds"});
@@ -152,8 +166,10 @@ TEST_CASE("a page is written as Prometheus reads it") {
   CHECK(read.series.at("b:c|empty=|path=C:\\x \"y\"\nz, } ü") == -0.1);
   CHECK(std::isnan(read.series.at("b:c|path=nan")));
   CHECK(read.series.at("b:c|path=-inf") == -HUGE_VAL);
-  const std::pair<const char*, double> buckets[] = {{"0.25", 1}, {"0.5", 3}, {"1", 3}, {"2", 3}, {"4", 4}, {"+Inf", 5}};
-  for (const auto& [le, count] : buckets) CHECK(read.series.at(std::string("h_seconds_bucket|agent=1|le=") + le) == count);
+  const std::pair<const char*, double> buckets[] = {{"0.25", 1}, {"0.5", 3}, {"1", 3},
+                                                    {"2", 3},    {"4", 4},   {"+Inf", 5}};
+  for (const auto& [le, count] : buckets)
+    CHECK(read.series.at(std::string("h_seconds_bucket|agent=1|le=") + le) == count);
   CHECK(read.series.at("h_seconds_sum|agent=1") == 104.05);
   CHECK(read.series.at("h_seconds_count|agent=1") == 5);
   CHECK(read.series.at("s_seconds|quantile=0.5") == Approx(2).epsilon(0.02));
@@ -172,7 +188,8 @@ TEST_CASE("a page is written as Prometheus reads it") {
 }
 
 TEST_CASE("numbers are written so that the same f64 is read") {
-  for (const double v : {0.0, 1.0, 0.1, 1.0 / 3, 5e-324, 1.7976931348623157e308, 123456789012345680.0, 1e22}) {
+  for (const double v :
+       {0.0, 1.0, 0.1, 1.0 / 3, 5e-324, 1.7976931348623157e308, 123456789012345680.0, 1e22}) {
     CHECK(std::strtod(kvmeld::detail::metric_number(v).c_str(), nullptr) == v);
   }
 }
@@ -227,16 +244,20 @@ TEST_CASE("a file of metrics is replaced whole, and stays where it cannot be") {
   REQUIRE(kvmeld::write_prometheus_file(path, page).ok());
   const auto bytes = kvmeld::read_file_bytes(path);
   REQUIRE(bytes.ok());
-  CHECK(std::string(reinterpret_cast<const char*>(bytes->data()), bytes->size()) == kvmeld::prometheus_text(page));
+  CHECK(std::string(reinterpret_cast<const char*>(bytes->data()), bytes->size()) ==
+        kvmeld::prometheus_text(page));
   CHECK(kvmeld::read_file_bytes(path + ".new").error().code() == ErrorCode::not_found);
-  CHECK(kvmeld::write_prometheus_file((folder / "none") + "/x.prom", page).code() == ErrorCode::unavailable);
+  CHECK(kvmeld::write_prometheus_file((folder / "none") + "/x.prom", page).code() ==
+        ErrorCode::unavailable);
   std::filesystem::create_directory(folder / "taken.prom");
-  CHECK(kvmeld::write_prometheus_file(folder / "taken.prom", page).code() == ErrorCode::unavailable);
+  CHECK(kvmeld::write_prometheus_file(folder / "taken.prom", page).code() ==
+        ErrorCode::unavailable);
   CHECK_FALSE(std::filesystem::exists(folder / "taken.prom.new"));
 }
 
 TEST_CASE("a pool's page tells look-ups by reason, its rates and its memory") {
-  const std::shared_ptr<const kvmeld::Geometry> shape = test::geometry({.layers = 2, .heads = 1, .channels = 2});
+  const std::shared_ptr<const kvmeld::Geometry> shape =
+      test::geometry({.layers = 2, .heads = 1, .channels = 2});
   kvmeld::AnchorPool<> pool(kvmeld::AnchorSpace::of(*shape), {2, 1 << 20});
   std::vector<kvmeld::Anchor> anchors;
   for (std::uint8_t n = 0; n < 3; ++n) {
@@ -244,7 +265,10 @@ TEST_CASE("a pool's page tells look-ups by reason, its rates and its memory") {
     cache.fill(n);
     const auto ids = test::token_ids(4, 10 * n);
     anchors.push_back(*kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {1}));
-    REQUIRE(kvmeld::add_offset(anchors.back(), {{1, 1}, *kvmeld::measure_offset(anchors.back().base, anchors.back().base), {}}).ok());
+    REQUIRE(kvmeld::add_offset(
+                anchors.back(),
+                {{1, 1}, *kvmeld::measure_offset(anchors.back().base, anchors.back().base), {}})
+                .ok());
   }
   const auto page_of = [&] {
     MetricsPage page;
@@ -257,10 +281,17 @@ TEST_CASE("a pool's page tells look-ups by reason, its rates and its memory") {
   CHECK(page_of().series.at("kvmeld_anchor_invalidation_ratio|agent=7") == 0);
   const std::vector<float> vector{1};
   const auto look = [&](const kvmeld::Anchor& like, kvmeld::Digest128 context) {
-    return pool.look_up({}, {.space = &pool.space(), .signature = {like.base.tokens(), {}}, .vector = vector, .context = context, .request = {.tokens = 4}}).decision.reason;
+    return pool
+        .look_up({}, {.space = &pool.space(),
+                      .signature = {like.base.tokens(), {}},
+                      .vector = vector,
+                      .context = context,
+                      .request = {.tokens = 4}})
+        .decision.reason;
   };
   CHECK(look(anchors[0], {1, 1}) == kvmeld::ReuseReason::empty_pool);
-  for (const auto& anchor : anchors) REQUIRE(pool.commit(anchor).ok());  // the third evicts the first
+  // the third evicts the first
+  for (const auto& anchor : anchors) REQUIRE(pool.commit(anchor).ok());
   CHECK(look(anchors[2], {1, 1}) == kvmeld::ReuseReason::reuse);
   CHECK(look(anchors[2], {1, 1}) == kvmeld::ReuseReason::reuse);
   CHECK(look(anchors[2], {9, 9}) == kvmeld::ReuseReason::no_offset);
@@ -273,7 +304,8 @@ TEST_CASE("a pool's page tells look-ups by reason, its rates and its memory") {
   CHECK(read.series.at("kvmeld_anchor_evictions_total|agent=7") == 1);
   CHECK(read.series.at("kvmeld_anchor_invalidation_ratio|agent=7") == Approx(1.0 / 3));
   CHECK(read.series.at("kvmeld_anchors|agent=7") == 2);
-  CHECK(read.series.at("kvmeld_anchor_bytes|agent=7") == static_cast<double>(anchors[1].bytes() + anchors[2].bytes()));
+  CHECK(read.series.at("kvmeld_anchor_bytes|agent=7") ==
+        static_cast<double>(anchors[1].bytes() + anchors[2].bytes()));
   CHECK(read.series.at("kvmeld_anchor_capacity_bytes|agent=7") == 1 << 20);
   CHECK(read.types.at("kvmeld_anchor_lookups_total") == "counter");
   // Twice on one page is refused, and leaves the page as it was.
@@ -300,7 +332,8 @@ TEST_CASE("an agent's page tells its traffic, its rounds and its set") {
   accounting.refused = {11, 12, 13, 14, 15, 16, 17};
   accounting.swap_ms = 12;
 
-  const std::shared_ptr<const kvmeld::Geometry> shape = test::geometry({.layers = 1, .heads = 1, .channels = 2});
+  const std::shared_ptr<const kvmeld::Geometry> shape =
+      test::geometry({.layers = 1, .heads = 1, .channels = 2});
   kvmeld::FragmentSet set;
   std::vector<kvmeld::Fragment> fragments;
   for (std::uint8_t n = 0; n < 4; ++n) {
@@ -343,7 +376,8 @@ TEST_CASE("an agent's page tells its traffic, its rounds and its set") {
   CHECK(read.series.at("kvmeld_fragments|state=superseded") == 1);
   CHECK(read.series.at("kvmeld_fragments|state=removed") == 1);
   CHECK(read.series.at("kvmeld_fragments_without_bytes") == 1);
-  CHECK(read.series.at("kvmeld_fragment_bytes") == 2.0 * static_cast<double>(fragments[0].payloads()[0].byte_count));
+  CHECK(read.series.at("kvmeld_fragment_bytes") ==
+        2.0 * static_cast<double>(fragments[0].payloads()[0].byte_count));
   CHECK(read.series.at("kvmeld_fragment_invalidation_ratio") == 0.5);
 }
 
@@ -379,7 +413,8 @@ TEST_CASE("what the host measures is on its page in either form") {
   MetricsPage quantiles, buckets;
   REQUIRE(kvmeld::collect(quantiles, metrics).ok());
   REQUIRE(kvmeld::collect(buckets, metrics, {}, kvmeld::DistributionForm::buckets).ok());
-  const Parsed q = parse(kvmeld::prometheus_text(quantiles)), b = parse(kvmeld::prometheus_text(buckets));
+  const Parsed q = parse(kvmeld::prometheus_text(quantiles)),
+               b = parse(kvmeld::prometheus_text(buckets));
   REQUIRE(q.wrong == "");
   REQUIRE(b.wrong == "");
   CHECK(q.series.at("kvmeld_prefill_seconds|quantile=0.5") == Approx(0.5).epsilon(0.02));
@@ -401,17 +436,22 @@ TEST_CASE("what the host measures is on its page in either form") {
   CHECK(b.series.at("kvmeld_load_bytes_per_second_bucket|le=4294967296") == 1);
 }
 
-TEST_CASE("what docs/metrics.md shows writes a file that can be read, and the page shows it word for word") {
+TEST_CASE(
+    "what docs/metrics.md shows writes a file that can be read, and the page shows it word for "
+    "word") {
   const test::TempFolder folder;
-  const std::shared_ptr<const kvmeld::Geometry> shape = test::geometry({.layers = 1, .heads = 1, .channels = 2});
+  const std::shared_ptr<const kvmeld::Geometry> shape =
+      test::geometry({.layers = 1, .heads = 1, .channels = 2});
   const kvmeld::AnchorPool<> pool(kvmeld::AnchorSpace::of(*shape), {2, 1 << 20});
   kvmeld::ServingMetrics serving;
   serving.prefill_seconds.record(0.125);
   REQUIRE(publish(serving, pool, folder / "kvmeld.prom").ok());
   const auto bytes = kvmeld::read_file_bytes(folder / "kvmeld.prom");
-  const Parsed read = parse(std::string(reinterpret_cast<const char*>(bytes->data()), bytes->size()));
+  const Parsed read =
+      parse(std::string(reinterpret_cast<const char*>(bytes->data()), bytes->size()));
   CHECK(read.wrong == "");
   CHECK(read.series.at("kvmeld_prefill_seconds_sum|agent=planner") == 0.125);
   CHECK(read.series.at("kvmeld_anchors|agent=planner") == 0);
-  test::check_page("docs/metrics.md", {"tests/unit/metrics.cpp", "tests/unit/metrics_endpoint.cpp"});
+  test::check_page("docs/metrics.md",
+                   {"tests/unit/metrics.cpp", "tests/unit/metrics_endpoint.cpp"});
 }

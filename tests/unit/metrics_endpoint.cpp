@@ -1,4 +1,5 @@
-// Prometheus' own parser (of its Python client) fetches a page over loopback while others record, and reads what was counted.
+// Prometheus' own parser (of its Python client) fetches a page over loopback while others record,
+// and reads what was counted.
 
 #include <cstdio>
 #include <cstdlib>
@@ -19,23 +20,31 @@
 namespace {
 
 // example-begin: endpoint
-/// Prometheus scrapes http://127.0.0.1:PORT/metrics for as long as the endpoint is kept; each scrape makes a page anew.
-kvmeld::Result<kvmeld::MetricsEndpoint> serve_metrics(const kvmeld::ServingMetrics& metrics, int port) {
-  return kvmeld::MetricsEndpoint::serve([&metrics](kvmeld::MetricsPage& page) { return kvmeld::collect(page, metrics, {}, kvmeld::DistributionForm::buckets); },
-                                        {.port = port});
+/// Prometheus scrapes http://127.0.0.1:PORT/metrics for as long as the endpoint is kept; each
+/// scrape makes a page anew.
+kvmeld::Result<kvmeld::MetricsEndpoint> serve_metrics(const kvmeld::ServingMetrics& metrics,
+                                                      int port) {
+  return kvmeld::MetricsEndpoint::serve(
+      [&metrics](kvmeld::MetricsPage& page) {
+        return kvmeld::collect(page, metrics, {}, kvmeld::DistributionForm::buckets);
+      },
+      {.port = port});
 }
 // example-end
 
 /// A Python that has the parser, or an empty text.
 std::string python() {
   for (const char* name : {"python3", "/usr/bin/python3"}) {
-    if (std::system((std::string(name) + " -c 'import prometheus_client.parser' 2>/dev/null").c_str()) == 0) return name;
+    if (std::system(
+            (std::string(name) + " -c 'import prometheus_client.parser' 2>/dev/null").c_str()) == 0)
+      return name;
   }
   return {};
 }
 
-// Prints each sample as "name|label=value… number", labels sorted; fails on anything that the parser does not take. A value that
-// Prometheus would not take in a histogram fails, too: counts that fall, or a last bucket that is not the count.
+// Prints each sample as "name|label=value… number", labels sorted; fails on anything that the
+// parser does not take. A value that Prometheus would not take in a histogram fails, too: counts
+// that fall, or a last bucket that is not the count.
 constexpr const char* scrape = R"(
 import sys, urllib.request, urllib.error
 from prometheus_client.parser import text_string_to_metric_families
@@ -51,7 +60,8 @@ for family in text_string_to_metric_families(text):
     before = {}
     for s in family.samples:
         labels = dict(s.labels)
-        print("sample", s.name + "".join("|%s=%s" % pair for pair in sorted(labels.items())), repr(s.value))
+        name = s.name + "".join("|%s=%s" % pair for pair in sorted(labels.items()))
+        print("sample", name, repr(s.value))
         if family.type == "histogram" and s.name.endswith("_bucket"):
             le = float(labels.pop("le"))
             key = repr(sorted(labels.items()))
@@ -70,8 +80,9 @@ struct Scraper {
   /// What the script printed; "failed" and its words where it failed.
   std::string fetch(int port, const std::string& path = "/metrics") {
     const std::string out = folder / "out.txt";
-    const std::string command =
-        python3 + " " + (folder / "scrape.py") + " http://127.0.0.1:" + std::to_string(port) + path + " >" + out + " 2>&1";
+    const std::string command = python3 + " " + (folder / "scrape.py") +
+                                " http://127.0.0.1:" + std::to_string(port) + path + " >" + out +
+                                " 2>&1";
     const int status = std::system(command.c_str());
     std::ifstream file(out);
     const std::string text((std::istreambuf_iterator<char>(file)), {});
@@ -79,7 +90,9 @@ struct Scraper {
   }
 };
 
-bool has(const std::string& text, const std::string& line) { return text.find(line + "\n") != std::string::npos; }
+bool has(const std::string& text, const std::string& line) {
+  return text.find(line + "\n") != std::string::npos;
+}
 
 }  // namespace
 
@@ -123,7 +136,8 @@ TEST_CASE("a page is fetched over loopback, and its reader sees what was counted
   CHECK(has(second, "sample kvmeld_prefill_seconds|agent=ü|quantile=0.99 0.25"));
   CHECK(has(second, "sample kvmeld_prefill_seconds_sum|agent=ü 25.0"));
   CHECK(has(second, "sample kvmeld_rendered_bytes_total|agent=ü 1048576.0"));
-  CHECK(has(second, "sample kvmeld_sync_seconds_count|agent=ü " + std::to_string(metrics.sync_seconds.read().count()) + ".0"));
+  CHECK(has(second, "sample kvmeld_sync_seconds_count|agent=ü " +
+                        std::to_string(metrics.sync_seconds.read().count()) + ".0"));
 
   CHECK(scraper.fetch(endpoint->port(), "/other").starts_with("status 404"));
   broken.store(true);
@@ -149,13 +163,16 @@ TEST_CASE("a port that is taken is an error, and is free again once its endpoint
   auto first = kvmeld::MetricsEndpoint::serve(fill);
   REQUIRE(first.ok());
   const int port = first->port();
-  CHECK(kvmeld::MetricsEndpoint::serve(fill, {.port = port}).error().code() == kvmeld::ErrorCode::unavailable);
-  CHECK(kvmeld::MetricsEndpoint::serve(fill, {.host = "256.0.0.1"}).error().code() == kvmeld::ErrorCode::unavailable);
+  CHECK(kvmeld::MetricsEndpoint::serve(fill, {.port = port}).error().code() ==
+        kvmeld::ErrorCode::unavailable);
+  CHECK(kvmeld::MetricsEndpoint::serve(fill, {.host = "256.0.0.1"}).error().code() ==
+        kvmeld::ErrorCode::unavailable);
   first = kvmeld::Status(kvmeld::ErrorCode::unavailable, "closed");
   auto second = kvmeld::MetricsEndpoint::serve(fill, {.port = port, .path = "/m"});
   REQUIRE(second.ok());
   CHECK(second->port() == port);
-  for (int i = 0; i < 20; ++i) CHECK(kvmeld::MetricsEndpoint::serve(fill).ok());  // begun and ended at once
+  // begun and ended at once
+  for (int i = 0; i < 20; ++i) CHECK(kvmeld::MetricsEndpoint::serve(fill).ok());
 }
 
 #else

@@ -1,4 +1,5 @@
-// Nothing is lost when several threads count and record, and readers meanwhile see what can have been.
+// Nothing is lost when several threads count and record, and readers meanwhile see what can have
+// been.
 
 #include <atomic>
 #include <thread>
@@ -22,7 +23,10 @@ TEST_CASE("four threads record what one would, while a fifth reads") {
       if (now.count() < before) ++broken;
       before = now.count();
       // Whatever is counted has moved the extremes: a quantile never is infinite.
-      if (now.count() > 0 && !(now.least() > 0 && now.greatest() < 1 && now.quantile(0.5) >= now.least() && now.quantile(0.5) <= now.greatest())) ++broken;
+      if (now.count() > 0 &&
+          !(now.least() > 0 && now.greatest() < 1 && now.quantile(0.5) >= now.least() &&
+            now.quantile(0.5) <= now.greatest()))
+        ++broken;
     }
   });
   std::vector<std::thread> writers;
@@ -31,8 +35,12 @@ TEST_CASE("four threads record what one would, while a fifth reads") {
       for (int i = 0; i < each; ++i) {
         metrics.prefill_seconds.record(value(t, i));
         if (i % 100 == 0) metrics.prefill_seconds.record(-1);
-        metrics.count(i % 10 == 0 ? kvmeld::Result<kvmeld::RenderReport>(kvmeld::ErrorCode::aliasing, "x") : kvmeld::RenderReport{3, 1, 100, {}, {}});
-        metrics.alignments.count(i % 4 == 0 ? kvmeld::Status(kvmeld::ErrorCode::tokens_required, "x") : kvmeld::Status{});
+        metrics.count(i % 10 == 0
+                          ? kvmeld::Result<kvmeld::RenderReport>(kvmeld::ErrorCode::aliasing, "x")
+                          : kvmeld::RenderReport{3, 1, 100, {}, {}});
+        metrics.alignments.count(i % 4 == 0
+                                     ? kvmeld::Status(kvmeld::ErrorCode::tokens_required, "x")
+                                     : kvmeld::Status{});
         balance.add(i % 2 == 0 ? 1 : -1);
         for (int k = 0; k < 8; ++k) metrics.similarity.record(0.5);  // all in one bucket at once
       }

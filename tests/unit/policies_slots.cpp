@@ -14,7 +14,8 @@ using test::Sealed;
 using test::TestCache;
 
 // Fragments as policies see them; the fragments and metadata outlive it.
-std::vector<Source> sources(const std::vector<Sealed>& fragments, const std::vector<kvmeld::Metadata>& metadata = {}) {
+std::vector<Source> sources(const std::vector<Sealed>& fragments,
+                            const std::vector<kvmeld::Metadata>& metadata = {}) {
   static const kvmeld::Metadata none;
   std::vector<Source> out;
   for (std::size_t i = 0; i < fragments.size(); ++i) {
@@ -29,7 +30,8 @@ Sealed of_norm(const std::shared_ptr<const kvmeld::Geometry>& g, float x, float 
   TestCache cache(g, 1);
   for (std::size_t p = 0; p < cache.planes(); ++p) {
     for (int h = 0; h < cache.shape(p).heads; ++h) {
-      for (int c = 0; c < cache.shape(p).channels; ++c) cache.set(p, 0, h, c, p % 2 == 1 ? value : c == 0 ? x : 0.0F);
+      for (int c = 0; c < cache.shape(p).channels; ++c)
+        cache.set(p, 0, h, c, p % 2 == 1 ? value : c == 0 ? x : 0.0F);
     }
   }
   return {*kvmeld::seal(cache.ref()), cache.dense(), {0}, {}};
@@ -58,11 +60,15 @@ kvmeld::Digest128 digest_of(const P& policy) {
 TEST_CASE("by key norm: norms 1, 5, 2 come as 1, 2, 5 from every input order") {
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 32});
   std::vector<Sealed> fragments{of_norm(g, 1), of_norm(g, 5), of_norm(g, 2)};
-  const std::vector<kvmeld::FragmentId> want{fragments[0].fragment.id(), fragments[2].fragment.id(), fragments[1].fragment.id()};
-  std::sort(fragments.begin(), fragments.end(), [](auto& a, auto& b) { return a.fragment.id() < b.fragment.id(); });
+  const std::vector<kvmeld::FragmentId> want{fragments[0].fragment.id(), fragments[2].fragment.id(),
+                                             fragments[1].fragment.id()};
+  std::sort(fragments.begin(), fragments.end(),
+            [](auto& a, auto& b) { return a.fragment.id() < b.fragment.id(); });
   do {
     CHECK(ordered(ByKeyNorm{}, sources(fragments)) == want);
-  } while (std::next_permutation(fragments.begin(), fragments.end(), [](auto& a, auto& b) { return a.fragment.id() < b.fragment.id(); }));
+  } while (std::next_permutation(fragments.begin(), fragments.end(), [](auto& a, auto& b) {
+    return a.fragment.id() < b.fragment.id();
+  }));
 }
 
 TEST_CASE("by key norm: equal norms are ordered by id") {
@@ -73,14 +79,18 @@ TEST_CASE("by key norm: equal norms are ordered by id") {
   CHECK(std::is_sorted(by_norm.begin(), by_norm.end()));
 }
 
-TEST_CASE("by key norm measures stored keys of one layer: the middle one unless told otherwise, in every element type") {
+TEST_CASE(
+    "by key norm measures stored keys of one layer: the middle one unless told otherwise, in every "
+    "element type") {
   using kvmeld::ElementType;
-  for (const ElementType type : {ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2,
-                                 ElementType::q8_0}) {
+  for (const ElementType type :
+       {ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16,
+        ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::q8_0}) {
     CAPTURE(kvmeld::to_string(type));
     const auto g = test::geometry({.type = type, .layers = 4, .heads = 3, .channels = 96});
     std::vector<Sealed> fragments;
-    for (std::uint64_t s = 0; s < 6; ++s) fragments.push_back(test::sealed(g, static_cast<std::int64_t>(1 + s % 3), s));
+    for (std::uint64_t s = 0; s < 6; ++s)
+      fragments.push_back(test::sealed(g, static_cast<std::int64_t>(1 + s % 3), s));
     for (const int layer : {-1, 0, 3}) {
       std::vector<std::pair<double, kvmeld::FragmentId>> plain;
       for (const Sealed& f : fragments) {
@@ -103,20 +113,24 @@ TEST_CASE("by key norm measures stored keys of one layer: the middle one unless 
 TEST_CASE("by provenance: the smallest dot counts, forwards or backwards, ties by id") {
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 32});
   const std::vector<Sealed> fragments{of_norm(g, 1), of_norm(g, 2), of_norm(g, 3)};
-  const std::vector<kvmeld::Metadata> metadata{{{{2, 0}, {3, 0}}, {}}, {{{1, 5}, {9, 0}}, {}}, {{{1, 4}}, {}}};
+  const std::vector<kvmeld::Metadata> metadata{
+      {{{2, 0}, {3, 0}}, {}}, {{{1, 5}, {9, 0}}, {}}, {{{1, 4}}, {}}};
   const auto all = sources(fragments, metadata);
   CHECK(*ByProvenance{}.order(all) == Order{2, 1, 0});
   CHECK(*ByProvenance{.reversed = true}.order(all) == Order{0, 1, 2});
   const std::vector<kvmeld::Metadata> same(3, kvmeld::Metadata{{{1, 1}}, {}});
   CHECK(ordered(ByProvenance{}, sources(fragments, same)) == ordered(ById{}, sources(fragments)));
-  CHECK(ordered(ByProvenance{.reversed = true}, sources(fragments, same)) == ordered(ById{}, sources(fragments)));
+  CHECK(ordered(ByProvenance{.reversed = true}, sources(fragments, same)) ==
+        ordered(ById{}, sources(fragments)));
 }
 
 TEST_CASE("a window selects the last tokens, or all where there are no more") {
   const auto g = test::geometry({.layers = 1, .channels = 32});
   const std::vector<Sealed> fragments{test::sealed(g, 5, 1)};
   const auto all = sources(fragments);
-  const auto chosen = [&](std::int64_t tokens) { return *kvmeld::SelectLast{.tokens = tokens}.select(all[0]); };
+  const auto chosen = [&](std::int64_t tokens) {
+    return *kvmeld::SelectLast{.tokens = tokens}.select(all[0]);
+  };
   CHECK(chosen(2) == kvmeld::TokenSet{false, {3, 4}});
   CHECK(chosen(0) == kvmeld::TokenSet{false, {}});
   CHECK(chosen(5) == kvmeld::TokenSet{});
@@ -134,9 +148,11 @@ TEST_CASE("seams are cut at the end of a sentence, or a chosen number of tokens 
   const auto holes = [&](const auto& seam) {
     std::vector<std::uint8_t> recompute(20, 0);
     REQUIRE(seam.mark(all, *alignment, recompute).ok());
-    CHECK(std::count(recompute.begin(), recompute.begin() + 10, 1) == 0);  // the first span has no seam
+    // the first span has no seam
+    CHECK(std::count(recompute.begin(), recompute.begin() + 10, 1) == 0);
     const auto count = std::count(recompute.begin() + 10, recompute.end(), 1);
-    CHECK(std::count(recompute.begin() + 10, recompute.begin() + 10 + count, 1) == count);  // and the others' lie in front
+    // and the others' lie in front
+    CHECK(std::count(recompute.begin() + 10, recompute.begin() + 10 + count, 1) == count);
     return count;
   };
   using kvmeld::SeamShare;
@@ -149,7 +165,8 @@ TEST_CASE("seams are cut at the end of a sentence, or a chosen number of tokens 
   CHECK(holes(SeamShare{.share = 0.1F, .boundary_tokens = ends}) == 4);
   CHECK(holes(SeamShare{.share = 0.4F, .boundary_tokens = ends}) == 4);
   CHECK(holes(SeamShare{.share = 0.5F, .boundary_tokens = ends}) == 7);
-  CHECK(holes(SeamShare{.share = 0.8F, .boundary_tokens = ends}) == 10);  // no end follows: all of it
+  // no end follows: all of it
+  CHECK(holes(SeamShare{.share = 0.8F, .boundary_tokens = ends}) == 10);
   CHECK(holes(SeamShare{.share = 0.5F, .boundary_tokens = ends, .past_boundary = 2}) == 9);
   CHECK(holes(SeamShare{.share = 0.5F, .boundary_tokens = ends, .past_boundary = 99}) == 10);
   CHECK(holes(SeamShare{.share = 0.0F, .boundary_tokens = ends, .past_boundary = 2}) == 0);
@@ -158,12 +175,15 @@ TEST_CASE("seams are cut at the end of a sentence, or a chosen number of tokens 
   CHECK(std::count(recompute.begin(), recompute.end(), 1) == 20);
 }
 
-TEST_CASE("token matching is symmetric: no token is lost, each input is used once, positions follow each other") {
+TEST_CASE(
+    "token matching is symmetric: no token is lost, each input is used once, positions follow each "
+    "other") {
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 32});
   const auto with_ids = [&](std::vector<kvmeld::TokenId> ids, std::uint64_t seed) {
     return test::sealed(g, std::ssize(ids), seed, {.tokens = ids});
   };
-  const std::vector<Sealed> fragments{with_ids({1, 2, 3, 4}, 1), with_ids({1, 2, 9}, 2), with_ids({1, 2, 3}, 3)};
+  const std::vector<Sealed> fragments{with_ids({1, 2, 3, 4}, 1), with_ids({1, 2, 9}, 2),
+                                      with_ids({1, 2, 3}, 3)};
   const auto all = sources(fragments);
   using kvmeld::MatchMode;
   for (const MatchMode mode : {MatchMode::index, MatchMode::common_prefix}) {
@@ -171,9 +191,11 @@ TEST_CASE("token matching is symmetric: no token is lost, each input is used onc
     REQUIRE(a.ok());
     CHECK(a->positions.size() == (mode == MatchMode::index ? 4U : 2U + 2U + 1U + 1U));
     std::vector<int> used(10, 0);
-    for (const kvmeld::Contribution& c : a->groups[0].contributions) ++used[c.source == 0 ? c.token : 4 + 3 * (c.source - 1) + c.token];
+    for (const kvmeld::Contribution& c : a->groups[0].contributions)
+      ++used[c.source == 0 ? c.token : 4 + 3 * (c.source - 1) + c.token];
     CHECK(used == std::vector<int>(10, 1));
-    for (std::size_t o = 0; o < a->positions.size(); ++o) CHECK(a->positions[o] == 20 + static_cast<std::int64_t>(o));
+    for (std::size_t o = 0; o < a->positions.size(); ++o)
+      CHECK(a->positions[o] == 20 + static_cast<std::int64_t>(o));
     CHECK(a->groups[0].row(0).size() == 3);
     CHECK(a->tokens[1] == 2);
   }
@@ -181,19 +203,23 @@ TEST_CASE("token matching is symmetric: no token is lost, each input is used onc
 }
 
 TEST_CASE("a merger takes its parts in any order, and names every one of them") {
-  const auto a = kvmeld::merger(ByKeyNorm{.layer = 1}, Aligner{TokenMatch{}}, Fuser{kvmeld::Max{}}, kvmeld::SeamAll{}, kvmeld::SelectLast{.tokens = 3});
-  const auto b = kvmeld::merger(kvmeld::SelectLast{.tokens = 3}, kvmeld::SeamAll{}, Fuser{kvmeld::Max{}}, Aligner{TokenMatch{}}, ByKeyNorm{.layer = 1});
+  const auto a = kvmeld::merger(ByKeyNorm{.layer = 1}, Aligner{TokenMatch{}}, Fuser{kvmeld::Max{}},
+                                kvmeld::SeamAll{}, kvmeld::SelectLast{.tokens = 3});
+  const auto b = kvmeld::merger(kvmeld::SelectLast{.tokens = 3}, kvmeld::SeamAll{},
+                                Fuser{kvmeld::Max{}}, Aligner{TokenMatch{}}, ByKeyNorm{.layer = 1});
   static_assert(std::is_same_v<decltype(a), decltype(b)>);
   CHECK(a.digest() == b.digest());
   CHECK(a.select.tokens == 3);
   CHECK(a.order.layer == 1);
   const auto defaults = kvmeld::merger();
   static_assert(std::is_same_v<decltype(defaults),
-                               const kvmeld::Merger<kvmeld::SelectAll, ByKeyNorm, kvmeld::Concat, kvmeld::WeightedMean, kvmeld::SeamNone>>);
+                               const kvmeld::Merger<kvmeld::SelectAll, ByKeyNorm, kvmeld::Concat,
+                                                    kvmeld::WeightedMean, kvmeld::SeamNone>>);
   static_assert(defaults.reproducible);
   static_assert(kvmeld::reads(decltype(defaults)::metadata, kvmeld::MetadataFields::confidence));
   static_assert(!kvmeld::reads(decltype(defaults)::metadata, kvmeld::MetadataFields::provenance));
-  static_assert(kvmeld::reads(decltype(kvmeld::merger(ByProvenance{}))::metadata, kvmeld::MetadataFields::provenance));
+  static_assert(kvmeld::reads(decltype(kvmeld::merger(ByProvenance{}))::metadata,
+                              kvmeld::MetadataFields::provenance));
 
   const std::vector<kvmeld::Digest128> digests{
       defaults.digest(),
@@ -207,7 +233,8 @@ TEST_CASE("a merger takes its parts in any order, and names every one of them") 
       kvmeld::merger(Aligner{TokenMatch{.mode = kvmeld::MatchMode::common_prefix}}).digest(),
       kvmeld::merger(Fuser{kvmeld::Max{}}).digest(),
       kvmeld::merger(Fuser{kvmeld::Sum{}}).digest(),
-      kvmeld::merger(Fuser{kvmeld::WeightedMean{.weighting = kvmeld::Weighting::confidence}}).digest(),
+      kvmeld::merger(Fuser{kvmeld::WeightedMean{.weighting = kvmeld::Weighting::confidence}})
+          .digest(),
       kvmeld::merger(kvmeld::SeamAll{}).digest(),
       kvmeld::merger(kvmeld::SeamShare{}).digest(),
       kvmeld::merger(kvmeld::SeamShare{.share = 0.5F}).digest(),
@@ -225,7 +252,8 @@ TEST_CASE("a merger takes its parts in any order, and names every one of them") 
 TEST_CASE("render ids say what was asked: equal for equal questions, different for any other") {
   const auto g = test::geometry({.channels = 32});
   const std::vector<Sealed> fragments{test::sealed(g, 2, 1), test::sealed(g, 3, 2)};
-  const auto id = [&](const kvmeld::FragmentSet& set, const auto& merger, const kvmeld::Target& target) {
+  const auto id = [&](const kvmeld::FragmentSet& set, const auto& merger,
+                      const kvmeld::Target& target) {
     const auto plan = kvmeld::plan(set, merger, target);
     REQUIRE(plan.ok());
     return plan->render_id();
@@ -234,16 +262,20 @@ TEST_CASE("render ids say what was asked: equal for equal questions, different f
   target.geometry = *g;
   const kvmeld::FragmentSet set = test::set_of(fragments);
   const auto base = id(set, kvmeld::merger(ById{}), target);
-  CHECK(id(test::set_of({fragments[1], fragments[0]}), kvmeld::merger(ById{}), target) == base);  // nobody reads the dots
+  // nobody reads the dots
+  CHECK(id(test::set_of({fragments[1], fragments[0]}), kvmeld::merger(ById{}), target) == base);
   CHECK(id(set, kvmeld::merger(ByProvenance{}), target) != base);
   CHECK(id(test::set_of({fragments[0]}), kvmeld::merger(ById{}), target) != base);
   kvmeld::Target moved = target;
   moved.first_position = 1;
   CHECK(id(set, kvmeld::merger(ById{}), moved) != base);
   kvmeld::FragmentSet confident = set;
-  REQUIRE(confident.insert(fragments[0].fragment, {1, 7}, 0.5F).ok());  // said again, with a confidence
-  CHECK(id(confident, kvmeld::merger(ById{}), target) != base);  // a mean declares that it may read it
-  CHECK(id(confident, kvmeld::merger(ById{}, Fuser{kvmeld::Max{}}), target) == id(set, kvmeld::merger(ById{}, Fuser{kvmeld::Max{}}), target));
+  // said again, with a confidence
+  REQUIRE(confident.insert(fragments[0].fragment, {1, 7}, 0.5F).ok());
+  // a mean declares that it may read it
+  CHECK(id(confident, kvmeld::merger(ById{}), target) != base);
+  CHECK(id(confident, kvmeld::merger(ById{}, Fuser{kvmeld::Max{}}), target) ==
+        id(set, kvmeld::merger(ById{}, Fuser{kvmeld::Max{}}), target));
   // An empty fragment is part of the set, and of no answer.
   kvmeld::FragmentSet with_empty = set;
   REQUIRE(with_empty.insert(test::sealed(g, 0, 1).fragment).ok());

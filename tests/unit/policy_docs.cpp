@@ -1,5 +1,5 @@
-// The policies of docs/custom_policy.md, compiled and run on every executor; the last case checks that the page shows them word for
-// word.
+// The policies of docs/custom_policy.md, compiled and run on every executor; the last case checks
+// that the page shows them word for word.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -15,20 +15,26 @@ struct Interleave {
   static constexpr bool reproducible = true;
   std::int64_t block = 16;
 
-  kvmeld::Result<kvmeld::Alignment> align(std::span<const kvmeld::Source> ordered, std::int64_t first_position) const {
-    if (block < 1) return {kvmeld::ErrorCode::invalid_argument, "Interleave: a block of " + std::to_string(block) + " tokens"};
+  kvmeld::Result<kvmeld::Alignment> align(std::span<const kvmeld::Source> ordered,
+                                          std::int64_t first_position) const {
+    if (block < 1)
+      return {kvmeld::ErrorCode::invalid_argument,
+              "Interleave: a block of " + std::to_string(block) + " tokens"};
     kvmeld::Alignment out;
     kvmeld::AlignmentGroup& group = out.groups.emplace_back();  // one group: all layers alike
     std::int64_t longest = 0;
-    for (const kvmeld::Source& source : ordered) longest = std::max(longest, source.selected_count());
+    for (const kvmeld::Source& source : ordered)
+      longest = std::max(longest, source.selected_count());
     for (std::int64_t begin = 0; begin < longest; begin += block) {
       for (std::uint32_t s = 0; s < ordered.size(); ++s) {
-        for (std::int64_t i = begin; i < std::min(begin + block, ordered[s].selected_count()); ++i) {
+        for (std::int64_t i = begin; i < std::min(begin + block, ordered[s].selected_count());
+             ++i) {
           const std::int64_t token = ordered[s].selected_token(i);
           out.positions.push_back(first_position++);
           out.tokens.push_back(ordered[s].token_id(token));
           group.contributions.push_back({s, static_cast<std::uint32_t>(token), 1.0F});
-          group.end_row();  // a row with several contributions is fused, one with none is a hole for the engine
+          // a row with several contributions is fused, one with none is a hole for the engine
+          group.end_row();
         }
       }
     }
@@ -46,7 +52,9 @@ struct Interleave {
 struct Midrange {
   static constexpr bool reproducible = true;
 
-  KVMELD_HD float select(kvmeld::OrderedValues values) const { return (values[0] + values[values.size() - 1]) / 2; }
+  KVMELD_HD float select(kvmeld::OrderedValues values) const {
+    return (values[0] + values[values.size() - 1]) / 2;
+  }
   void digest(kvmeld::Hasher& hasher) const { hasher.text("example.Midrange"); }
 };
 // example-end
@@ -58,12 +66,14 @@ struct ClosestPair {
 
   kvmeld::Status score(const kvmeld::Scoring& scoring, std::span<double> weights) const {
     if (scoring.count() > 64) {
-      return {kvmeld::ErrorCode::unsupported, "ClosestPair: " + std::to_string(scoring.count()) + " contributions, at most 64"};
+      return {kvmeld::ErrorCode::unsupported,
+              "ClosestPair: " + std::to_string(scoring.count()) + " contributions, at most 64"};
     }
     std::size_t a = 0, b = 1;
     for (std::size_t i = 0; i < scoring.count(); ++i) {
       for (std::size_t j = i + 1; j < scoring.count(); ++j) {
-        if (scoring.distance(i, j) < scoring.distance(a, b)) a = i, b = j;  // equally close: the smaller fragment ids
+        // equally close: the smaller fragment ids
+        if (scoring.distance(i, j) < scoring.distance(a, b)) a = i, b = j;
       }
     }
     for (std::size_t i = 0; i < weights.size(); ++i) weights[i] = i == a || i == b ? 1 : 0;
@@ -78,7 +88,9 @@ struct ClosestPair {
 struct ByLength {
   static constexpr bool reproducible = true;
 
-  float weight(const kvmeld::Source& source) const { return static_cast<float>(source.fragment->token_count()); }
+  float weight(const kvmeld::Source& source) const {
+    return static_cast<float>(source.fragment->token_count());
+  }
   void digest(kvmeld::Hasher& hasher) const { hasher.text("example.ByLength"); }
 };
 // example-end
@@ -97,7 +109,8 @@ struct Loudest {
       float most = -1;
       for (int i = 0; i < rows.count(); ++i) {
         float square = 0;
-        for (int c = 0; c < rows.channels(); ++c) square = kvmeld::fma(rows.value(i, c), rows.value(i, c), square);
+        for (int c = 0; c < rows.channels(); ++c)
+          square = kvmeld::fma(rows.value(i, c), rows.value(i, c), square);
         if (square > most) most = square, loudest = i;
       }
       return loudest;
@@ -142,7 +155,9 @@ struct LongestFirst {
     std::sort(out.begin(), out.end(), [&](std::uint32_t a, std::uint32_t b) {
       const auto& x = *sources[a].fragment;
       const auto& y = *sources[b].fragment;
-      return x.token_count() != y.token_count() ? x.token_count() > y.token_count() : x.id() < y.id();  // ids make it total
+      // ids make it total
+      return x.token_count() != y.token_count() ? x.token_count() > y.token_count()
+                                                : x.id() < y.id();
     });
     return out;
   }
@@ -155,7 +170,8 @@ struct LongestFirst {
 struct FirstOfEach {
   static constexpr bool reproducible = true;
 
-  kvmeld::Status mark(std::span<const kvmeld::Source> ordered, const kvmeld::Alignment& alignment, std::span<std::uint8_t> recompute) const {
+  kvmeld::Status mark(std::span<const kvmeld::Source> ordered, const kvmeld::Alignment& alignment,
+                      std::span<std::uint8_t> recompute) const {
     for (const kvmeld::AlignmentGroup& group : alignment.groups) {
       for (std::size_t o = 0; o < recompute.size(); ++o) {
         for (const kvmeld::Contribution& c : group.row(o)) {
@@ -172,7 +188,8 @@ struct FirstOfEach {
 using namespace kvmeld;
 
 // Keys without position, so that values can be compared as they were filled in.
-const std::shared_ptr<Geometry> g = test::geometry({.layers = 2, .heads = 2, .channels = 32, .rotary = 0});
+const std::shared_ptr<Geometry> g =
+    test::geometry({.layers = 2, .heads = 2, .channels = 32, .rotary = 0});
 
 // Fragments of these lengths with ids 100, 101, … / 200, 201, … / 300, …
 std::vector<test::Sealed> fragments(const std::vector<std::int64_t>& lengths) {
@@ -197,17 +214,24 @@ std::vector<TokenId> ids(const std::vector<test::Sealed>& all, const M& merger) 
 // All rows of the three fragments' tokens of one index, fused as they come out of every executor.
 template <class F>
 test::Dense fused(const std::vector<test::Sealed>& all, const F& fuser) {
-  return test::render_everywhere(test::set_of(all), merger(ById{}, Aligner{TokenMatch{}}, Fuser{fuser}), {.geometry = *g})->dense();
+  return test::render_everywhere(test::set_of(all),
+                                 merger(ById{}, Aligner{TokenMatch{}}, Fuser{fuser}),
+                                 {.geometry = *g})
+      ->dense();
 }
 
 }  // namespace
 
 TEST_CASE("an aligner, an order, a selection and a seam of one's own") {
   const std::vector<test::Sealed> all = fragments({3, 5});
-  CHECK(ids(all, merger(LongestFirst{}, Aligner{Interleave{.block = 2}})) == std::vector<TokenId>{200, 201, 100, 101, 202, 203, 102, 204});
-  CHECK(ids(all, merger(LongestFirst{}, FirstTokens{.tokens = 2})) == std::vector<TokenId>{200, 201, 100, 101});
+  CHECK(ids(all, merger(LongestFirst{}, Aligner{Interleave{.block = 2}})) ==
+        std::vector<TokenId>{200, 201, 100, 101, 202, 203, 102, 204});
+  CHECK(ids(all, merger(LongestFirst{}, FirstTokens{.tokens = 2})) ==
+        std::vector<TokenId>{200, 201, 100, 101});
   // example-begin: merger
-  const auto policies = kvmeld::merger(FirstTokens{.tokens = 4}, LongestFirst{}, Aligner{Interleave{.block = 2}}, Fuser{Midrange{}}, FirstOfEach{});
+  const auto policies =
+      kvmeld::merger(FirstTokens{.tokens = 4}, LongestFirst{}, Aligner{Interleave{.block = 2}},
+                     Fuser{Midrange{}}, FirstOfEach{});
   static_assert(decltype(policies)::reproducible);
   // example-end
   const auto made = plan(test::set_of(all), policies, {.geometry = *g});
@@ -215,25 +239,32 @@ TEST_CASE("an aligner, an order, a selection and a seam of one's own") {
   REQUIRE(made->holes().size() == 1);
   CHECK(made->holes()[0] == Hole{2, 2, 100});
 
-  const auto refused = plan(test::set_of(all), merger(Aligner{Interleave{.block = 0}}), {.geometry = *g});
+  const auto refused =
+      plan(test::set_of(all), merger(Aligner{Interleave{.block = 0}}), {.geometry = *g});
   CHECK(refused.error().message() == "Interleave: a block of 0 tokens");
-  CHECK(merger(Aligner{Interleave{.block = 2}}).digest() != merger(Aligner{Interleave{.block = 3}}).digest());
+  CHECK(merger(Aligner{Interleave{.block = 2}}).digest() !=
+        merger(Aligner{Interleave{.block = 3}}).digest());
 }
 
 TEST_CASE("fusers of one's own, in each form") {
   const std::vector<test::Sealed> all = fragments({2, 2, 2});
-  const test::Dense midrange = fused(all, Midrange{}), loudest = fused(all, Loudest{}), lengths = fused(all, ByLength{});
+  const test::Dense midrange = fused(all, Midrange{}), loudest = fused(all, Loudest{}),
+                    lengths = fused(all, ByLength{});
   for (std::size_t p = 0; p < midrange.size(); ++p) {
     for (std::size_t row = 0; row < midrange[p].size() / 32; ++row) {
       std::size_t most = 0;
       double squares[3] = {};
       for (std::size_t i = 0; i < 3; ++i) {
-        for (std::size_t c = 0; c < 32; ++c) squares[i] += all[i].values[p][row * 32 + c] * all[i].values[p][row * 32 + c];
+        for (std::size_t c = 0; c < 32; ++c)
+          squares[i] += all[i].values[p][row * 32 + c] * all[i].values[p][row * 32 + c];
         if (squares[i] > squares[most]) most = i;
       }
       for (std::size_t at = row * 32; at < row * 32 + 32; ++at) {
-        const float x = static_cast<float>(all[0].values[p][at]), y = static_cast<float>(all[1].values[p][at]), z = static_cast<float>(all[2].values[p][at]);
-        REQUIRE(midrange[p][at] == static_cast<double>((std::min({x, y, z}) + std::max({x, y, z})) / 2));
+        const float x = static_cast<float>(all[0].values[p][at]),
+                    y = static_cast<float>(all[1].values[p][at]),
+                    z = static_cast<float>(all[2].values[p][at]);
+        REQUIRE(midrange[p][at] ==
+                static_cast<double>((std::min({x, y, z}) + std::max({x, y, z})) / 2));
         REQUIRE(loudest[p][at] == all[most].values[p][at]);
         REQUIRE(lengths[p][at] == Approx((x + y + z) / 3).margin(1e-6));
       }
@@ -243,15 +274,20 @@ TEST_CASE("fusers of one's own, in each form") {
 
 TEST_CASE("a score of one's own leaves a liar out") {
   std::vector<test::Sealed> all = fragments({2, 2});
-  all.push_back(test::sealed(g, 2, 100));  // latent, with the first one's rows: these two are the pair
+  // latent, with the first one's rows: these two are the pair
+  all.push_back(test::sealed(g, 2, 100));
   const test::Dense pair = fused(all, ClosestPair{});
   CHECK(pair == all[0].values);
 
   const auto crowd = fragments(std::vector<std::int64_t>(65, 1));
-  const auto refused = plan(test::set_of(crowd), merger(ById{}, Aligner{TokenMatch{}}, Fuser{ClosestPair{}}), {.geometry = *g});
-  CHECK(refused.error().message() == "output 0 at position 0: ClosestPair: 65 contributions, at most 64");
+  const auto refused =
+      plan(test::set_of(crowd), merger(ById{}, Aligner{TokenMatch{}}, Fuser{ClosestPair{}}),
+           {.geometry = *g});
+  CHECK(refused.error().message() ==
+        "output 0 at position 0: ClosestPair: 65 contributions, at most 64");
 }
 
 TEST_CASE("docs/custom_policy.md shows these policies, and example 03's, word for word") {
-  test::check_page("docs/custom_policy.md", {"tests/unit/policy_docs.cpp", "examples/03_custom_policy.cpp"});
+  test::check_page("docs/custom_policy.md",
+                   {"tests/unit/policy_docs.cpp", "examples/03_custom_policy.cpp"});
 }

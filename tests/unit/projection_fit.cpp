@@ -1,4 +1,5 @@
-// Fits of maps between models: planted maps come back, streams sum up to one batch, and what cannot be fitted is refused.
+// Fits of maps between models: planted maps come back, streams sum up to one batch, and what cannot
+// be fitted is refused.
 #include <cstdio>
 #include <cstdlib>
 
@@ -36,7 +37,8 @@ struct Rows {
 Rows planted(const LinearMap& map, std::size_t count, std::uint64_t seed, double noise = 0) {
   test::Random random(seed);
   Rows rows;
-  std::vector<double> x(static_cast<std::size_t>(map.inputs)), y(static_cast<std::size_t>(map.outputs));
+  std::vector<double> x(static_cast<std::size_t>(map.inputs)),
+      y(static_cast<std::size_t>(map.outputs));
   for (std::size_t i = 0; i < count; ++i) {
     for (double& v : x) v = 3.0 + static_cast<double>(random.value());
     kvmeld::apply(map, x.data(), y.data());
@@ -56,7 +58,8 @@ double farthest(const std::vector<double>& a, const std::vector<double>& b) {
 
 double distance_of_products(const LinearMap& a, const LinearMap& b) {  // of W, whatever the form
   double most = 0;
-  std::vector<double> x(static_cast<std::size_t>(a.inputs), 0.0), u(static_cast<std::size_t>(a.outputs)), v(u.size());
+  std::vector<double> x(static_cast<std::size_t>(a.inputs), 0.0),
+      u(static_cast<std::size_t>(a.outputs)), v(u.size());
   for (std::size_t i = 0; i < x.size(); ++i) {
     x[i] = 1;
     kvmeld::apply(a, x.data(), u.data());
@@ -78,10 +81,14 @@ TEST_CASE("a planted map comes back as the ridge goes to zero, and a stream sums
     REQUIRE(once.add(rows.x, rows.y).ok());
     for (std::size_t at = 0, size = 1; at < 400; at += size, size = size % 37 + 1) {
       size = std::min(size, 400 - at);
-      REQUIRE(stream.add(std::span(rows.x).subspan(at * 20, size * 20), std::span(rows.y).subspan(at * 7, size * 7)).ok());
+      REQUIRE(stream
+                  .add(std::span(rows.x).subspan(at * 20, size * 20),
+                       std::span(rows.y).subspan(at * 7, size * 7))
+                  .ok());
     }
     CHECK(stream.rows() == 400);
-    const auto a = once.ridge(0), b = stream.ridge(0), small = once.ridge(1e-13), large = once.ridge(0.5);
+    const auto a = once.ridge(0), b = stream.ridge(0), small = once.ridge(1e-13),
+               large = once.ridge(0.5);
     REQUIRE((a.ok() && b.ok() && small.ok() && large.ok()));
     CHECK(farthest(a->weight, map.weight) < 1e-10);
     CHECK(farthest(small->weight, map.weight) < 1e-10);
@@ -96,7 +103,9 @@ TEST_CASE("a planted map comes back as the ridge goes to zero, and a stream sums
   }
 }
 
-TEST_CASE("a ridge is what its normal equations say, and held-out error is Σ‖y − W·x − b‖² over Σ‖y − mean‖²") {
+TEST_CASE(
+    "a ridge is what its normal equations say, and held-out error is Σ‖y − W·x − b‖² over Σ‖y − "
+    "mean‖²") {
   test::Random random(3);
   const LinearMap map = test::random_matrix(2, 3, 0, true, random);
   const Rows rows = planted(map, 50, 4, 0.3), others = planted(map, 40, 5, 0.3);
@@ -106,22 +115,26 @@ TEST_CASE("a ridge is what its normal equations say, and held-out error is Σ‖
   const double strength = 0.25;
   const auto ridge = fit.ridge(strength);
   REQUIRE(ridge.ok());
-  // Zero gradient: Σ (y − W·x − b)·xᵀ = strength · W · diag(Σ (x − mean)²), and Σ (y − W·x − b) = 0.
+  // Zero gradient: Σ (y − W·x − b)·xᵀ = strength · W · diag(Σ (x − mean)²), and Σ (y − W·x − b) =
+  // 0.
   double mean[3] = {}, square[3] = {};
   for (std::size_t i = 0; i < 150; ++i) mean[i % 3] += rows.x[i] / 50;
-  for (std::size_t i = 0; i < 150; ++i) square[i % 3] += (rows.x[i] - mean[i % 3]) * (rows.x[i] - mean[i % 3]);
+  for (std::size_t i = 0; i < 150; ++i)
+    square[i % 3] += (rows.x[i] - mean[i % 3]) * (rows.x[i] - mean[i % 3]);
   double gradient[2][3] = {}, sum[2] = {};
   for (std::size_t i = 0; i < 50; ++i) {
     double y[2];
     kvmeld::apply(*ridge, rows.x.data() + 3 * i, y);
     for (std::size_t o = 0; o < 2; ++o) {
       sum[o] += rows.y[2 * i + o] - y[o];
-      for (std::size_t c = 0; c < 3; ++c) gradient[o][c] += (rows.y[2 * i + o] - y[o]) * rows.x[3 * i + c];
+      for (std::size_t c = 0; c < 3; ++c)
+        gradient[o][c] += (rows.y[2 * i + o] - y[o]) * rows.x[3 * i + c];
     }
   }
   for (std::size_t o = 0; o < 2; ++o) {
     CHECK(std::abs(sum[o]) < 1e-9);
-    for (std::size_t c = 0; c < 3; ++c) CHECK(std::abs(gradient[o][c] - strength * ridge->weight[3 * o + c] * square[c]) < 1e-8);
+    for (std::size_t c = 0; c < 3; ++c)
+      CHECK(std::abs(gradient[o][c] - strength * ridge->weight[3 * o + c] * square[c]) < 1e-8);
   }
   double errors = 0, total = 0, centre[2] = {};
   for (std::size_t i = 0; i < 80; ++i) centre[i % 2] += others.y[i] / 40;
@@ -187,7 +200,8 @@ TEST_CASE("Procrustes recovers a rotation and keeps norms where rows are noisy")
   for (std::size_t a = 0; a < 6; ++a) {
     for (std::size_t b = 0; b < 6; ++b) {
       double product = 0;
-      for (std::size_t o = 0; o < 6; ++o) product += near->weight[6 * o + a] * near->weight[6 * o + b];
+      for (std::size_t o = 0; o < 6; ++o)
+        product += near->weight[6 * o + a] * near->weight[6 * o + b];
       CHECK(product == Approx(a == b ? 1.0 : 0.0).margin(1e-12));
     }
   }
@@ -200,7 +214,8 @@ TEST_CASE("what cannot be fitted has a clear code, and leaves sums alone") {
   const std::vector<double> x{1, 2, 3, 4, 5, 7}, y{1, 2, 3, 5};
   CHECK(fit.add(std::span(x).first(5), y).code() == ErrorCode::invalid_argument);
   CHECK(fit.add(x, std::span(y).first(2)).code() == ErrorCode::invalid_argument);
-  for (const double bad : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+  for (const double bad :
+       {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
     std::vector<double> broken = x;
     broken[4] = bad;
     CHECK(fit.add(broken, y).code() == ErrorCode::non_finite);
@@ -212,10 +227,14 @@ TEST_CASE("what cannot be fitted has a clear code, and leaves sums alone") {
   CHECK(fit.ridge(0).status().message().find("2 rows") != std::string::npos);
   CHECK(fit.procrustes().status().code() == ErrorCode::invalid_argument);
   CHECK(fit.ridge(-1).status().code() == ErrorCode::invalid_argument);
-  CHECK(fit.ridge(std::numeric_limits<double>::quiet_NaN()).status().code() == ErrorCode::invalid_argument);
+  CHECK(fit.ridge(std::numeric_limits<double>::quiet_NaN()).status().code() ==
+        ErrorCode::invalid_argument);
   CHECK(fit.ridge(1e-3).ok());
-  CHECK(fit.relative_error(LinearMap{.outputs = 2, .inputs = 2, .weight = std::vector<double>(4)}).status().code() == ErrorCode::invalid_argument);
-  // Two equal inputs: refused without a ridge, shared with one. An input that never varies gets nothing.
+  CHECK(fit.relative_error(LinearMap{.outputs = 2, .inputs = 2, .weight = std::vector<double>(4)})
+            .status()
+            .code() == ErrorCode::invalid_argument);
+  // Two equal inputs: refused without a ridge, shared with one. An input that never varies gets
+  // nothing.
   NormalEquations twins(3, 1);
   test::Random random(10);
   for (int i = 0; i < 50; ++i) {
@@ -233,14 +252,18 @@ TEST_CASE("what cannot be fitted has a clear code, and leaves sums alone") {
 TEST_CASE("tokens of two tokenizers are paired by where their text ends") {
   using kvmeld::CharSpan;
   using kvmeld::TokenPair;
-  const auto pairs = [](std::vector<CharSpan> a, std::vector<CharSpan> b) { return kvmeld::pair_by_spans(a, b); };
-  // "unbelievable": un|believ|able against unb|eliev|a|ble, and a first token that ends before any source token does.
+  const auto pairs = [](std::vector<CharSpan> a, std::vector<CharSpan> b) {
+    return kvmeld::pair_by_spans(a, b);
+  };
+  // "unbelievable": un|believ|able against unb|eliev|a|ble, and a first token that ends before any
+  // source token does.
   const auto some = pairs({{0, 2}, {2, 8}, {8, 12}}, {{0, 1}, {1, 3}, {3, 8}, {8, 9}, {9, 12}});
   REQUIRE(some.ok());
   CHECK(*some == std::vector<TokenPair>{{0, 1}, {1, 2}, {1, 3}, {2, 4}});
   const auto same = pairs({{0, 3}, {3, 3}, {3, 5}}, {{0, 3}, {3, 5}});
   REQUIRE(same.ok());
-  CHECK(*same == std::vector<TokenPair>{{1, 0}, {2, 1}});  // of two that end at 3 the later one has seen more
+  // of two that end at 3 the later one has seen more
+  CHECK(*same == std::vector<TokenPair>{{1, 0}, {2, 1}});
   const auto none = pairs({}, {{0, 3}});
   REQUIRE(none.ok());
   CHECK(none->empty());
@@ -249,12 +272,16 @@ TEST_CASE("tokens of two tokenizers are paired by where their text ends") {
   CHECK(pairs({}, {{-1, 3}}).status().code() == ErrorCode::invalid_argument);
 }
 
-TEST_CASE("a map planted between two models comes back from their fragments, and the gate knows it from a bad one") {
+TEST_CASE(
+    "a map planted between two models comes back from their fragments, and the gate knows it from "
+    "a bad one") {
   using namespace kvmeld;
-  const auto from = test::geometry({.layers = 3, .heads = 1, .channels = 8, .pairing = RopePairing::interleaved});
+  const auto from =
+      test::geometry({.layers = 3, .heads = 1, .channels = 8, .pairing = RopePairing::interleaved});
   const auto to = test::geometry({.layers = 4, .heads = 2, .channels = 4, .base = 500.0});
   from->model = "source model";
-  const auto truth = ProjectionMap::make(test::random_parts(*from, *to, test::Sharing::layer, 2, 0, true, 11));
+  const auto truth =
+      ProjectionMap::make(test::random_parts(*from, *to, test::Sharing::layer, 2, 0, true, 11));
   REQUIRE(truth.ok());
   std::vector<Fragment> sources, targets;
   for (std::uint64_t i = 0; i < 8; ++i) {
@@ -267,9 +294,13 @@ TEST_CASE("a map planted between two models comes back from their fragments, and
       const auto made = test::mapped(**truth, *from, source, p / 2, plane);
       for (std::int64_t t = 0; t < 40; ++t) {
         for (std::int64_t h = 0; h < 2; ++h) {
-          std::vector<double> row(made.values.begin() + (t * 2 + h) * 4, made.values.begin() + (t * 2 + h + 1) * 4);
-          if (plane == Plane::key) reference::turn(to->layers[0].rope, static_cast<double>(positions[static_cast<std::size_t>(t)]), row);
-          for (std::int64_t c = 0; c < 4; ++c) cache.set(p, t, h, c, static_cast<float>(row[static_cast<std::size_t>(c)]));
+          std::vector<double> row(made.values.begin() + (t * 2 + h) * 4,
+                                  made.values.begin() + (t * 2 + h + 1) * 4);
+          if (plane == Plane::key)
+            reference::turn(to->layers[0].rope,
+                            static_cast<double>(positions[static_cast<std::size_t>(t)]), row);
+          for (std::int64_t c = 0; c < 4; ++c)
+            cache.set(p, t, h, c, static_cast<float>(row[static_cast<std::size_t>(c)]));
         }
       }
     }
@@ -289,7 +320,8 @@ TEST_CASE("a map planted between two models comes back from their fragments, and
   CHECK((*found)->record().fit_tokens == 280);
   CHECK((*found)->layers()[1] == (*truth)->layers()[1]);
   for (std::size_t m = 0; m < (*truth)->matrices().size(); ++m) {
-    CHECK(farthest((*found)->matrices()[m].weight, (*truth)->matrices()[m].weight) < 2e-6);  // fragments hold f32
+    // fragments hold f32
+    CHECK(farthest((*found)->matrices()[m].weight, (*truth)->matrices()[m].weight) < 2e-6);
     CHECK(farthest((*found)->matrices()[m].bias, (*truth)->matrices()[m].bias) < 2e-6);
   }
   const double strengths[] = {30, 1e-9, 1};
@@ -312,7 +344,8 @@ TEST_CASE("a map planted between two models comes back from their fragments, and
   test::Random random(12);
   for (float& x : values) x = random.value();
   AttentionGate asked(*found);
-  CHECK(asked.add(sources[7], targets[7], {}, {.values = values, .count = 2, .heads = 4}).code() == ErrorCode::invalid_argument);
+  CHECK(asked.add(sources[7], targets[7], {}, {.values = values, .count = 2, .heads = 4}).code() ==
+        ErrorCode::invalid_argument);
   CHECK(asked.score().status().code() == ErrorCode::invalid_argument);
   REQUIRE(asked.add(sources[7], targets[7], {}, {.values = values, .count = 3, .heads = 4}).ok());
   CHECK(asked.score()->cosine > 0.99999);
@@ -320,7 +353,8 @@ TEST_CASE("a map planted between two models comes back from their fragments, and
   REQUIRE(recorded.ok());
   CHECK((*recorded)->record().held_out_tokens == 40);
   CHECK(Projection{*recorded, 0.9F}.accepts(*from, *to).ok());
-  CHECK(Projection{*bad.recorded(0.9), 0.995F}.accepts(*from, *to).code() == ErrorCode::gate_refused);
+  CHECK(Projection{*bad.recorded(0.9), 0.995F}.accepts(*from, *to).code() ==
+        ErrorCode::gate_refused);
 
   // Pairs instead of equal places; and what does not fit.
   auto paired = ProjectionFit::make(*from, *to, {.nearest = 2});
@@ -335,10 +369,13 @@ TEST_CASE("a map planted between two models comes back from their fragments, and
   CHECK(paired->add(sources[0], targets[0], pairs).code() == ErrorCode::invalid_argument);
   CHECK(paired->add(targets[0], sources[0]).code() == ErrorCode::geometry_mismatch);
   CHECK(paired->add(test::evicted(sources[0]), targets[0]).code() == ErrorCode::payload_missing);
-  CHECK(paired->add(test::sealed(from, 39, 1).fragment, targets[0]).code() == ErrorCode::token_count_mismatch);
+  CHECK(paired->add(test::sealed(from, 39, 1).fragment, targets[0]).code() ==
+        ErrorCode::token_count_mismatch);
   CHECK(paired->tokens() == 280);
-  CHECK(ProjectionFit::make(*from, *to, {.source_layers = {{0}, {1}, {2}}}).status().code() == ErrorCode::invalid_argument);
-  CHECK(ProjectionFit::make(*from, *to, {.source_layers = {{0}, {1}, {2}, {3}}}).status().code() == ErrorCode::invalid_argument);
+  CHECK(ProjectionFit::make(*from, *to, {.source_layers = {{0}, {1}, {2}}}).status().code() ==
+        ErrorCode::invalid_argument);
+  CHECK(ProjectionFit::make(*from, *to, {.source_layers = {{0}, {1}, {2}, {3}}}).status().code() ==
+        ErrorCode::invalid_argument);
   // Other ways to share, on the same fragments.
   for (const FitSharing sharing : {FitSharing::per_head, FitSharing::per_model}) {
     auto other = ProjectionFit::make(*from, *to, {.nearest = 0, .sharing = sharing});
@@ -358,7 +395,8 @@ TEST_CASE("a fit has one name in every locale, and strengths keep all their digi
     auto fit = ProjectionFit::make(*model, *model, {});
     REQUIRE(fit.ok());
     for (std::uint64_t i = 0; i < 4; ++i) {
-      REQUIRE(fit->add(test::sealed(model, 20, i).fragment, test::sealed(model, 20, 9 + i).fragment).ok());
+      REQUIRE(fit->add(test::sealed(model, 20, i).fragment, test::sealed(model, 20, 9 + i).fragment)
+                  .ok());
     }
     const auto map = fit->ridge(strength);
     REQUIRE(map.ok());
@@ -375,12 +413,17 @@ TEST_CASE("a fit has one name in every locale, and strengths keep all their digi
   CHECK(other->digest() == plain->digest());
 }
 
-TEST_CASE("heads that do not divide, ropes that no fit can undo; one matrix for all layers where the first lacks a plane") {
+TEST_CASE(
+    "heads that do not divide, ropes that no fit can undo; one matrix for all layers where the "
+    "first lacks a plane") {
   using namespace kvmeld;
-  const auto three = test::geometry({.layers = 2, .heads = 3, .channels = 4}), two = test::geometry({.layers = 2, .heads = 2, .channels = 4});
-  const auto undivided = ProjectionFit::make(*three, *two, {.nearest = 1, .sharing = FitSharing::per_head});
+  const auto three = test::geometry({.layers = 2, .heads = 3, .channels = 4}),
+             two = test::geometry({.layers = 2, .heads = 2, .channels = 4});
+  const auto undivided =
+      ProjectionFit::make(*three, *two, {.nearest = 1, .sharing = FitSharing::per_head});
   REQUIRE(undivided.status().code() == ErrorCode::invalid_argument);
-  CHECK(undivided.status().message().find("3 heads of source layer 0 and 2 of target layer 0") != std::string::npos);
+  CHECK(undivided.status().message().find("3 heads of source layer 0 and 2 of target layer 0") !=
+        std::string::npos);
   CHECK(ProjectionFit::make(*three, *two, {.nearest = 1}).ok());
   const auto six = test::geometry({.layers = 2, .heads = 6, .channels = 4});
   CHECK(ProjectionFit::make(*six, *two, {.nearest = 1, .sharing = FitSharing::per_head}).ok());
@@ -389,10 +432,12 @@ TEST_CASE("heads that do not divide, ropes that no fit can undo; one matrix for 
   auto keys_first = *test::geometry({.layers = 3, .heads = 2, .channels = 4});
   keys_first.layers[0].planes.pop_back();
   const auto shared = std::make_shared<Geometry>(keys_first);
-  auto fit = ProjectionFit::make(keys_first, keys_first, {.nearest = 0, .sharing = FitSharing::per_model});
+  auto fit =
+      ProjectionFit::make(keys_first, keys_first, {.nearest = 0, .sharing = FitSharing::per_model});
   INFO(fit.status().message());
   REQUIRE(fit.ok());
-  REQUIRE(fit->add(test::sealed(shared, 40, 1).fragment, test::sealed(shared, 40, 2).fragment).ok());
+  REQUIRE(
+      fit->add(test::sealed(shared, 40, 1).fragment, test::sealed(shared, 40, 2).fragment).ok());
   const auto map = fit->ridge(1e-3);
   REQUIRE(map.ok());
   CHECK((*map)->matrices().size() == 2);
@@ -403,7 +448,8 @@ TEST_CASE("heads that do not divide, ropes that no fit can undo; one matrix for 
   auto axes = *two;
   axes.layers[1].rope.kind = RopeKind::multi_axis;
   CHECK(ProjectionFit::make(axes, *two).status().code() == ErrorCode::rope_unsupported);
-  CHECK(detail::plane_frequencies(axes.layers[1], axes.layers[1].planes[0], 9).status().code() == ErrorCode::rope_unsupported);
+  CHECK(detail::plane_frequencies(axes.layers[1], axes.layers[1].planes[0], 9).status().code() ==
+        ErrorCode::rope_unsupported);
   const auto grown = std::make_shared<Geometry>(*two);
   for (LayerShape& layer : grown->layers) {
     layer.rope.scaling = RopeScaling::dynamic_ntk;
@@ -413,7 +459,9 @@ TEST_CASE("heads that do not divide, ropes that no fit can undo; one matrix for 
   auto lengths = ProjectionFit::make(*grown, *two);
   REQUIRE(lengths.ok());
   CHECK(lengths->add(test::sealed(grown, 20, 1).fragment, test::sealed(two, 20, 2).fragment).ok());
-  CHECK(lengths->add(test::sealed(grown, 21, 1).fragment, test::sealed(two, 21, 2).fragment).code() == ErrorCode::rope_length_dependent);
+  CHECK(
+      lengths->add(test::sealed(grown, 21, 1).fragment, test::sealed(two, 21, 2).fragment).code() ==
+      ErrorCode::rope_length_dependent);
   CHECK(lengths->tokens() == 20);
 }
 #endif

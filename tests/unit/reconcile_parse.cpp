@@ -18,11 +18,15 @@ struct Case {
   std::uint64_t salt;
 };
 
-// Small sessions of every form: sketches and lists, ids and tags, one side empty, nothing differing.
+// Small sessions of every form: sketches and lists, ids and tags, one side empty, nothing
+// differing.
 std::vector<Case> cases() {
-  return {{test::set_pair(60, 4, Differ::mixed, false, 1), 11}, {test::set_pair(40, 6, Differ::either_side, false, 2), 12},
-          {test::set_pair(12, 9, Differ::mixed, false, 3), 13}, {test::set_pair(50, 5, Differ::tags, false, 4), 14},
-          {test::set_pair(6, 6, Differ::one_side, false, 5), 15}, {test::set_pair(5, 0, Differ::tags, false, 6), 16}};
+  return {{test::set_pair(60, 4, Differ::mixed, false, 1), 11},
+          {test::set_pair(40, 6, Differ::either_side, false, 2), 12},
+          {test::set_pair(12, 9, Differ::mixed, false, 3), 13},
+          {test::set_pair(50, 5, Differ::tags, false, 4), 14},
+          {test::set_pair(6, 6, Differ::one_side, false, 5), 15},
+          {test::set_pair(5, 0, Differ::tags, false, 6), 16}};
 }
 
 void must_be_right(const Reconciliation& side, const ReconcileDifference& truth) {
@@ -33,7 +37,8 @@ void must_be_right(const Reconciliation& side, const ReconcileDifference& truth)
 /// A session whose message `at` arrives as `instead`; goes on as long as anybody answers.
 bool disturbed(const Case& c, const std::vector<Bytes>& genuine, std::size_t at,
                const Bytes& instead) {
-  constexpr ReconcileLimits limits{.items = 10000};  // else a window follows a window for the millions that an edit may announce
+  // else a window follows a window for the millions that an edit may announce
+  constexpr ReconcileLimits limits{.items = 10000};
   Reconciliation a(c.pair.a, limits), b(c.pair.b, limits);
   (void)a.start(c.salt);
   for (std::size_t i = 0; i < at; ++i) (void)(i % 2 == 0 ? b : a).receive(genuine[i]);
@@ -56,7 +61,9 @@ bool disturbed(const Case& c, const std::vector<Bytes>& genuine, std::size_t at,
   return false;
 }
 
-ErrorCode code_of(const Result<ReconcileReply>& reply) { return reply ? ErrorCode::ok : reply.error().code(); }
+ErrorCode code_of(const Result<ReconcileReply>& reply) {
+  return reply ? ErrorCode::ok : reply.error().code();
+}
 
 Bytes hello(std::uint64_t items, std::uint8_t first = 0x11) {
   ByteWriter out;
@@ -80,7 +87,8 @@ TEST_CASE("every prefix of every message is an error") {
         Reconciliation a(c.pair.a), b(c.pair.b);
         (void)a.start(c.salt);
         for (std::size_t i = 0; i < m; ++i) (void)(i % 2 == 0 ? b : a).receive(trace.messages[i]);
-        if ((m % 2 == 0 ? b : a).receive(std::span(trace.messages[m]).first(n))) FAIL("message " << m << " is taken with " << n << " bytes");
+        if ((m % 2 == 0 ? b : a).receive(std::span(trace.messages[m]).first(n)))
+          FAIL("message " << m << " is taken with " << n << " bytes");
       }
       Bytes longer = trace.messages[m];
       longer.push_back(std::byte{0});
@@ -116,17 +124,27 @@ TEST_CASE("messages edited at random end in an error or a right result") {
     const std::size_t at = random() % messages.size();
     Bytes edited = messages[at];
     for (std::size_t edits = 1 + random() % 3; edits > 0 && !edited.empty(); --edits) {
-      const std::size_t within = random() % 2 == 0 ? edited.size() : (std::min)(edited.size(), std::size_t{24});
+      const std::size_t within =
+          random() % 2 == 0 ? edited.size() : (std::min)(edited.size(), std::size_t{24});
       const std::size_t where = random() % within;
       const auto here = edited.begin() + static_cast<std::ptrdiff_t>(where);
       switch (random() % 4) {
-        case 0: edited[where] = static_cast<std::byte>(random()); break;
-        case 1: edited.insert(here, random() % 9, std::byte{0xFF}); break;
-        case 2: edited.erase(here, edited.begin() + static_cast<std::ptrdiff_t>((std::min)(edited.size(), where + random() % 9))); break;
+        case 0:
+          edited[where] = static_cast<std::byte>(random());
+          break;
+        case 1:
+          edited.insert(here, random() % 9, std::byte{0xFF});
+          break;
+        case 2:
+          edited.erase(here, edited.begin() + static_cast<std::ptrdiff_t>(
+                                                  (std::min)(edited.size(), where + random() % 9)));
+          break;
         default: {  // a piece of another message
           const auto& other = messages[random() % messages.size()];
           const std::size_t from = random() % other.size();
-          edited.insert(here, other.begin() + static_cast<std::ptrdiff_t>(from), other.begin() + static_cast<std::ptrdiff_t>((std::min)(other.size(), from + 40)));
+          edited.insert(
+              here, other.begin() + static_cast<std::ptrdiff_t>(from),
+              other.begin() + static_cast<std::ptrdiff_t>((std::min)(other.size(), from + 40)));
         }
       }
     }
@@ -150,7 +168,9 @@ TEST_CASE("what a peer announces is bounded") {
   CHECK(receive({}) == ErrorCode::truncated);
 
   // A plan that asks the side with fewer elements for more than it holds.
-  for (const auto& [form, cells, capacity] : {std::tuple(0, 65536, 256), std::tuple(0, 0, 1), std::tuple(2, 1, 1), std::tuple(1, 65537, 1), std::tuple(0, 1, 257)}) {
+  for (const auto& [form, cells, capacity] :
+       {std::tuple(0, 65536, 256), std::tuple(0, 0, 1), std::tuple(2, 1, 1),
+        std::tuple(1, 65537, 1), std::tuple(0, 1, 257)}) {
     Reconciliation a(pair.a);
     (void)a.start(5);
     ByteWriter out;
@@ -212,7 +232,8 @@ TEST_CASE("a session is begun once, by ascending items within the limit") {
 
 TEST_CASE("sets without provenance meet by the ids in which they differ") {
   const auto fragment = [](std::uint64_t seed) {
-    return test::sealed(test::geometry({.layers = 1, .heads = 1, .channels = 32}), 1, seed).fragment;
+    return test::sealed(test::geometry({.layers = 1, .heads = 1, .channels = 32}), 1, seed)
+        .fragment;
   };
   kvmeld::FragmentSet sets[2];
   for (std::uint64_t i = 0; i < 40; ++i) {
@@ -232,7 +253,8 @@ TEST_CASE("sets without provenance meet by the ids in which they differ") {
   }
   REQUIRE((a.done() && b.done()));
   CHECK(a.result().different == std::vector<kvmeld::FragmentId>{fragment(1).id()});
-  const auto send = [](const kvmeld::FragmentSet& from, const kvmeld::ReconcileDifference& found, kvmeld::FragmentSet& to) {
+  const auto send = [](const kvmeld::FragmentSet& from, const kvmeld::ReconcileDifference& found,
+                       kvmeld::FragmentSet& to) {
     auto ids = found.mine_only;
     ids.insert(ids.end(), found.different.begin(), found.different.end());
     const auto part = part_of(from, ids);
@@ -248,7 +270,8 @@ TEST_CASE("sets without provenance meet by the ids in which they differ") {
 }
 
 TEST_CASE("a counter of the largest magnitude is refused, not negated") {
-  for (const std::uint64_t zigzag : {~std::uint64_t{0}, ~std::uint64_t{0} - 1, std::uint64_t{1} << 63U}) {
+  for (const std::uint64_t zigzag :
+       {~std::uint64_t{0}, ~std::uint64_t{0} - 1, std::uint64_t{1} << 63U}) {
     for (const std::uint64_t elements : {std::uint64_t{0}, std::uint64_t{60}, ~std::uint64_t{0}}) {
       ByteWriter out;
       out.varint(zigzag);

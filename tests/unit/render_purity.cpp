@@ -1,5 +1,5 @@
-// What a render may not depend on, and what it must not lose: stale output, the caller's float environment, windows behind holes,
-// slots that are shared or missing. Each case failed once.
+// What a render may not depend on, and what it must not lose: stale output, the caller's float
+// environment, windows behind holes, slots that are shared or missing. Each case failed once.
 #include <cfenv>
 #include <cstring>
 #include <limits>
@@ -13,14 +13,16 @@ namespace {
 
 using namespace kvmeld;
 
-Fragment random_fragment(const std::shared_ptr<const Geometry>& g, std::int64_t tokens, std::uint64_t seed, std::vector<TokenId> ids = {},
+Fragment random_fragment(const std::shared_ptr<const Geometry>& g, std::int64_t tokens,
+                         std::uint64_t seed, std::vector<TokenId> ids = {},
                          std::int64_t first = 0) {
   test::Random random(seed);
   HostCache cache(g, tokens);
   auto* values = reinterpret_cast<float*>(cache.bytes().data());
   for (std::size_t i = 0; i < cache.bytes().size() / sizeof(float); ++i) values[i] = random.value();
   std::vector<std::int64_t> positions(static_cast<std::size_t>(tokens));
-  for (std::size_t i = 0; i < positions.size(); ++i) positions[i] = first + static_cast<std::int64_t>(i);
+  for (std::size_t i = 0; i < positions.size(); ++i)
+    positions[i] = first + static_cast<std::int64_t>(i);
   SealOptions options;
   options.tokens = ids;
   options.positions = positions;
@@ -31,7 +33,8 @@ Fragment random_fragment(const std::shared_ptr<const Geometry>& g, std::int64_t 
 
 FragmentSet set_of(const std::vector<Fragment>& fragments) {
   FragmentSet set;
-  for (std::size_t i = 0; i < fragments.size(); ++i) REQUIRE(set.insert(fragments[i], Provenance{i, 0}));
+  for (std::size_t i = 0; i < fragments.size(); ++i)
+    REQUIRE(set.insert(fragments[i], Provenance{i, 0}));
   return set;
 }
 
@@ -73,7 +76,8 @@ TEST_CASE("a content digest does not see what lies in holes") {
   for (int k = 0; k < 2; ++k) {
     HostCache out(g, 17);
     std::memset(out.bytes().data(), k == 0 ? 0 : 0x11, out.bytes().size());
-    const auto report = render(exec::seq, set, merger(ById{}, SeamShare{.share = 0.5F}), out.mutable_ref(), {}, {.content_digest = true});
+    const auto report = render(exec::seq, set, merger(ById{}, SeamShare{.share = 0.5F}),
+                               out.mutable_ref(), {}, {.content_digest = true});
     REQUIRE(report);
     CHECK(report->holes > 0);
     digest[k] = *report->content_digest;
@@ -89,7 +93,8 @@ TEST_CASE("the caller's rounding mode changes no byte") {
     HostCache out(g, 17);
     const int before = std::fegetround();
     if (k == 1) std::fesetround(FE_DOWNWARD);
-    const auto report = render(exec::seq, set, merger(), out.mutable_ref(), {}, {.content_digest = true});
+    const auto report =
+        render(exec::seq, set, merger(), out.mutable_ref(), {}, {.content_digest = true});
     std::fesetround(before);
     REQUIRE(report);
     digest[k] = *report->content_digest;
@@ -119,7 +124,8 @@ TEST_CASE("a hole asks for the rows that its window sees") {
   const auto without = plan(alone, merger(ById{}), at(windowed));
   REQUIRE(without);
   CHECK(without->holes().empty());  // nothing after token 11 looks further back
-  // A token that is recomputed in the middle sees 3 tokens back; those are not there, nor what they would need: all is a hole.
+  // A token that is recomputed in the middle sees 3 tokens back; those are not there, nor what they
+  // would need: all is a hole.
   const auto middle = plan(alone, merger(ById{}, SeamAt{8}), at(windowed));
   REQUIRE(middle);
   CHECK(middle->holes().size() == 9);
@@ -172,7 +178,11 @@ TEST_CASE("a seam counts the tokens that were selected") {
   REQUIRE(made);
   CHECK(made->tokens() == 4);
   CHECK(made->holes().size() == 1);
-  const auto far = plan(set, merger(ById{}, SeamShare{.share = 0.5F, .past_boundary = (std::numeric_limits<std::int64_t>::max)()}), at(g));
+  const auto far = plan(
+      set,
+      merger(ById{},
+             SeamShare{.share = 0.5F, .past_boundary = (std::numeric_limits<std::int64_t>::max)()}),
+      at(g));
   REQUIRE(far);
   CHECK(far->holes().size() == 8);
 }
@@ -182,8 +192,10 @@ TEST_CASE("outputs that lose rows are refused") {
   const FragmentSet set = set_of({random_fragment(g, 4, 1)});
   HostCache out(g, 4);
   const auto with = [&](std::vector<std::int32_t> slots) {
-    std::vector<MutablePlaneRef> planes(out.mutable_ref().planes().begin(), out.mutable_ref().planes().end());
-    for (MutablePlaneRef& plane : planes) plane.slots = {.kind = SlotKind::slot_list_i32, .table = slots.data()};
+    std::vector<MutablePlaneRef> planes(out.mutable_ref().planes().begin(),
+                                        out.mutable_ref().planes().end());
+    for (MutablePlaneRef& plane : planes)
+      plane.slots = {.kind = SlotKind::slot_list_i32, .table = slots.data()};
     const auto report = render(exec::seq, set, merger(), MutableKvCacheRef(g, planes, 4));
     return report ? ErrorCode::ok : report.error().code();
   };
@@ -208,18 +220,23 @@ TEST_CASE("a channel-wise fuser of one contribution acts un-rotated") {
   const Fragment fragment = random_fragment(g, 1, 3, {}, 40);
   HostCache at_source(g, 1), at_zero(g, 1);
   // The row un-rotated, made non-negative; then turned to 40 it must be what a render to 40 gives.
-  REQUIRE(render(exec::seq, set_of({fragment}), merger(Fuser{Absolute{}}), at_zero.mutable_ref(), at(g, 0)));
-  REQUIRE(render(exec::seq, set_of({fragment}), merger(Fuser{Absolute{}}), at_source.mutable_ref(), at(g, 40)));
+  REQUIRE(render(exec::seq, set_of({fragment}), merger(Fuser{Absolute{}}), at_zero.mutable_ref(),
+                 at(g, 0)));
+  REQUIRE(render(exec::seq, set_of({fragment}), merger(Fuser{Absolute{}}), at_source.mutable_ref(),
+                 at(g, 40)));
   const auto turned = seal(at_zero.kv_cache_ref());
   REQUIRE(turned);
   HostCache back(g, 1);
   REQUIRE(render(exec::seq, set_of({*turned}), merger(), back.mutable_ref(), at(g, 40)));
   const auto* a = reinterpret_cast<const float*>(at_source.bytes().data());
   const auto* b = reinterpret_cast<const float*>(back.bytes().data());
-  for (std::size_t i = 0; i < back.bytes().size() / sizeof(float); ++i) CHECK(std::abs(a[i] - b[i]) < 1e-5F);
+  for (std::size_t i = 0; i < back.bytes().size() / sizeof(float); ++i)
+    CHECK(std::abs(a[i] - b[i]) < 1e-5F);
 }
 
-TEST_CASE("the report tells the position that the engine computes next, behind holes and gaps, and with nothing rendered") {
+TEST_CASE(
+    "the report tells the position that the engine computes next, behind holes and gaps, and with "
+    "nothing rendered") {
   const auto g = test::geometry();
   const FragmentSet set = set_of({random_fragment(g, 5, 1), random_fragment(g, 3, 2)});
   kvmeld::Target target;
@@ -228,7 +245,8 @@ TEST_CASE("the report tells the position that the engine computes next, behind h
   const auto whole = render(exec::seq, set, merger(), out.mutable_ref(), target);
   REQUIRE(whole.ok());
   CHECK(whole->next_position == 19);
-  const auto holes = render(exec::seq, set, merger(ById{}, SeamShare{.share = 1.0F}), out.mutable_ref(), target);
+  const auto holes =
+      render(exec::seq, set, merger(ById{}, SeamShare{.share = 1.0F}), out.mutable_ref(), target);
   REQUIRE(holes.ok());
   CHECK(holes->next_position == 19);  // tokens that the engine computes itself stand before it
   const auto nothing = render(exec::seq, FragmentSet(), merger(), out.mutable_ref(), target);

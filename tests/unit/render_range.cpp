@@ -272,9 +272,8 @@ TEST_CASE("weights that a fuser divides by are checked by head too, and only its
       {.type = ElementType::f32, .layers = 1, .heads = 1, .channels = 32, .rotary = 0});
   std::vector<kvmeld::Fragment> spans;
   for (const std::uint64_t a : {1U, 2U}) {
-    spans.push_back(span_of(g, 1, a, [&](std::size_t, std::int64_t, std::int64_t) {
-      return static_cast<double>(a);
-    }));
+    spans.push_back(span_of(
+        g, 1, a, [&](std::size_t, std::int64_t, std::int64_t) { return static_cast<double>(a); }));
   }
   const kvmeld::FragmentSet set = set_of(spans);
   const auto weighted = [&](float second, bool by_head, const auto& fuser) {

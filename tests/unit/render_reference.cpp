@@ -1,5 +1,6 @@
-// Rendered caches against the same formulas in plain double loops, over dtypes, layouts, head sizes and fusers; every
-// executor must write the same bytes. What a difference may be is derived in support/reference.hpp.
+// Rendered caches against the same formulas in plain double loops, over dtypes, layouts, head sizes
+// and fusers; every executor must write the same bytes. What a difference may be is derived in
+// support/reference.hpp.
 #include <numeric>
 
 #include "support/reference.hpp"
@@ -21,8 +22,8 @@ using test::Sealed;
 
 const auto concat = kvmeld::merger(ById{}, Aligner{Concat{}}, Fuser{WeightedMean{}});
 const auto mean = kvmeld::merger(ById{}, Aligner{TokenMatch{}}, Fuser{WeightedMean{}});
-const auto prefix_mean =
-    kvmeld::merger(ById{}, Aligner{TokenMatch{.mode = kvmeld::MatchMode::common_prefix}}, Fuser{WeightedMean{}});
+const auto prefix_mean = kvmeld::merger(
+    ById{}, Aligner{TokenMatch{.mode = kvmeld::MatchMode::common_prefix}}, Fuser{WeightedMean{}});
 const auto sum = kvmeld::merger(ById{}, Aligner{TokenMatch{}}, Fuser{kvmeld::Sum{}});
 const auto maximum = kvmeld::merger(ById{}, Aligner{TokenMatch{}}, Fuser{kvmeld::Max{}});
 
@@ -33,22 +34,27 @@ Target at(const std::shared_ptr<const kvmeld::Geometry>& g, std::int64_t first_p
   return target;
 }
 
-// Four spans of 0, 1, 5 and 6 tokens; the second and the fourth have gaps in their positions, all have token ids.
-std::vector<Sealed> four_spans(const std::shared_ptr<const kvmeld::Geometry>& g, Layout layout = Layout::canonical) {
+// Four spans of 0, 1, 5 and 6 tokens; the second and the fourth have gaps in their positions, all
+// have token ids.
+std::vector<Sealed> four_spans(const std::shared_ptr<const kvmeld::Geometry>& g,
+                               Layout layout = Layout::canonical) {
   std::vector<Sealed> out;
   for (const std::int64_t n : {0, 1, 5, 6}) {
     const auto positions = test::gapped_positions(n, 2 * n);
     const auto ids = test::token_ids(n, n > 1 ? 100 : 101);
-    out.push_back(test::sealed(g, n, 40 + static_cast<std::uint64_t>(n), {.tokens = ids, .positions = positions}, layout));
+    out.push_back(test::sealed(g, n, 40 + static_cast<std::uint64_t>(n),
+                               {.tokens = ids, .positions = positions}, layout));
     REQUIRE(out.back().fragment.valid());
   }
   return test::by_id(out);
 }
 
 // Renders `spans` by every merger and compares; the spans are given in order of id.
-void compare_all(const std::shared_ptr<const kvmeld::Geometry>& g, const std::vector<Sealed>& spans, Layout out_layout) {
+void compare_all(const std::shared_ptr<const kvmeld::Geometry>& g, const std::vector<Sealed>& spans,
+                 Layout out_layout) {
   const kvmeld::FragmentSet set = test::set_of(spans);
-  const auto check = [&](const char* name, const auto& merger, const std::vector<reference::Output>& outputs, Fuse fuse,
+  const auto check = [&](const char* name, const auto& merger,
+                         const std::vector<reference::Output>& outputs, Fuse fuse,
                          std::int64_t first) {
     INFO(name);
     const auto cache = test::render_everywhere(set, merger, at(g, first), out_layout);
@@ -64,14 +70,17 @@ void compare_all(const std::shared_ptr<const kvmeld::Geometry>& g, const std::ve
 }  // namespace
 
 TEST_CASE("every element type renders right from every layout into every layout") {
-  const auto type = GENERATE(ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::f8_e4m3,
-                             ElementType::f8_e5m2, ElementType::q8_0);
+  const auto type =
+      GENERATE(ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16,
+               ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::q8_0);
   const std::size_t in = GENERATE(0U, 1U, 2U, 3U, 4U, 5U);
   const Layout from = test::all_layouts[in];
-  // Six pairs cover each layout on both sides; the canonical one, the library's own, meets all others.
+  // Six pairs cover each layout on both sides; the canonical one, the library's own, meets all
+  // others.
   const Layout to = test::all_layouts[in == 0 ? 0 : 6 - in];
   CAPTURE(kvmeld::to_string(type), in);
-  const auto g = test::geometry({.type = type, .heads = 3, .channels = 64, .value_channels = 32, .first = 8, .rotary = 40});
+  const auto g = test::geometry(
+      {.type = type, .heads = 3, .channels = 64, .value_channels = 32, .first = 8, .rotary = 40});
   compare_all(g, four_spans(g, from), to);
   if (in > 0) compare_all(g, four_spans(g, from), Layout::canonical);
 }
@@ -80,13 +89,23 @@ TEST_CASE("head sizes, odd head counts, pairings and partial rotation render rig
   struct Head {
     int channels, first, rotary;
   };
-  const auto head = GENERATE(Head{64, 0, 64}, Head{80, 0, 80}, Head{80, 10, 32}, Head{96, 0, 96}, Head{128, 64, 64},
-                             Head{256, 0, 256}, Head{256, 3, 250}, Head{7, 1, 6}, Head{1, 0, 0});
+  const auto head = GENERATE(Head{64, 0, 64}, Head{80, 0, 80}, Head{80, 10, 32}, Head{96, 0, 96},
+                             Head{128, 64, 64}, Head{256, 0, 256}, Head{256, 3, 250}, Head{7, 1, 6},
+                             Head{1, 0, 0});
   const auto pairing = GENERATE(kvmeld::RopePairing::half_split, kvmeld::RopePairing::interleaved);
-  const auto type = head.channels % 32 == 0 ? GENERATE(ElementType::f32, ElementType::bf16, ElementType::q8_0) : ElementType::f16;
-  CAPTURE(head.channels, head.first, head.rotary, static_cast<int>(pairing), kvmeld::to_string(type));
-  const auto g = test::geometry({.type = type, .layers = 1, .heads = 3, .channels = head.channels, .first = head.first,
-                                 .rotary = head.rotary, .pairing = pairing, .base = 500000.0});
+  const auto type = head.channels % 32 == 0
+                        ? GENERATE(ElementType::f32, ElementType::bf16, ElementType::q8_0)
+                        : ElementType::f16;
+  CAPTURE(head.channels, head.first, head.rotary, static_cast<int>(pairing),
+          kvmeld::to_string(type));
+  const auto g = test::geometry({.type = type,
+                                 .layers = 1,
+                                 .heads = 3,
+                                 .channels = head.channels,
+                                 .first = head.first,
+                                 .rotary = head.rotary,
+                                 .pairing = pairing,
+                                 .base = 500000.0});
   compare_all(g, four_spans(g), Layout::canonical);
 }
 
@@ -120,14 +139,16 @@ TEST_CASE("matching by common prefix shares outputs up to the first different id
   CHECK(reference::worst(*cache, spans, outputs, Fuse::mean) <= 1.0);
 }
 
-TEST_CASE("any number of contributions to one output, around the chunk of 64 and through the tree") {
+TEST_CASE(
+    "any number of contributions to one output, around the chunk of 64 and through the tree") {
   const auto count = GENERATE(1, 2, 63, 64, 65, 128, 129, 130, 1000);
   const auto equal_positions = GENERATE(true, false);
   CAPTURE(count, equal_positions);
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 32});
   const std::vector<Sealed> spans{test::sealed(g, count, 1), test::sealed(g, count, 2)};
   const auto ordered = test::by_id(spans);
-  // Output 0 takes every token of the first span, with weights; output 1 is a hole; output 2 takes one token of the second.
+  // Output 0 takes every token of the first span, with weights; output 1 is a hole; output 2 takes
+  // one token of the second.
   auto alignment = std::make_shared<kvmeld::Alignment>();
   alignment->positions = {5, 6, 9};
   alignment->tokens = {-1, -1, -1};
@@ -170,7 +191,8 @@ TEST_CASE("layers may hold fewer tokens, keep keys before rotation, or have no p
     const auto n = static_cast<std::int64_t>(4 + s);
     const std::vector<std::int64_t> hidden{0, n - 2, 0, 0};
     const auto positions = test::gapped_positions(n);
-    spans.push_back(test::sealed(g, n, 70 + s, {.positions = positions}, Layout::slot_list, hidden));
+    spans.push_back(
+        test::sealed(g, n, 70 + s, {.positions = positions}, Layout::slot_list, hidden));
     REQUIRE(spans.back().fragment.valid());
   }
   spans = test::by_id(spans);
@@ -242,7 +264,8 @@ TEST_CASE("the prefix comes first and is rendered once, or stays where the engin
     test::TestCache cache(g, 9);
     cache.fill(20 + s);
     const auto ids = test::token_ids(9, static_cast<kvmeld::TokenId>(50 * s));
-    const auto made = kvmeld::seal(cache.ref(), {.tokens = ids, .drop_first = 5, .context = {.prefix = prefix.fragment.id()}});
+    const auto made = kvmeld::seal(
+        cache.ref(), {.tokens = ids, .drop_first = 5, .context = {.prefix = prefix.fragment.id()}});
     REQUIRE(made.ok());
     Sealed span{*made, {}, {5, 6, 7, 8}, {}};
     for (std::size_t p = 0; p < cache.planes(); ++p) {
@@ -285,7 +308,8 @@ TEST_CASE("whichever span comes first is read in its encoding without lead-in") 
   for (std::uint64_t s = 0; s < 3; ++s) {
     const auto n = static_cast<std::int64_t>(3 + s);
     const auto far = test::gapped_positions(n, 40), near = test::gapped_positions(n, 0);
-    const kvmeld::Context lead_in{.prefix = {}, .lead_in = kvmeld::lead_in_digest(test::token_ids(8))};
+    const kvmeld::Context lead_in{.prefix = {},
+                                  .lead_in = kvmeld::lead_in_digest(test::token_ids(8))};
     Sealed first = test::sealed(g, n, 2 * s, {.positions = far, .context = lead_in});
     Sealed second = test::sealed(g, n, 2 * s + 1, {.positions = near});
     test::TestCache cache(g, n);
@@ -298,7 +322,9 @@ TEST_CASE("whichever span comes first is read in its encoding without lead-in") 
     behind.push_back(first);
     bare.push_back(second);
   }
-  const auto order = [&](bool reversed) { return kvmeld::merger(kvmeld::ByProvenance{.reversed = reversed}); };
+  const auto order = [&](bool reversed) {
+    return kvmeld::merger(kvmeld::ByProvenance{.reversed = reversed});
+  };
   const kvmeld::FragmentSet set = test::set_of(behind);
   std::vector<Sealed> forward = behind;
   forward[0] = bare[0];
@@ -345,7 +371,8 @@ TEST_CASE("a window per fragment keeps its last tokens") {
   std::int64_t position = 1;
   for (std::size_t s = 0; s < spans.size(); ++s) {
     const std::int64_t n = std::ssize(spans[s].positions);
-    for (std::int64_t t = std::max<std::int64_t>(n - 2, 0); t < n; ++t) outputs.push_back({position++, {{s, t}}});
+    for (std::int64_t t = std::max<std::int64_t>(n - 2, 0); t < n; ++t)
+      outputs.push_back({position++, {{s, t}}});
   }
   const auto cache = test::render_everywhere(test::set_of(spans), merger, at(g, 1));
   REQUIRE(cache->tokens() == std::ssize(outputs));
@@ -362,7 +389,8 @@ TEST_CASE("layers that the target leaves out keep the local cache's rows") {
   target.local = local.ref();
   target.layers.layers = {1, 0, 1};
   const auto cache = test::render_everywhere(test::set_of(spans), concat, target);
-  // The kept layer is one more span whose row t stands at output t, unturned; the others are as ever.
+  // The kept layer is one more span whose row t stands at output t, unturned; the others are as
+  // ever.
   const auto outputs = reference::concat(spans, 5);
   const auto whole = test::render_everywhere(test::set_of(spans), concat, at(g, 5));
   for (std::size_t p = 0; p < cache->planes(); ++p) {
@@ -373,7 +401,8 @@ TEST_CASE("layers that the target leaves out keep the local cache's rows") {
     bool same = true;
     for (std::int64_t t = 0; t < tokens; ++t) {
       for (std::int64_t h = 0; h < 2; ++h) {
-        for (std::int64_t c = 0; c < 32; ++c) same = same && cache->get(p, t, h, c) == local.get(p, t, h, c);
+        for (std::int64_t c = 0; c < 32; ++c)
+          same = same && cache->get(p, t, h, c) == local.get(p, t, h, c);
       }
     }
     CHECK(same);
@@ -382,11 +411,15 @@ TEST_CASE("layers that the target leaves out keep the local cache's rows") {
 
 TEST_CASE("weights multiply: the aligner's, and confidence where the fuser asks for it") {
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 32});
-  const std::vector<Sealed> spans = test::by_id({test::sealed(g, 4, 1), test::sealed(g, 4, 2), test::sealed(g, 3, 3)});
+  const std::vector<Sealed> spans =
+      test::by_id({test::sealed(g, 4, 1), test::sealed(g, 4, 2), test::sealed(g, 3, 3)});
   kvmeld::FragmentSet set;
   const float confidence[] = {0.5F, 2.0F, 0.25F};
-  for (std::size_t s = 0; s < 3; ++s) REQUIRE(set.insert(spans[s].fragment, {s, 0}, confidence[s]).ok());
-  const auto merger = kvmeld::merger(ById{}, Aligner{TokenMatch{}}, Fuser{WeightedMean{.weighting = kvmeld::Weighting::confidence}});
+  for (std::size_t s = 0; s < 3; ++s)
+    REQUIRE(set.insert(spans[s].fragment, {s, 0}, confidence[s]).ok());
+  const auto merger =
+      kvmeld::merger(ById{}, Aligner{TokenMatch{}},
+                     Fuser{WeightedMean{.weighting = kvmeld::Weighting::confidence}});
   auto outputs = reference::match(spans, -1, 6);
   for (auto& output : outputs) {
     for (auto& in : output.inputs) in.weight = static_cast<double>(confidence[in.source]);
@@ -407,7 +440,9 @@ TEST_CASE("means and maxima of points come out right") {
     spans.push_back(s);
   }
   const kvmeld::FragmentSet set = test::set_of(spans);
-  CHECK(test::render_everywhere(set, mean, at(g))->get(1, 0, 0, 0) == static_cast<double>(7.0F / 3.0F));  // join never averages
+  // join never averages
+  CHECK(test::render_everywhere(set, mean, at(g))->get(1, 0, 0, 0) ==
+        static_cast<double>(7.0F / 3.0F));
   CHECK(test::render_everywhere(set, sum, at(g))->get(1, 0, 0, 0) == 7.0);
   CHECK(test::render_everywhere(set, maximum, at(g))->get(1, 0, 0, 0) == 4.0);
 }
@@ -429,7 +464,8 @@ TEST_CASE("keys at different positions are averaged at one: half a turn apart th
   REQUIRE(set.insert(*kvmeld::seal(near.ref())).ok());
   REQUIRE(set.insert(*kvmeld::seal(far.ref(), {.positions = at_one})).ok());
   const auto cache = test::render_everywhere(set, mean, at(g));
-  for (int c = 0; c < 2; ++c) CHECK(std::abs(cache->get(0, 0, 0, c) - static_cast<double>(k[c])) < 1e-6);
+  for (int c = 0; c < 2; ++c)
+    CHECK(std::abs(cache->get(0, 0, 0, c) - static_cast<double>(k[c])) < 1e-6);
 }
 
 TEST_CASE("a window of one agent's text delivered four times renders once") {

@@ -1,4 +1,5 @@
-// Outputs above the cache's size: streamed copies and streamed turns at every alignment write the bytes of plain ones, and no other.
+// Outputs above the cache's size: streamed copies and streamed turns at every alignment write the
+// bytes of plain ones, and no other.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -52,7 +53,8 @@ std::vector<std::byte> keys(ElementType type, int channels, std::int64_t rows) {
 }
 
 // Bytes that differ from plain turns in the baseline, or lie outside of them and changed.
-std::size_t wrong_bytes(ElementType type, RopePairing pairing, const Head& head, std::int64_t rows, std::size_t offset, Isa isa) {
+std::size_t wrong_bytes(ElementType type, RopePairing pairing, const Head& head, std::int64_t rows,
+                        std::size_t offset, Isa isa) {
   auto rope = kvmeld::RopeSpec::rotary(head.rotary, 10000.0, pairing);
   rope.first_channel = head.first;
   const std::vector<std::int64_t> shifts{37};
@@ -62,7 +64,8 @@ std::size_t wrong_bytes(ElementType type, RopePairing pairing, const Head& head,
   const std::vector<std::byte> in = keys(type, head.channels, rows);
   std::vector<std::byte> expected(in.size());
   const std::int64_t bytes = kvmeld::byte_size(type, head.channels);
-  kvmeld::detail::turn_rows(type, Isa::baseline, turn, in.data(), bytes, expected.data(), bytes, rows);
+  kvmeld::detail::turn_rows(type, Isa::baseline, turn, in.data(), bytes, expected.data(), bytes,
+                            rows);
 
   std::vector<std::byte> buffer(in.size() + 256, kept);
   std::size_t begin = 64 - reinterpret_cast<std::uintptr_t>(buffer.data()) % 64 + offset;
@@ -73,7 +76,8 @@ std::size_t wrong_bytes(ElementType type, RopePairing pairing, const Head& head,
   kvmeld::detail::stream_fence();
   std::size_t wrong = 0;
   for (std::size_t i = 0; i < buffer.size(); ++i) {
-    wrong += buffer[i] != (i >= begin && i < begin + in.size() ? expected[i - begin] : kept) ? 1U : 0U;
+    wrong +=
+        buffer[i] != (i >= begin && i < begin + in.size() ? expected[i - begin] : kept) ? 1U : 0U;
   }
   return wrong;
 }
@@ -116,17 +120,21 @@ TEST_CASE("a streamed copy longer than its four stretches copies its bytes and n
   CHECK(wrong == 0);
 }
 
-TEST_CASE("streamed turns write the bytes of plain ones, straight from registers and through a stage") {
+TEST_CASE(
+    "streamed turns write the bytes of plain ones, straight from registers and through a stage") {
   const Way way(GENERATE(StreamWay::one_page, StreamWay::four_pages));
-  const auto type = GENERATE(ElementType::f16, ElementType::bf16, ElementType::f32, ElementType::f8_e4m3);
+  const auto type =
+      GENERATE(ElementType::f16, ElementType::bf16, ElementType::f32, ElementType::f8_e4m3);
   const auto pairing = GENERATE(RopePairing::half_split, RopePairing::interleaved);
-  const auto head = GENERATE(Head{32, 0, 32}, Head{64, 0, 64}, Head{96, 0, 96}, Head{64, 8, 40}, Head{80, 0, 80}, Head{1024, 0, 1024});
+  const auto head = GENERATE(Head{32, 0, 32}, Head{64, 0, 64}, Head{96, 0, 96}, Head{64, 8, 40},
+                             Head{80, 0, 80}, Head{1024, 0, 1024});
   CAPTURE(kvmeld::to_string(type), static_cast<int>(pairing), head.channels, head.rotary);
   for (const Isa isa : {Isa::baseline, Isa::avx2, Isa::avx512}) {
     if (isa > kvmeld::best_isa()) continue;
     for (const std::int64_t rows : {1, 35, 300}) {
       for (const std::size_t offset : {0U, 4U, 16U}) {
-        if (offset != 0 && !kvmeld::detail::streams_four_pages()) continue;  // through a stage, whichever way
+        // through a stage, whichever way
+        if (offset != 0 && !kvmeld::detail::streams_four_pages()) continue;
         CAPTURE(kvmeld::to_string(isa), rows, offset);
         CHECK(wrong_bytes(type, pairing, head, rows, offset, isa) == 0);
       }
@@ -147,7 +155,8 @@ TEST_CASE("a render writes the same bytes whichever way it streams, and off mean
     kvmeld::HostCache cache(geometry, 37);
     const std::vector<std::byte> values = keys(ElementType::bf16, 64, 3 * 2 * 2 * 37);
     REQUIRE(values.size() <= cache.bytes().size());
-    std::rotate_copy(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(256 * agent), values.end(), cache.bytes().begin());
+    std::rotate_copy(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(256 * agent),
+                     values.end(), cache.bytes().begin());
     const auto fragment = kvmeld::seal(cache.kv_cache_ref());
     REQUIRE(fragment.ok());
     REQUIRE(set.insert(*fragment, kvmeld::Provenance{agent, 0}).ok());
@@ -155,9 +164,11 @@ TEST_CASE("a render writes the same bytes whichever way it streams, and off mean
   std::vector<kvmeld::Digest128> digests;
   for (const StreamWay chosen : {StreamWay::off, StreamWay::one_page, StreamWay::four_pages}) {
     const Way way(chosen);
-    CHECK(kvmeld::detail::streams_output(1) == (KVMELD_X86_DISPATCH != 0 && chosen != StreamWay::off));
+    CHECK(kvmeld::detail::streams_output(1) ==
+          (KVMELD_X86_DISPATCH != 0 && chosen != StreamWay::off));
     kvmeld::HostCache out(geometry, 111);
-    const auto report = kvmeld::render(kvmeld::exec::seq, set, kvmeld::merger(), out.mutable_ref(), {}, {.content_digest = true});
+    const auto report = kvmeld::render(kvmeld::exec::seq, set, kvmeld::merger(), out.mutable_ref(),
+                                       {}, {.content_digest = true});
     REQUIRE(report.ok());
     digests.push_back(*report->content_digest);
   }
@@ -165,14 +176,17 @@ TEST_CASE("a render writes the same bytes whichever way it streams, and off mean
   CHECK(digests[2] == digests[0]);
 }
 
-TEST_CASE("how outputs stream is chosen by the processor, measured on request, and set by the caller") {
+TEST_CASE(
+    "how outputs stream is chosen by the processor, measured on request, and set by the caller") {
   const kvmeld::Streaming chosen = kvmeld::default_streaming();
   CHECK(kvmeld::streaming() == chosen);
   CHECK(chosen.threshold_bytes >= 4 << 20);
   CHECK(kvmeld::detail::streams_output(chosen.threshold_bytes) == (chosen.way != StreamWay::off));
   CHECK_FALSE(kvmeld::detail::streams_output(chosen.threshold_bytes - 1));
-  CHECK(kvmeld::set_streaming({StreamWay::one_page, -1}).code() == kvmeld::ErrorCode::invalid_argument);
-  CHECK(kvmeld::set_streaming({static_cast<StreamWay>(9), 1}).code() == kvmeld::ErrorCode::unknown_field);
+  CHECK(kvmeld::set_streaming({StreamWay::one_page, -1}).code() ==
+        kvmeld::ErrorCode::invalid_argument);
+  CHECK(kvmeld::set_streaming({static_cast<StreamWay>(9), 1}).code() ==
+        kvmeld::ErrorCode::unknown_field);
   CHECK(kvmeld::streaming() == chosen);
   std::vector<std::byte> scratch(std::size_t{2} << 20);
   const auto measured = kvmeld::measure_streaming(scratch);
@@ -183,7 +197,8 @@ TEST_CASE("how outputs stream is chosen by the processor, measured on request, a
   CHECK(kvmeld::measure_streaming(scratch).status().code() == kvmeld::ErrorCode::invalid_argument);
 }
 
-TEST_CASE("planes of a host cache begin with a line, also where rows are odd, and all bytes are inside") {
+TEST_CASE(
+    "planes of a host cache begin with a line, also where rows are odd, and all bytes are inside") {
   auto geometry = std::make_shared<kvmeld::Geometry>();
   for (const int channels : {3, 64, 7})
     geometry->layers.push_back(
@@ -196,7 +211,8 @@ TEST_CASE("planes of a host cache begin with a line, also where rows are odd, an
     for (const kvmeld::PlaneRef& plane : ref.planes()) {
       CHECK(reinterpret_cast<std::uintptr_t>(plane.data) % 64 == 0);
       CHECK(plane.data >= begin);
-      CHECK(plane.data + tokens * kvmeld::byte_size(ElementType::f16, plane.shape.channels) <= begin + moved.bytes().size());
+      CHECK(plane.data + tokens * kvmeld::byte_size(ElementType::f16, plane.shape.channels) <=
+            begin + moved.bytes().size());
     }
   }
 }

@@ -26,7 +26,9 @@ using Replica = kvmeld::Replica<MemoryStore, HmacSha256, Sha256>;
 
 namespace {
 
-std::vector<std::byte> key(unsigned char fill) { return std::vector<std::byte>(32, std::byte{fill}); }
+std::vector<std::byte> key(unsigned char fill) {
+  return std::vector<std::byte>(32, std::byte{fill});
+}
 
 Replica::Options options(kvmeld::MemberId self, unsigned char secret) {
   Replica::Options out{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
@@ -45,7 +47,8 @@ TEST_CASE("replicas with SHA-256 ids and a common key meet; who has another key 
   const auto weaker = kvmeld::seal(cache.ref());
   REQUIRE((fragment.ok() && weaker.ok()));
   MemoryStore stores[3];
-  Replica a(stores[0], options(0, 7)), b(stores[1], options(1, 7)), stranger(stores[2], options(2, 8));
+  Replica a(stores[0], options(0, 7)), b(stores[1], options(1, 7)),
+      stranger(stores[2], options(2, 8));
   CHECK(a.insert(*weaker).status().code() == ErrorCode::hash_mismatch);
   REQUIRE(a.insert(*fragment).ok());
   for (std::int64_t now = 100; now < 2000; now += 100) {

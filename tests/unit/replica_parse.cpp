@@ -1,12 +1,13 @@
-// Replicas that exchange messages end with one set and all payloads; what is wrong is refused and changes nothing.
+// Replicas that exchange messages end with one set and all payloads; what is wrong is refused and
+// changes nothing.
 #include <deque>
 #include <functional>
 #include <map>
 
+#include <kvmeld/cache/verify_fragment.hpp>
 #include <kvmeld/session/replica.hpp>
 #include <kvmeld/state/superseded.hpp>
 #include <kvmeld/transport/memory_store.hpp>
-#include <kvmeld/cache/verify_fragment.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -21,7 +22,9 @@ using kvmeld::MemoryStore;
 using Replica = kvmeld::Replica<MemoryStore>;
 
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 3) {
-  return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed, {.tokens = test::token_ids(tokens)}).fragment;
+  return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed,
+                      {.tokens = test::token_ids(tokens)})
+      .fragment;
 }
 
 constexpr kvmeld::Digest128 merger_digest{1, 1};
@@ -33,7 +36,8 @@ std::vector<std::byte> message(kvmeld::ReplicaMessage type, std::span<const std:
 
 // Members on a network that delivers everything at once, unless a test says otherwise.
 struct Net {
-  explicit Net(std::size_t n, std::size_t chunk_bytes = 100, bool shared = false) : stores(shared ? 1 : n) {
+  explicit Net(std::size_t n, std::size_t chunk_bytes = 100, bool shared = false)
+      : stores(shared ? 1 : n) {
     for (MemberId m = 0; m < n; ++m) {
       Replica::Options options{.epoch = 1, .merger = merger_digest};
       options.self = m;
@@ -72,8 +76,11 @@ struct Net {
   }
   bool converged() const {
     return std::all_of(replicas.begin(), replicas.end(), [&](const Replica& r) {
-      return r.set() == replicas[0].set() && r.set().digest() == replicas[0].set().digest() && r.wanted() == 0 &&
-             std::all_of(r.set().entries().begin(), r.set().entries().end(), [](const auto& e) { return e.complete() && kvmeld::verify_fragment(e.fragment).ok(); });
+      return r.set() == replicas[0].set() && r.set().digest() == replicas[0].set().digest() &&
+             r.wanted() == 0 &&
+             std::all_of(r.set().entries().begin(), r.set().entries().end(), [](const auto& e) {
+               return e.complete() && kvmeld::verify_fragment(e.fragment).ok();
+             });
     });
   }
 
@@ -89,7 +96,8 @@ TEST_CASE("what one agent inserts, removes or supersedes, all have, payloads inc
   Net net(4);
   std::vector<Fragment> f;
   for (std::uint64_t i = 0; i < 8; ++i) {
-    f.push_back(fragment(i, static_cast<std::int64_t>(i)));  // one of no tokens, one of a single one
+    // one of no tokens, one of a single one
+    f.push_back(fragment(i, static_cast<std::int64_t>(i)));
     REQUIRE(net.replicas[i % 4].insert(f.back(), 0.5F).ok());
   }
   net.run();
@@ -106,13 +114,16 @@ TEST_CASE("what one agent inserts, removes or supersedes, all have, payloads inc
   CHECK(net.replicas[1].counters().fragments_fetched == 6);
 }
 
-TEST_CASE("a payload comes chunk by chunk, stays wanted while chunks lack, and is taken from whoever has it") {
+TEST_CASE(
+    "a payload comes chunk by chunk, stays wanted while chunks lack, and is taken from whoever has "
+    "it") {
   Net net(3);
   const Fragment f = fragment(5, 40);
   REQUIRE(make_manifest(f, 100)->chunks[0].size() > 16);
   int lost = 0;
   net.lose = [&](MemberId from, MemberId, const kvmeld::Outgoing& out) {
-    return from == 0 && out.type == static_cast<std::uint8_t>(kvmeld::ReplicaMessage::chunk) && ++lost % 3 != 0;
+    return from == 0 && out.type == static_cast<std::uint8_t>(kvmeld::ReplicaMessage::chunk) &&
+           ++lost % 3 != 0;
   };
   REQUIRE(net.replicas[0].insert(f).ok());
   net.run(3);
@@ -120,7 +131,9 @@ TEST_CASE("a payload comes chunk by chunk, stays wanted while chunks lack, and i
   net.run(400);
   CHECK(net.converged());
   // The author leaves; a late member gets everything from the others.
-  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) { return from == 0 || to == 0; };
+  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) {
+    return from == 0 || to == 0;
+  };
   MemoryStore empty;
   Replica::Options options = net.replicas[1].options();
   options.self = 7;
@@ -146,7 +159,8 @@ TEST_CASE("a restarted replica has what was acknowledged, and uses no dot again"
     digest = before.set().digest();
   }
   options.epoch = 11;
-  for (int times = 0; times < 2; ++times) {  // the second reads the one record into which the first put them
+  // the second reads the one record into which the first put them
+  for (int times = 0; times < 2; ++times) {
     Replica after(store, options);
     REQUIRE(after.open().ok());
     CHECK(after.set().digest() == digest);
@@ -214,17 +228,25 @@ TEST_CASE("liars and floods cost themselves") {
   net.lose = [&](MemberId, MemberId to, const kvmeld::Outgoing&) { return to == 2; };
   net.run(3);
   auto& victim = net.replicas[2];
-  const auto liar = [&](kvmeld::ReplicaMessage type, std::span<const std::byte> body) { return victim.receive(8, message(type, body)); };
+  const auto liar = [&](kvmeld::ReplicaMessage type, std::span<const std::byte> body) {
+    return victim.receive(8, message(type, body));
+  };
   kvmeld::FragmentSet claim;
   REQUIRE(claim.insert(bad, {8, 0, 1}).ok());
   REQUIRE(liar(kvmeld::ReplicaMessage::delta, encode_set(claim)).ok());
   CHECK(victim.wanted() == 1);
   const auto other = encode_manifest(*make_manifest(good, 100));
   for (int i = 0; i < 3; ++i) {
-    CHECK(liar(kvmeld::ReplicaMessage::manifest, kvmeld::detail::encode(kvmeld::detail::Piece{bad.id(), manifest_key(bad.id()), other})).status().code() == ErrorCode::id_mismatch);
+    CHECK(liar(kvmeld::ReplicaMessage::manifest, kvmeld::detail::encode(kvmeld::detail::Piece{
+                                                     bad.id(), manifest_key(bad.id()), other}))
+              .status()
+              .code() == ErrorCode::id_mismatch);
   }
   CHECK(victim.counters().strikes == 3);
-  CHECK(liar(kvmeld::ReplicaMessage::manifest, kvmeld::detail::encode(kvmeld::detail::Piece{bad.id(), manifest_key(bad.id()), other})).ok());  // not listened to any more
+  // not listened to any more
+  CHECK(liar(kvmeld::ReplicaMessage::manifest,
+             kvmeld::detail::encode(kvmeld::detail::Piece{bad.id(), manifest_key(bad.id()), other}))
+            .ok());
   net.lose = nullptr;
   net.run(60);
   CHECK(victim.set().find(bad.id())->complete());
@@ -238,7 +260,9 @@ TEST_CASE("payloads that nobody serves keep no other waiting, of one author or o
     }
     net.run(2);
     const auto flood = named ? test::unserved(4000, 99) : test::unserved(4000, 1000, 0, 80);
-    REQUIRE(net.replicas[0].receive(99, message(kvmeld::ReplicaMessage::delta, encode_set(flood))).ok());
+    REQUIRE(net.replicas[0]
+                .receive(99, message(kvmeld::ReplicaMessage::delta, encode_set(flood)))
+                .ok());
     CHECK(net.replicas[0].wanted() == 4000);
     net.run(3);
     const Fragment honest = fragment(5);
@@ -260,7 +284,8 @@ TEST_CASE("what is on its way has room by what came, for all and for each peer")
   options.max_fetch_bytes = 2 * memory + 20'000;
   Replica victim(store, options);
   REQUIRE(victim.open().ok());
-  const auto say = [&](MemberId from, kvmeld::ReplicaMessage type, std::span<const std::byte> body) {
+  const auto say = [&](MemberId from, kvmeld::ReplicaMessage type,
+                       std::span<const std::byte> body) {
     return victim.receive(from, message(type, body)).status();
   };
   // Everything of a fragment but its last chunk, or all of it.
@@ -286,7 +311,7 @@ TEST_CASE("what is on its way has room by what came, for all and for each peer")
   CHECK(victim.fetch_bytes() == memory + (kvmeld::chunk_count(12 * 1024, 100) - 1) * 100);
   const std::uint64_t held = victim.fetch_bytes();
   CHECK(send(8, 2, 1).code() == ErrorCode::quota_exceeded);  // what the peer may have is used up
-  CHECK(victim.fetch_bytes() == held);                       // and what came of the second is given back
+  CHECK(victim.fetch_bytes() == held);  // and what came of the second is given back
   CHECK(send(7, 3, 0).code() == ErrorCode::quota_exceeded);  // there is none for all either
   CHECK(victim.counters().refused_pieces == 2);
   CHECK(victim.counters().strikes == 0);
@@ -332,14 +357,19 @@ TEST_CASE("gaps, lives, authors and fragments have bounds, and who floods is lef
   CHECK(tell(9, test::unserved(1, 1000)).code() == ErrorCode::quota_exceeded);  // a fifth author
   CHECK(replica.set().size() == 15);
 
-  // News of more ranges than a context may have are not read, and who is not named keeps a part of the room at most.
+  // News of more ranges than a context may have are not read, and who is not named keeps a part of
+  // the room at most.
   const auto news = [&](MemberId from, const CausalContext& context) {
-    return replica.receive(from, message(kvmeld::ReplicaMessage::news, kvmeld::detail::encode(kvmeld::detail::News{context, {}}))).status();
+    return replica
+        .receive(from, message(kvmeld::ReplicaMessage::news,
+                               kvmeld::detail::encode(kvmeld::detail::News{context, {}})))
+        .status();
   };
   CHECK(news(20, gaps(20, 161)).code() == ErrorCode::oversized);
   CHECK(news(20, gaps(20, 11)).code() == ErrorCode::quota_exceeded);
   std::size_t heard = 0;
-  for (MemberId member = 20; member < 60; ++member) heard += news(member, gaps(member, 10)).ok() ? 1U : 0U;
+  for (MemberId member = 20; member < 60; ++member)
+    heard += news(member, gaps(member, 10)).ok() ? 1U : 0U;
   CHECK(heard == 16);
 }
 
@@ -355,7 +385,8 @@ TEST_CASE("a bit that rots in a record costs that record, and never makes anothe
     rotten[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
     refused = refused && !kvmeld::decode_record(rotten).ok();
   }
-  for (std::size_t n = 0; n < record.size(); ++n) refused = refused && !kvmeld::decode_record(std::span(record).first(n)).ok();
+  for (std::size_t n = 0; n < record.size(); ++n)
+    refused = refused && !kvmeld::decode_record(std::span(record).first(n)).ok();
   CHECK(refused);
   MemoryStore store;
   auto rotten = record;
@@ -367,7 +398,9 @@ TEST_CASE("a bit that rots in a record costs that record, and never makes anothe
   CHECK(replica.counters().corrupt_records == 1);
 }
 
-TEST_CASE("an honest peer whose disk rotted serves from memory, mends the disk, and is not taken for a liar") {
+TEST_CASE(
+    "an honest peer whose disk rotted serves from memory, mends the disk, and is not taken for a "
+    "liar") {
   Net net(2);
   const Fragment f = fragment(5, 4);
   REQUIRE(net.replicas[0].insert(f).ok());
@@ -401,7 +434,11 @@ TEST_CASE("a manifest whose chunks nobody has is given up, since the id does not
   auto manifest = make_manifest(f, 100);
   manifest->chunks[0][2].bytes[5] ^= 1U;
   const auto body = encode_manifest(*manifest);
-  REQUIRE(victim.receive(8, message(kvmeld::ReplicaMessage::manifest, kvmeld::detail::encode(kvmeld::detail::Piece{f.id(), manifest_key(f.id()), body}))).ok());
+  REQUIRE(victim
+              .receive(8, message(kvmeld::ReplicaMessage::manifest,
+                                  kvmeld::detail::encode(
+                                      kvmeld::detail::Piece{f.id(), manifest_key(f.id()), body})))
+              .ok());
   net.lose = nullptr;
   net.run(200);
   CHECK(victim.set().find(f.id())->complete());
@@ -432,13 +469,16 @@ TEST_CASE("every peer is asked for what the others lack") {
   }
 }
 
-TEST_CASE("members that join and leave do not stop compaction, and nothing removed comes back by them") {
+TEST_CASE(
+    "members that join and leave do not stop compaction, and nothing removed comes back by them") {
   Net net(3);
   const Fragment f = fragment(8);
   REQUIRE(net.replicas[0].insert(f).ok());
   net.run();
   // Member 2 leaves without having heard of the removal.
-  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) { return from == 2 || to == 2; };
+  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) {
+    return from == 2 || to == 2;
+  };
   REQUIRE(net.replicas[1].remove(f.id()).ok());
   net.run();
   CHECK(net.replicas[0].set().removals().size() == 1);
@@ -480,7 +520,8 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("members with other mergers are told apart, those of other namespaces or versions refused") {
+TEST_CASE(
+    "members with other mergers are told apart, those of other namespaces or versions refused") {
   Net net(2);
   MemoryStore store;
   Replica::Options options = net.replicas[0].options();
@@ -493,7 +534,8 @@ TEST_CASE("members with other mergers are told apart, those of other namespaces 
   options.frame.name_space = {7, 7};
   Replica foreign(store, options);
   REQUIRE(foreign.tick(1).ok());
-  for (const auto& out : foreign.take_outbox()) CHECK(net.replicas[0].receive(5, out.bytes).status().code() == ErrorCode::unauthenticated);
+  for (const auto& out : foreign.take_outbox())
+    CHECK(net.replicas[0].receive(5, out.bytes).status().code() == ErrorCode::unauthenticated);
   auto newer = *kvmeld::encode_frame(1, {});
   newer[4] = std::byte{9};
   CHECK(net.replicas[0].receive(5, newer).status().code() == ErrorCode::version_mismatch);
@@ -502,7 +544,10 @@ TEST_CASE("members with other mergers are told apart, those of other namespaces 
 TEST_CASE("sets survive their bytes, and no damage to those makes another set") {
   test::Random random(4);
   kvmeld::FragmentSet set;
-  for (std::uint64_t i = 0; i < 12; ++i) REQUIRE(set.insert(fragment(i), {i % 3, i, 1'000'000 + i % 2}, 0.25F * static_cast<float>(i), static_cast<std::int64_t>(i)).ok());
+  for (std::uint64_t i = 0; i < 12; ++i)
+    REQUIRE(set.insert(fragment(i), {i % 3, i, 1'000'000 + i % 2}, 0.25F * static_cast<float>(i),
+                       static_cast<std::int64_t>(i))
+                .ok());
   REQUIRE(set.supersede(fragment(1).id(), fragment(2).id(), {4, 0}).ok());
   REQUIRE(set.remove(fragment(3).id(), {4, 1}).ok());
   set.compact(set.context());
@@ -516,11 +561,13 @@ TEST_CASE("sets survive their bytes, and no damage to those makes another set") 
   CHECK(back->context() == set.context());
   CHECK(back->removals().size() == 1);
   CHECK(encode_set(*back) == bytes);
-  for (std::size_t n = 0; n < bytes.size(); ++n) CHECK_FALSE(kvmeld::decode_set(std::span(bytes).first(n)).ok());
+  for (std::size_t n = 0; n < bytes.size(); ++n)
+    CHECK_FALSE(kvmeld::decode_set(std::span(bytes).first(n)).ok());
   auto longer = bytes;
   longer.push_back(std::byte{0});
   CHECK(kvmeld::decode_set(longer).status().code() == ErrorCode::oversized);
-  for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {  // frames catch accidents; here nothing may crash
+  // frames catch accidents; here nothing may crash
+  for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {
     auto flipped = bytes;
     flipped[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
     const auto read = kvmeld::decode_set(flipped);
@@ -561,7 +608,9 @@ TEST_CASE("an epoch that was used before is noticed, and nothing of it is lost")
   CHECK(dot->sequence == 2);
 }
 
-TEST_CASE("what was applied by the host is in a shared store, and what this build cannot read stays there") {
+TEST_CASE(
+    "what was applied by the host is in a shared store, and what this build cannot read stays "
+    "there") {
   MemoryStore store;
   Replica::Options options{.epoch = 1, .merger = merger_digest};
   options.self = 1;
@@ -583,7 +632,8 @@ TEST_CASE("what was applied by the host is in a shared store, and what this buil
   for (std::int64_t now = 0; now < 1000; now += 100) REQUIRE(replica.tick(now).ok());
   const auto records = store.records(0);
   REQUIRE(records.ok());
-  CHECK(std::count(records->records.begin(), records->records.end(), kvmeld::encode_record(newer)) == 1);
+  CHECK(std::count(records->records.begin(), records->records.end(),
+                   kvmeld::encode_record(newer)) == 1);
 }
 
 TEST_CASE("a fragment that gains provenance, or loses none, is the same set in either order") {
@@ -594,7 +644,9 @@ TEST_CASE("a fragment that gains provenance, or loses none, is the same set in e
   MemoryStore stores[2];
   const Replica::Options options{.epoch = 1, .merger = merger_digest};
   Replica a(stores[0], options), b(stores[1], options);
-  const auto give = [](Replica& to, const kvmeld::FragmentSet& set) { REQUIRE(to.receive(9, message(kvmeld::ReplicaMessage::delta, encode_set(set))).ok()); };
+  const auto give = [](Replica& to, const kvmeld::FragmentSet& set) {
+    REQUIRE(to.receive(9, message(kvmeld::ReplicaMessage::delta, encode_set(set))).ok());
+  };
   give(a, bare);
   give(a, marked);
   give(b, marked);
@@ -607,7 +659,9 @@ TEST_CASE("a fragment that gains provenance, or loses none, is the same set in e
   CHECK(net.converged());
 }
 
-TEST_CASE("asks of a few bytes do not fill the memory of who is asked, nor does a store that is away use up dots") {
+TEST_CASE(
+    "asks of a few bytes do not fill the memory of who is asked, nor does a store that is away use "
+    "up dots") {
   Net net(2, 1000);
   const Fragment f = fragment(5, 200);
   REQUIRE(net.replicas[0].insert(f).ok());
@@ -636,7 +690,9 @@ TEST_CASE("asks of a few bytes do not fill the memory of who is asked, nor does 
   REQUIRE(many.replicas[0].receive(1, ask).ok());
   CHECK(many.replicas[0].take_outbox().size() == 1);  // there is room again
   struct Away : MemoryStore {
-    kvmeld::Result<bool> put(const kvmeld::BlobKey&, std::span<const std::byte>) { return kvmeld::Status(ErrorCode::unavailable, "away"); }
+    kvmeld::Result<bool> put(const kvmeld::BlobKey&, std::span<const std::byte>) {
+      return kvmeld::Status(ErrorCode::unavailable, "away");
+    }
   };
   Away away;
   kvmeld::Replica<Away>::Options options{.epoch = 1, .merger = merger_digest};
@@ -715,7 +771,8 @@ TEST_CASE("a blob that only another build can read is not destroyed") {
   CHECK_FALSE(*store.contains(key));
 }
 
-TEST_CASE("one member's word ends nothing that another did, and holds back nothing that it will do") {
+TEST_CASE(
+    "one member's word ends nothing that another did, and holds back nothing that it will do") {
   for (const bool insider : {false, true}) {
     INFO("the liar is a member: " << insider);
     Net net(3);
@@ -735,7 +792,8 @@ TEST_CASE("one member's word ends nothing that another did, and holds back nothi
     kvmeld::CausalContext gone;
     gone.append({1, 1, 0, (1U << 17U) - 1});
     tell(*kvmeld::FragmentSet::from_parts({}, {}, {}, gone));
-    tell(*kvmeld::FragmentSet::from_parts({}, {}, {{{liar, 0, 7}, fragment(9).id(), {{1, 1, 1}, {1, 2, 1}}}}, {}));
+    tell(*kvmeld::FragmentSet::from_parts(
+        {}, {}, {{{liar, 0, 7}, fragment(9).id(), {{1, 1, 1}, {1, 2, 1}}}}, {}));
     tell(*kvmeld::FragmentSet::from_parts({}, {}, {{{1, 3, 1}, fragment(9).id(), {}}}, {}));
     kvmeld::FragmentSet forged;
     REQUIRE(forged.insert(fragment(8), {1, 1, 1}).ok());
@@ -756,7 +814,9 @@ TEST_CASE("one member's word ends nothing that another did, and holds back nothi
   }
 }
 
-TEST_CASE("what is gone of an author that has left comes from whoever remains, and of one that is silent from two members") {
+TEST_CASE(
+    "what is gone of an author that has left comes from whoever remains, and of one that is silent "
+    "from two members") {
   Net net(4);
   REQUIRE(net.replicas[0].insert(fragment(1)).ok());
   REQUIRE(net.replicas[0].insert(fragment(2)).ok());
@@ -764,7 +824,8 @@ TEST_CASE("what is gone of an author that has left comes from whoever remains, a
   REQUIRE(net.replicas[1].remove(fragment(1).id()).ok());
   net.run();
   REQUIRE(net.replicas[1].set().compacted().dots() == 2);
-  // Member 0 is silent. One that starts with nothing gets what is there from anybody, and what is gone once two say so.
+  // Member 0 is silent. One that starts with nothing gets what is there from anybody, and what is
+  // gone once two say so.
   const auto restart = [&](MemberId member) {
     static std::deque<MemoryStore> fresh;
     Replica::Options options = net.replicas[member].options();
@@ -773,31 +834,39 @@ TEST_CASE("what is gone of an author that has left comes from whoever remains, a
     new (&net.replicas[member]) Replica(fresh.emplace_back(), options);
   };
   restart(3);
-  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) { return from == 0 || to == 0 || from == 2 || to == 2; };
+  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) {
+    return from == 0 || to == 0 || from == 2 || to == 2;
+  };
   net.run();
   CHECK(net.replicas[3].set().size() == 1);
   CHECK_FALSE(net.replicas[3].set().context().contains({0, 0, 1}));
   CHECK(net.replicas[3].counters().unvouched_operations > 0);
-  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) { return from == 0 || to == 0; };
+  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) {
+    return from == 0 || to == 0;
+  };
   net.run(80);
   CHECK(net.replicas[3].set().context() == net.replicas[1].set().context());
   // It has left: one that remains is enough.
   for (MemberId m = 1; m < 4; ++m) net.replicas[m].set_members({1, 2, 3});
   restart(3);
   net.replicas[3].set_members({1, 2, 3});
-  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) { return from == 0 || to == 0 || from == 2 || to == 2; };
+  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) {
+    return from == 0 || to == 0 || from == 2 || to == 2;
+  };
   net.run(80);
   CHECK(net.replicas[3].set().context() == net.replicas[1].set().context());
   CHECK(net.replicas[3].set().digest() == net.replicas[1].set().digest());
 }
 
-TEST_CASE("the merger is known from the first message of any type, and so is whoever renders nothing") {
+TEST_CASE(
+    "the merger is known from the first message of any type, and so is whoever renders nothing") {
   const auto options = [](MemberId self, const kvmeld::MergerDigest& merger) {
     Replica::Options out{.self = self, .epoch = 1, .merger = merger};
     return out;
   };
   using Type = kvmeld::ReplicaMessage;
-  for (const Type type : {Type::news, Type::want, Type::delta, Type::fetch, Type::manifest, Type::chunk, Type::lacking}) {
+  for (const Type type : {Type::news, Type::want, Type::delta, Type::fetch, Type::manifest,
+                          Type::chunk, Type::lacking}) {
     MemoryStore store;
     Replica here(store, options(1, merger_digest));
     const std::vector<std::byte> nothing;
@@ -808,7 +877,8 @@ TEST_CASE("the merger is known from the first message of any type, and so is who
     CHECK(here.not_rendering() == std::vector<MemberId>{3});
   }
   MemoryStore stores[2];
-  Replica a(stores[0], options(1, merger_digest)), b(stores[1], options(2, kvmeld::Digest128{2, 2}));
+  Replica a(stores[0], options(1, merger_digest)),
+      b(stores[1], options(2, kvmeld::Digest128{2, 2}));
   REQUIRE(a.insert(fragment(1)).ok());
   for (const auto& out : a.take_outbox()) REQUIRE(b.receive(1, out.bytes).ok());  // a delta alone
   CHECK(b.other_mergers() == std::vector<MemberId>{1});
@@ -822,18 +892,21 @@ TEST_CASE("the merger is known from the first message of any type, and so is who
 namespace {
 
 // Processes that talk until nothing but news crosses; bytes beside news in the last rounds.
-std::uint64_t talk(const std::vector<Replica*>& all, int rounds, std::int64_t& now, std::size_t& reports) {
+std::uint64_t talk(const std::vector<Replica*>& all, int rounds, std::int64_t& now,
+                   std::size_t& reports) {
   std::uint64_t late = 0;
   for (int i = 0; i < rounds; ++i) {
     now += 100;
     for (Replica* const r : all) (void)r->tick(now);
     for (Replica* const from : all) {
       for (const auto& out : from->take_outbox()) {
-        if (i > rounds / 2 && out.type != static_cast<std::uint8_t>(kvmeld::ReplicaMessage::news)) late += out.bytes.size();
+        if (i > rounds / 2 && out.type != static_cast<std::uint8_t>(kvmeld::ReplicaMessage::news))
+          late += out.bytes.size();
         for (Replica* const to : all) {
           if (to == from || to->options().self == from->options().self) continue;
           if (out.to != kvmeld::everyone && out.to != to->options().self) continue;
-          reports += to->receive(from->options().self, out.bytes).status().code() == ErrorCode::dot_reused;
+          reports +=
+              to->receive(from->options().self, out.bytes).status().code() == ErrorCode::dot_reused;
         }
       }
     }
@@ -843,17 +916,23 @@ std::uint64_t talk(const std::vector<Replica*>& all, int rounds, std::int64_t& n
 
 }  // namespace
 
-TEST_CASE("two processes of one id and epoch end in dot_reused, said once, and the wire comes to rest") {
-  const auto options = [](MemberId self) { return Replica::Options{.self = self, .epoch = 1, .members = {0, 1, 2}, .merger = merger_digest}; };
+TEST_CASE(
+    "two processes of one id and epoch end in dot_reused, said once, and the wire comes to rest") {
+  const auto options = [](MemberId self) {
+    return Replica::Options{
+        .self = self, .epoch = 1, .members = {0, 1, 2}, .merger = merger_digest};
+  };
   MemoryStore stores[4];
-  Replica a(stores[0], options(0)), b(stores[1], options(1)), clone(stores[2], options(1)), c(stores[3], options(2));
+  Replica a(stores[0], options(0)), b(stores[1], options(1)), clone(stores[2], options(1)),
+      c(stores[3], options(2));
   REQUIRE(b.insert(fragment(10)).ok());
   REQUIRE(clone.insert(fragment(20)).ok());
   std::int64_t now = 0;
   std::size_t reports = 0;
   (void)talk({&a, &b}, 20, now, reports);
   (void)talk({&c, &clone}, 20, now, reports);
-  REQUIRE((a.set().size() == 1 && c.set().size() == 1 && a.wanted() + c.wanted() == 0 && reports == 0));
+  REQUIRE(
+      (a.set().size() == 1 && c.set().size() == 1 && a.wanted() + c.wanted() == 0 && reports == 0));
   CHECK(talk({&a, &c}, 400, now, reports) == 0);
   CHECK(reports > 0);
   CHECK(reports <= 4);
@@ -873,7 +952,8 @@ TEST_CASE("two processes of one id and epoch end in dot_reused, said once, and t
 }
 
 TEST_CASE("a lost store, or an older copy of it, with an epoch that was used ends in dot_reused") {
-  for (const std::uint64_t known : {0U, 1U, 2U}) {  // operations of three that the restored store still has
+  // operations of three that the restored store still has
+  for (const std::uint64_t known : {0U, 1U, 2U}) {
     const Replica::Options first{.self = 0, .epoch = 1, .members = {0, 1}, .merger = merger_digest};
     Replica::Options second = first;
     second.self = 1;
@@ -914,7 +994,9 @@ TEST_CASE("a store gives no epoch twice") {
     REQUIRE(epoch.ok());
     given.push_back(*epoch);
     const std::uint64_t number = *epoch;
-    CHECK_FALSE(*store.put(kvmeld::detail::epoch_key(3, number), std::as_bytes(std::span(&number, 1))));  // taken
+    // taken
+    CHECK_FALSE(
+        *store.put(kvmeld::detail::epoch_key(3, number), std::as_bytes(std::span(&number, 1))));
   }
   std::sort(given.begin(), given.end());
   CHECK(std::adjacent_find(given.begin(), given.end()) == given.end());

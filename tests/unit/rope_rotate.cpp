@@ -1,4 +1,5 @@
-// Turning keys: exact cases, the row form against plain double loops, and its bytes against the lane form.
+// Turning keys: exact cases, the row form against plain double loops, and its bytes against the
+// lane form.
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -17,7 +18,8 @@ using kvmeld::RopeScaling;
 using kvmeld::RopeSpec;
 using kvmeld::RopeTable;
 
-RopeSpec rotary(int channels, double base = 10000.0, int first = 0, RopePairing pairing = RopePairing::half_split) {
+RopeSpec rotary(int channels, double base = 10000.0, int first = 0,
+                RopePairing pairing = RopePairing::half_split) {
   RopeSpec rope = RopeSpec::rotary(channels, base, pairing);
   rope.first_channel = first;
   return rope;
@@ -31,12 +33,14 @@ RopeTable table_of(const RopeSpec& rope, const std::vector<std::int64_t>& shifts
 
 std::vector<float> shifted(const RopeSpec& rope, std::vector<float> row, std::int64_t shift) {
   const RopeTable table = table_of(rope, {shift});
-  kvmeld::rotate_row(rope.pairing, rope.first_channel, rope.rotary_channels, table.row(0), row.data());
+  kvmeld::rotate_row(rope.pairing, rope.first_channel, rope.rotary_channels, table.row(0),
+                     row.data());
   return row;
 }
 
 // The textbook's rotation in double, frequencies and all; unscaled specs only.
-std::vector<double> plainly_shifted(const RopeSpec& rope, const std::vector<double>& row, double shift) {
+std::vector<double> plainly_shifted(const RopeSpec& rope, const std::vector<double>& row,
+                                    double shift) {
   std::vector<double> out = row;
   const int half = rope.rotary_channels / 2;
   for (int i = 0; i < half; ++i) {
@@ -87,7 +91,8 @@ std::vector<float> through_f16(std::vector<float> row) {
 std::vector<float> normal_key(int channels, unsigned seed) {
   std::mt19937 bits(seed);
   std::vector<float> row(static_cast<std::size_t>(channels));
-  for (float& x : row) {  // sum of uniforms: near enough to normal, and the same in every standard library
+  // sum of uniforms: near enough to normal, and the same in every standard library
+  for (float& x : row) {
     double sum = -6.0;
     for (int i = 0; i < 12; ++i) sum += static_cast<double>(bits()) / 4294967296.0;
     x = static_cast<float>(sum);
@@ -104,7 +109,8 @@ TEST_CASE("rotation reproduces the exact cases") {
   const double at7[] = {-1.2170575418, 1.7153306112, 2.9186933617, 4.1300896957};
   const auto row3 = shifted(rope, k, 3), row7 = shifted(rope, k, 7), row34 = shifted(rope, row3, 4);
   for (std::size_t i = 0; i < 4; ++i) {
-    CHECK(std::abs(static_cast<double>(row3[i]) - at3[i]) <= 4e-7);  // two roundings of values below 4
+    // two roundings of values below 4
+    CHECK(std::abs(static_cast<double>(row3[i]) - at3[i]) <= 4e-7);
     CHECK(std::abs(static_cast<double>(row7[i]) - at7[i]) <= 4e-7);
     CHECK(std::abs(static_cast<double>(row34[i]) - at7[i]) <= 1e-6);
   }
@@ -123,14 +129,16 @@ TEST_CASE("a quarter turn maps (a, b) to (-b, a), and four are the identity, exa
         const auto own = static_cast<std::size_t>(c);
         CHECK(row[own] == (c < static_cast<int>(partner) ? -source[partner] : source[partner]));
       }
-      for (int i = 0; i < 3; ++i) kvmeld::rotate_row(pairing, 0, channels, quarter.data(), row.data());
+      for (int i = 0; i < 3; ++i)
+        kvmeld::rotate_row(pairing, 0, channels, quarter.data(), row.data());
       CHECK(same_bytes(row, source));
     }
   }
 }
 
 TEST_CASE("the documented expression is the one computed, to the bit") {
-  // Another order of the same sum passes every tolerance, and changes the bytes that replicas compare.
+  // Another order of the same sum passes every tolerance, and changes the bytes that replicas
+  // compare.
   for (const float angle : {0.1f, 1.0f, 2.5f, -4.0f}) {
     const float c = std::cos(angle), z = std::sin(angle);
     for (const float x : {1.1f, -0.3f, 7.7e-3f})
@@ -144,20 +152,22 @@ TEST_CASE("the documented expression is the one computed, to the bit") {
   }
 }
 
-TEST_CASE("every head size and placement agrees with plain loops, and other channels pass through") {
+TEST_CASE(
+    "every head size and placement agrees with plain loops, and other channels pass through") {
   struct Head {
     int channels, first, rotary;
   };
   const std::int64_t shift = GENERATE(-513, 1, 1000, 100000);
   for (const auto pairing : {RopePairing::interleaved, RopePairing::half_split}) {
-    for (const Head head :
-         {Head{64, 0, 64}, Head{80, 0, 80}, Head{80, 0, 20}, Head{96, 0, 96}, Head{128, 0, 128}, Head{128, 0, 64},
-          Head{192, 128, 64}, Head{256, 0, 256}, Head{256, 3, 250}, Head{2, 0, 2}, Head{9, 5, 4}}) {
+    for (const Head head : {Head{64, 0, 64}, Head{80, 0, 80}, Head{80, 0, 20}, Head{96, 0, 96},
+                            Head{128, 0, 128}, Head{128, 0, 64}, Head{192, 128, 64},
+                            Head{256, 0, 256}, Head{256, 3, 250}, Head{2, 0, 2}, Head{9, 5, 4}}) {
       const RopeSpec rope = rotary(head.rotary, 5e5, head.first, pairing);
       REQUIRE(kvmeld::validate(rope, head.channels).ok());
       const auto key = normal_key(head.channels, 7);
       const auto row = shifted(rope, key, shift);
-      // Table entry and two products: 3 roundings of 2^-24 on a norm that is kept; angles of 1e5 add 1e5 * 2^-50.
+      // Table entry and two products: 3 roundings of 2^-24 on a norm that is kept; angles of 1e5
+      // add 1e5 * 2^-50.
       CHECK(distance(row, plainly_shifted(rope, widen(key), static_cast<double>(shift))) <= 1.2e-7);
       for (int c = 0; c < head.channels; ++c) {
         if (c >= head.first && c < head.first + head.rotary) continue;
@@ -182,7 +192,8 @@ TEST_CASE("row forms of each instruction set and the lane form give the same byt
   REQUIRE(sink.pieces.size() > rows * 4);
   const std::size_t first = sink.pieces.size() - rows * 4;
   for (std::size_t r = 0; r < rows; ++r)
-    for (std::size_t form = 1; form < 4; ++form) CHECK(sink.pieces[first + 4 * r] == sink.pieces[first + 4 * r + form]);
+    for (std::size_t form = 1; form < 4; ++form)
+      CHECK(sink.pieces[first + 4 * r] == sink.pieces[first + 4 * r + form]);
 }
 
 TEST_CASE("shifts start at the source, because hops decay") {
@@ -201,7 +212,8 @@ TEST_CASE("shifts start at the source, because hops decay") {
 }
 
 TEST_CASE("tables have unit magnitude and f32 accuracy for every scaling") {
-  const std::vector<std::int64_t> shifts = {0, 1, -1, 1000, 131072, kvmeld::max_rope_shift, -kvmeld::max_rope_shift};
+  const std::vector<std::int64_t> shifts = {
+      0, 1, -1, 1000, 131072, kvmeld::max_rope_shift, -kvmeld::max_rope_shift};
   for (int s = 0; s <= static_cast<int>(RopeScaling::explicit_factors); ++s) {
     RopeSpec rope = identity_rope::spec(static_cast<RopeScaling>(s), 96);
     rope.attention_factor = 1.1386;
@@ -233,15 +245,18 @@ TEST_CASE("tables have unit magnitude and f32 accuracy for every scaling") {
 }
 
 TEST_CASE("table rows of each instruction set are the same bytes") {
-  for (const std::size_t pairs : {std::size_t{1}, std::size_t{7}, std::size_t{40}, std::size_t{64}}) {
+  for (const std::size_t pairs :
+       {std::size_t{1}, std::size_t{7}, std::size_t{40}, std::size_t{64}}) {
     std::vector<double> frequencies(pairs);
     for (std::size_t i = 0; i < pairs; ++i)
       frequencies[i] = std::pow(5e5, -static_cast<double>(i) / static_cast<double>(pairs));
     for (const double shift : {0.0, 1.0, -37.0, 131071.0, 16777216.0}) {
       std::vector<float> base(2 * pairs), row(2 * pairs);
-      kvmeld::detail::rope_row_filler(kvmeld::Isa::baseline)(shift, frequencies.data(), pairs, base.data());
+      kvmeld::detail::rope_row_filler(kvmeld::Isa::baseline)(shift, frequencies.data(), pairs,
+                                                             base.data());
       for (int isa = 0; isa <= static_cast<int>(kvmeld::best_isa()); ++isa) {
-        kvmeld::detail::rope_row_filler(static_cast<kvmeld::Isa>(isa))(shift, frequencies.data(), pairs, row.data());
+        kvmeld::detail::rope_row_filler(static_cast<kvmeld::Isa>(isa))(shift, frequencies.data(),
+                                                                       pairs, row.data());
         CHECK(same_bytes(row, base));
       }
     }

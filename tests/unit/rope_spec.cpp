@@ -1,5 +1,5 @@
-// What a rope declaration means (frequencies against the published formulas, written out again here) and which are
-// refused.
+// What a rope declaration means (frequencies against the published formulas, written out again
+// here) and which are refused.
 #include <cmath>
 #include <limits>
 #include <numbers>
@@ -59,12 +59,16 @@ std::vector<double> frequencies(const RopeSpec& rope, std::int64_t length = 0) {
   return *result;
 }
 
-double plain(double base, int channels, int pair) { return std::exp(-std::log(base) * 2.0 * pair / channels); }
+double plain(double base, int channels, int pair) {
+  return std::exp(-std::log(base) * 2.0 * pair / channels);
+}
 
 // Relative: logarithms of bases up to 1e6 cost this reference some 14 units in the last place.
 bool near(double a, double b) { return std::abs(a - b) <= 1e-14 * std::abs(b); }
 
-ErrorCode code(const RopeSpec& rope, int channels) { return kvmeld::validate(rope, channels).code(); }
+ErrorCode code(const RopeSpec& rope, int channels) {
+  return kvmeld::validate(rope, channels).code();
+}
 
 }  // namespace
 
@@ -74,7 +78,8 @@ TEST_CASE("rope frequencies follow the published formulas") {
       const auto f = frequencies(rotary(channels));
       REQUIRE(f.size() == static_cast<std::size_t>(channels / 2));
       CHECK(f[0] == 1.0);
-      for (int i = 0; i < channels / 2; ++i) CHECK(near(f[static_cast<std::size_t>(i)], plain(10000.0, channels, i)));
+      for (int i = 0; i < channels / 2; ++i)
+        CHECK(near(f[static_cast<std::size_t>(i)], plain(10000.0, channels, i)));
     }
   }
   SECTION("linear") {
@@ -82,7 +87,8 @@ TEST_CASE("rope frequencies follow the published formulas") {
     rope.scaling = RopeScaling::linear;
     rope.factor = 2.5;
     const auto f = frequencies(rope);
-    for (int i = 0; i < 48; ++i) CHECK(near(f[static_cast<std::size_t>(i)], plain(5e5, 96, i) / 2.5));
+    for (int i = 0; i < 48; ++i)
+      CHECK(near(f[static_cast<std::size_t>(i)], plain(5e5, 96, i) / 2.5));
   }
   SECTION("llama3, by wavelength as its configuration states it") {
     const auto f = frequencies(llama31());
@@ -123,7 +129,8 @@ TEST_CASE("rope frequencies follow the published formulas") {
     untruncated.yarn_truncate = false;
     const auto g = frequencies(untruncated);
     for (int i = 0; i < 64; ++i) {
-      const double ramp = std::min(1.0, std::max(0.0, (i - index(32.0)) / (index(1.0) - index(32.0))));
+      const double ramp =
+          std::min(1.0, std::max(0.0, (i - index(32.0)) / (index(1.0) - index(32.0))));
       const double p = plain(1e6, 128, i);
       CHECK(near(g[static_cast<std::size_t>(i)], p / 4.0 * ramp + p * (1.0 - ramp)));
     }
@@ -172,7 +179,8 @@ TEST_CASE("rope frequencies follow the published formulas") {
 }
 
 TEST_CASE("rope declarations that no engine can mean are refused, with the number") {
-  const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
+  const double nan = std::numeric_limits<double>::quiet_NaN(),
+               inf = std::numeric_limits<double>::infinity();
   CHECK(code(RopeSpec::none(), 64) == ErrorCode::ok);
   CHECK(code(rotary(64), 64) == ErrorCode::ok);
   CHECK(code(rotary(64), 0) == ErrorCode::invalid_argument);
@@ -185,10 +193,12 @@ TEST_CASE("rope declarations that no engine can mean are refused, with the numbe
     CHECK(code(rotary(64, base), 64) == ErrorCode::invalid_argument);
 
   RopeSpec rope = rotary(32);
-  for (const int first : {-1, 33, std::numeric_limits<int>::max(), std::numeric_limits<int>::min()}) {
+  for (const int first :
+       {-1, 33, std::numeric_limits<int>::max(), std::numeric_limits<int>::min()}) {
     rope.first_channel = first;
     CHECK(code(rope, 64) == ErrorCode::invalid_argument);
-    if (first != 33) CHECK(kvmeld::inverse_frequencies(rope, 0).error().code() == ErrorCode::invalid_argument);
+    if (first != 33)
+      CHECK(kvmeld::inverse_frequencies(rope, 0).error().code() == ErrorCode::invalid_argument);
   }
   rope.first_channel = 32;
   CHECK(code(rope, 64) == ErrorCode::ok);
@@ -218,7 +228,8 @@ TEST_CASE("rope declarations that no engine can mean are refused, with the numbe
   CHECK(code(newer, 64) == ErrorCode::unknown_field);
 
   for (const double factor : {0.0, -1.0, nan, inf}) {
-    for (const auto scaling : {RopeScaling::linear, RopeScaling::llama3, RopeScaling::yarn, RopeScaling::dynamic_ntk}) {
+    for (const auto scaling :
+         {RopeScaling::linear, RopeScaling::llama3, RopeScaling::yarn, RopeScaling::dynamic_ntk}) {
       RopeSpec bad = llama31();
       bad.scaling = scaling;
       bad.factor = factor;

@@ -1,4 +1,5 @@
-// Whole sessions over memory: agents in threads end with one cache, every byte is accounted for, a death costs one timeout.
+// Whole sessions over memory: agents in threads end with one cache, every byte is accounted for, a
+// death costs one timeout.
 
 #include <atomic>
 #include <chrono>
@@ -23,7 +24,8 @@ const auto merging = merger(ByProvenance{});
 /// Counts what really crosses, and stops for good at a given send: a process that was killed there.
 struct CountingTransport {
   MemoryTransport inner;
-  std::shared_ptr<std::atomic<std::int64_t>> sends_left = std::make_shared<std::atomic<std::int64_t>>(INT64_MAX);
+  std::shared_ptr<std::atomic<std::int64_t>> sends_left =
+      std::make_shared<std::atomic<std::int64_t>>(INT64_MAX);
   Traffic sent{}, received{};
 
   [[nodiscard]] MemberId self() const noexcept { return inner.self(); }
@@ -56,7 +58,8 @@ struct Gate {
   }
 };
 
-using Session = AgentSession<std::remove_const_t<decltype(merging)>, MemoryStore, CountingTransport>;
+using Session =
+    AgentSession<std::remove_const_t<decltype(merging)>, MemoryStore, CountingTransport>;
 
 struct Agent {
   MemoryStore store;
@@ -65,7 +68,8 @@ struct Agent {
   std::uint64_t said = 0;
 
   Agent(MemberId self, MemoryHub& hub, const Session::Options& options)
-      : transport{*hub.join(self)}, session(merging, store, transport, g, options, HostMemory({.spare_tokens = 256})) {}
+      : transport{*hub.join(self)},
+        session(merging, store, transport, g, options, HostMemory({.spare_tokens = 256})) {}
 
   // From any thread: Catch's macros are the main thread's.
   [[nodiscard]] bool say(std::int64_t tokens) {
@@ -84,9 +88,15 @@ Session::Options options_for(MemberId self, std::size_t members) {
   options.replica.seed = self;
   options.replica.news_interval_ms = 10;
   options.replica.retry_ms = 5;
-  options.replica.max_retry_ms = 200;  // a peer that was slow for once, on a machine that is busy, is asked again soon
+  // a peer that was slow for once, on a machine that is busy, is asked again soon
+  options.replica.max_retry_ms = 200;
   for (MemberId m = 1; m <= members; ++m) options.replica.members.push_back(m);
-  options.rounds = {.session = 9, .members = options.replica.members, .soft_ms = 4'000, .cut_ms = 5'000, .timeout_ms = 9'000, .retry_ms = 20};
+  options.rounds = {.session = 9,
+                    .members = options.replica.members,
+                    .soft_ms = 4'000,
+                    .cut_ms = 5'000,
+                    .timeout_ms = 9'000,
+                    .retry_ms = 20};
   options.content_digest = true;
   return options;
 }
@@ -98,13 +108,16 @@ void check_accounts(Agent& agent) {
   CHECK(accounts.total_sent() == agent.transport.sent);
   CHECK(accounts.total_received() == agent.transport.received);
   Traffic by_layer;
-  for (const TrafficLayer layer : {TrafficLayer::state, TrafficLayer::payload, TrafficLayer::rounds, TrafficLayer::application}) by_layer += accounts.sent_of(layer);
+  for (const TrafficLayer layer : {TrafficLayer::state, TrafficLayer::payload, TrafficLayer::rounds,
+                                   TrafficLayer::application})
+    by_layer += accounts.sent_of(layer);
   CHECK(by_layer == accounts.total_sent());
 }
 
 }  // namespace
 
-TEST_CASE("rounds of three agents in threads: equal content digests, and every byte is accounted for") {
+TEST_CASE(
+    "rounds of three agents in threads: equal content digests, and every byte is accounted for") {
   for (const std::size_t count : {std::size_t{2}, std::size_t{3}}) {
     MemoryHub hub;
     std::vector<std::unique_ptr<Agent>> agents;
@@ -119,11 +132,13 @@ TEST_CASE("rounds of three agents in threads: equal content digests, and every b
       threads.emplace_back([&, a] {
         for (int round = 0; round < 4; ++round) {
           if (!agents[a]->say(static_cast<std::int64_t>(3 + a))) return;
-          if (round % 2 == 0) (void)agents[a]->session.end_span();  // else the swap ends the span, and carries it
+          // else the swap ends the span, and carries it
+          if (round % 2 == 0) (void)agents[a]->session.end_span();
           auto report = agents[a]->session.synchronize(now_ms);
           if (report) reports[a].push_back(*std::move(report));
         }
-        for (int i = 0; i < 30; ++i) (void)agents[a]->session.poll(now_ms(), 1);  // answers whoever is behind
+        // answers whoever is behind
+        for (int i = 0; i < 30; ++i) (void)agents[a]->session.poll(now_ms(), 1);
       });
     }
     for (std::thread& t : threads) t.join();
@@ -137,7 +152,8 @@ TEST_CASE("rounds of three agents in threads: equal content digests, and every b
         REQUIRE(report.swap.has_value());
         CHECK(report.swap->render.content_digest == reports[0][round].swap->render.content_digest);
         // What was not sealed before the barrier is still in the agent's own view.
-        CHECK(report.swap->install.carried_tokens == (round % 2 == 0 ? 0 : static_cast<std::int64_t>(3 + a)));
+        CHECK(report.swap->install.carried_tokens ==
+              (round % 2 == 0 ? 0 : static_cast<std::int64_t>(3 + a)));
       }
     }
     // Sealed before the last barrier: rounds 1 to 3 of all.
@@ -156,7 +172,9 @@ TEST_CASE("rounds of three agents in threads: equal content digests, and every b
   }
 }
 
-TEST_CASE("asynchronous agents: a network thread beside each generating one, nobody waits, all end with one cache") {
+TEST_CASE(
+    "asynchronous agents: a network thread beside each generating one, nobody waits, all end with "
+    "one cache") {
   constexpr std::size_t count = 3;
   MemoryHub hub;
   std::vector<std::unique_ptr<Agent>> agents;
@@ -185,12 +203,15 @@ TEST_CASE("asynchronous agents: a network thread beside each generating one, nob
         failures += agents[a]->say(1) ? 0 : 1;
         swap();
         const auto view = session.current();
-        if (view && view.positions.back() + 1 != session.next_position()) ++failures;  // its view is whole, always
+        // its view is whole, always
+        if (view && view.positions.back() + 1 != session.next_position()) ++failures;
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
       (void)session.end_span();
       ++finished;
-      for (int i = 0; i < 4000 && !(finished.load() == count && session.current() && session.current().owner->report.tokens == 30 * count); ++i) {
+      for (int i = 0; i < 4000 && !(finished.load() == count && session.current() &&
+                                    session.current().owner->report.tokens == 30 * count);
+           ++i) {
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
         swap();
       }
@@ -210,7 +231,9 @@ TEST_CASE("asynchronous agents: a network thread beside each generating one, nob
   }
 }
 
-TEST_CASE("an agent is killed at any one of its sends: the others swap to one cache or keep theirs, and the next round works") {
+TEST_CASE(
+    "an agent is killed at any one of its sends: the others swap to one cache or keep theirs, and "
+    "the next round works") {
   const auto run = [](std::size_t victim, std::int64_t sends, std::int64_t& used) {
     MemoryHub hub;
     std::vector<std::unique_ptr<Agent>> agents;
@@ -223,7 +246,9 @@ TEST_CASE("an agent is killed at any one of its sends: the others swap to one ca
       agents.push_back(std::make_unique<Agent>(m, hub, options));
     }
     *agents[victim]->transport.sends_left = sends;
-    const auto dead = [&](std::size_t a) { return a == victim && agents[a]->transport.sends_left->load() < 0; };
+    const auto dead = [&](std::size_t a) {
+      return a == victim && agents[a]->transport.sends_left->load() < 0;
+    };
     std::int64_t now = 0;  // a clock of the test's own: one thread, no waiting
     std::size_t swapped = 0;
     for (int round = 1; round <= 2; ++round) {
@@ -245,7 +270,9 @@ TEST_CASE("an agent is killed at any one of its sends: the others swap to one ca
       const auto renders = [&] {
         for (std::size_t a = 0; a < 3; ++a) {
           const Round& r = *agents[a]->session.round();
-          if (dead(a) || r.state() != RoundState::cut || !missing_of(*r.cut(), agents[a]->session.set()).empty()) continue;
+          if (dead(a) || r.state() != RoundState::cut ||
+              !missing_of(*r.cut(), agents[a]->session.set()).empty())
+            continue;
           std::this_thread::sleep_for(std::chrono::microseconds(20));
           return true;
         }
@@ -273,7 +300,8 @@ TEST_CASE("an agent is killed at any one of its sends: the others swap to one ca
     for (std::size_t a = 0; a < 3; ++a) check_accounts(*agents[a]);
     return swapped;
   };
-  for (const std::size_t victim : {std::size_t{0}, std::size_t{1}, std::size_t{2}}) {  // agent 2 publishes round 1, agent 3 round 2
+  // agent 2 publishes round 1, agent 3 round 2
+  for (const std::size_t victim : {std::size_t{0}, std::size_t{1}, std::size_t{2}}) {
     std::int64_t calm = 0, used = 0;
     REQUIRE(run(victim, 1'000'000, calm) == 3);
     REQUIRE(calm > 4);
@@ -330,7 +358,8 @@ TEST_CASE("words of which only a later render knows are carried over the swap to
   MemoryStore store;
   auto transport = hub.join(1);
   const Gate gate;
-  AgentSession session(merging, store, *transport, g, options_for(1, 1), HostMemory({.spare_tokens = 64}), gate);
+  AgentSession session(merging, store, *transport, g, options_for(1, 1),
+                       HostMemory({.spare_tokens = 64}), gate);
   const auto say = [&](std::int64_t tokens, std::uint64_t seed) {
     test::TestCache words(g, tokens);
     words.fill(seed);
@@ -365,7 +394,8 @@ TEST_CASE("a round's cache that is rendered after the deadline is never swapped 
   const Gate gate;
   auto options = options_for(1, 1);
   options.background = false;
-  AgentSession session(merging, store, *transport, g, options, HostMemory({.spare_tokens = 64}), gate);
+  AgentSession session(merging, store, *transport, g, options, HostMemory({.spare_tokens = 64}),
+                       gate);
   test::TestCache words(g, 4);
   words.fill(1);
   REQUIRE(session.append(words.ref()).ok());
@@ -386,7 +416,8 @@ TEST_CASE("a round's cache that is rendered after the deadline is never swapped 
   }
   CHECK_FALSE(session.current());
   CHECK(session.accounting().rounds_kept == 1);
-  CHECK(session.synchronize(now_ms)->swapped);  // a clock far ahead of the test's: it only has to go forward
+  // a clock far ahead of the test's: it only has to go forward
+  CHECK(session.synchronize(now_ms)->swapped);
 }
 
 TEST_CASE("every cut is swapped in, though the generating thread is always at a safe point") {

@@ -1,4 +1,5 @@
-// Synchronous rounds on a simulated network: a member dies at every single send, and nobody is split or hangs.
+// Synchronous rounds on a simulated network: a member dies at every single send, and nobody is
+// split or hangs.
 
 #include <algorithm>
 #include <limits>
@@ -19,7 +20,8 @@ const auto by_provenance = merger(ByProvenance{});
 
 struct Member;
 
-// Delivers messages after some milliseconds; the `kill_at`-th delivery that is attempted kills its sender instead.
+// Delivers messages after some milliseconds; the `kill_at`-th delivery that is attempted kills its
+// sender instead.
 struct Network {
   struct Message {
     std::int64_t due;
@@ -38,7 +40,8 @@ struct Network {
 
   void send(std::int64_t now, Message message) {
     for (const MemberId to : members) {
-      if (to == message.from || (message.to != everyone && message.to != to) || dead[message.from]) continue;
+      if (to == message.from || (message.to != everyone && message.to != to) || dead[message.from])
+        continue;
       if (sends++ == kill_at) {
         dead[message.from] = true;
         return;
@@ -67,8 +70,12 @@ struct Member {
 
   void step(Network& net, std::int64_t now) {
     round.tick(now);
-    if (round.wants_cut(now, set.context(), std::ranges::all_of(set.entries(), [](const FragmentSet::Entry& e) { return e.complete(); }))) {
-      auto cut = make_cut(set, by_provenance.digest(), round.options().session, round.number(), self);
+    if (round.wants_cut(now, set.context(),
+                        std::ranges::all_of(set.entries(), [](const FragmentSet::Entry& e) {
+                          return e.complete();
+                        }))) {
+      auto cut =
+          make_cut(set, by_provenance.digest(), round.options().session, round.number(), self);
       REQUIRE(cut.ok());
       disk = *cut;
       REQUIRE(round.publish(*cut).ok());
@@ -84,7 +91,8 @@ struct Member {
         REQUIRE(made.ok());
         HostCache out(made->shared_geometry(), made->tokens());
         std::vector<std::byte> workspace(made->workspace_bytes());
-        cache = *run(exec::seq, *made, workspace, out.mutable_ref(), {.content_digest = true})->content_digest;
+        cache = *run(exec::seq, *made, workspace, out.mutable_ref(), {.content_digest = true})
+                     ->content_digest;
         round.finish({});
       }
     }
@@ -106,7 +114,8 @@ struct Member {
       REQUIRE(set.join(*message.news).ok());
     }
     for (const FragmentId& id : message.want) {
-      if (const Fragment have = set.payload(id); have.valid() && have.payloads()[0].bytes != nullptr) {
+      if (const Fragment have = set.payload(id);
+          have.valid() && have.payloads()[0].bytes != nullptr) {
         net.send(now, {.due = 0, .from = self, .to = message.from, .give = have});
       }
     }
@@ -117,7 +126,8 @@ struct Member {
 /// Ids and marks of a set, no bytes.
 FragmentSet without_payloads(const FragmentSet& set) {
   std::vector<FragmentSet::Entry> entries;
-  for (const FragmentSet::Entry& entry : set.entries()) entries.push_back({entry.id, {}, entry.metadata});
+  for (const FragmentSet::Entry& entry : set.entries())
+    entries.push_back({entry.id, {}, entry.metadata});
   return *FragmentSet::from_parts(set.hash(), std::move(entries), {}, {});
 }
 
@@ -144,7 +154,9 @@ struct World {
     const auto fragment = test::sealed(member.geometry, 3, 100 * member.self + sequence).fragment;
     REQUIRE(member.set.insert(fragment, {member.self, sequence, 1}, 0.5F).ok());
   }
-  void begin(Member& member) { REQUIRE(member.round.begin(now, by_provenance.digest(), member.set.context()).ok()); }
+  void begin(Member& member) {
+    REQUIRE(member.round.begin(now, by_provenance.digest(), member.set.context()).ok());
+  }
   void begin_alive() {
     for (Member& m : all) {
       if (net.dead[m.self]) continue;
@@ -194,7 +206,9 @@ struct World {
 
 }  // namespace
 
-TEST_CASE("a member dies at any one send: those that swap have one cache, the others keep theirs, within the timeout") {
+TEST_CASE(
+    "a member dies at any one send: those that swap have one cache, the others keep theirs, within "
+    "the timeout") {
   World calm(3);
   calm.begin_alive();
   calm.run_until(802);
@@ -269,13 +283,18 @@ TEST_CASE("a straggler waits out its round, and is at the next barrier with the 
 }
 
 TEST_CASE("other mergers, other cuts, other sessions") {
-  RoundOptions options{.session = 5, .members = {1, 2, 3}, .soft_ms = 10, .cut_ms = 20, .timeout_ms = 30};
+  RoundOptions options{
+      .session = 5, .members = {1, 2, 3}, .soft_ms = 10, .cut_ms = 20, .timeout_ms = 30};
   const Digest128 ours{1, 1}, theirs{2, 2};
   FragmentSet set;
   const auto g = test::geometry({.layers = 1});
   REQUIRE(set.insert(test::sealed(g, 2, 1).fragment, {1, 0, 1}).ok());
-  const auto ready = [&](std::uint64_t session, std::uint64_t round, const Digest128& m) { return encode(RoundReady{session, round, m, {}}); };
-  const auto cut = [&](std::uint64_t round, MemberId publisher, const Digest128& m) { return *make_cut(set, m, 5, round, publisher); };
+  const auto ready = [&](std::uint64_t session, std::uint64_t round, const Digest128& m) {
+    return encode(RoundReady{session, round, m, {}});
+  };
+  const auto cut = [&](std::uint64_t round, MemberId publisher, const Digest128& m) {
+    return *make_cut(set, m, 5, round, publisher);
+  };
 
   Round member(1, options);
   REQUIRE(member.begin(0, ours, {}).ok());
@@ -293,7 +312,8 @@ TEST_CASE("other mergers, other cuts, other sessions") {
   Round publisher(2, options);
   REQUIRE(publisher.begin(0, ours, {}).ok());
   REQUIRE(publisher.receive(1, RoundMessage::ready, ready(5, 1, theirs), 1).ok());
-  REQUIRE(publisher.receive(3, RoundMessage::ready, ready(6, 1, ours), 1).ok());   // of another session
+  // of another session
+  REQUIRE(publisher.receive(3, RoundMessage::ready, ready(6, 1, ours), 1).ok());
   REQUIRE(publisher.receive(44, RoundMessage::ready, ready(5, 1, ours), 1).ok());  // no member
   CHECK_FALSE(publisher.wants_cut(11, {}, true));
   CHECK(publisher.mismatched().size() == 1);
@@ -309,8 +329,10 @@ TEST_CASE("other mergers, other cuts, other sessions") {
   CHECK(second.message().find("round 1") != std::string::npos);
   CHECK(member.conflicts() == 1);
   CHECK(member.cut()->set.size() == 1);
-  CHECK(member.receive(3, RoundMessage::cut, encode(cut(1, 3, ours)), 2).code() == ErrorCode::corrupt);
-  CHECK(member.receive(3, RoundMessage::cut, std::vector<std::byte>(9), 2).code() == ErrorCode::truncated);
+  CHECK(member.receive(3, RoundMessage::cut, encode(cut(1, 3, ours)), 2).code() ==
+        ErrorCode::corrupt);
+  CHECK(member.receive(3, RoundMessage::cut, std::vector<std::byte>(9), 2).code() ==
+        ErrorCode::truncated);
   member.finish(Status(ErrorCode::engine_failure, "no room"));
   CHECK(member.status().code() == ErrorCode::engine_failure);
 
@@ -319,15 +341,20 @@ TEST_CASE("other mergers, other cuts, other sessions") {
   CHECK(Round(1, options).begin(0, ours, {}).code() == ErrorCode::invalid_argument);
 }
 
-TEST_CASE("numbers far ahead end no rounds, and a cut that is given on does not outrun the round's own") {
-  const RoundOptions options{.session = 5, .members = {1, 2, 3}, .soft_ms = 10, .cut_ms = 20, .timeout_ms = 30};
+TEST_CASE(
+    "numbers far ahead end no rounds, and a cut that is given on does not outrun the round's own") {
+  const RoundOptions options{
+      .session = 5, .members = {1, 2, 3}, .soft_ms = 10, .cut_ms = 20, .timeout_ms = 30};
   const Digest128 ours{1, 1};
   FragmentSet set;
   REQUIRE(set.insert(test::sealed(test::geometry({.layers = 1}), 2, 1).fragment, {1, 0, 1}).ok());
   const auto ready = [&](std::uint64_t round) { return encode(RoundReady{5, round, ours, {}}); };
-  const auto cut = [&](std::uint64_t round) { return encode(*make_cut(set, ours, 5, round, options.members[round % 3])); };
+  const auto cut = [&](std::uint64_t round) {
+    return encode(*make_cut(set, ours, 5, round, options.members[round % 3]));
+  };
   Round member(1, options);
-  for (const std::uint64_t round : {~std::uint64_t{0}, ~std::uint64_t{0} - 1, std::uint64_t{1} << 40U, options.max_ahead + 1}) {
+  for (const std::uint64_t round :
+       {~std::uint64_t{0}, ~std::uint64_t{0} - 1, std::uint64_t{1} << 40U, options.max_ahead + 1}) {
     const Status far = member.receive(3, RoundMessage::ready, ready(round), 0);
     CHECK(far.code() == ErrorCode::corrupt);
     CHECK(far.message().find(std::to_string(round)) != std::string::npos);
@@ -335,7 +362,8 @@ TEST_CASE("numbers far ahead end no rounds, and a cut that is given on does not 
   }
   REQUIRE(member.begin(0, ours, {}).ok());
   CHECK(member.number() == 1);
-  // Member 3 gives on a cut of a round that nobody has begun; round 1's own still counts, and its number does not.
+  // Member 3 gives on a cut of a round that nobody has begun; round 1's own still counts, and its
+  // number does not.
   REQUIRE(member.receive(3, RoundMessage::cut, cut(7), 1).ok());
   REQUIRE(member.receive(3, RoundMessage::cut, cut(1), 1).ok());
   REQUIRE(member.state() == RoundState::cut);
@@ -351,7 +379,8 @@ TEST_CASE("numbers far ahead end no rounds, and a cut that is given on does not 
   REQUIRE(member.state() == RoundState::cut);
   CHECK(member.cut()->round == 2);
   member.finish({});
-  // A member far ahead within the bound: known by number, and the next cut of that round is adopted.
+  // A member far ahead within the bound: known by number, and the next cut of that round is
+  // adopted.
   REQUIRE(member.receive(2, RoundMessage::ready, ready(9), 4).ok());
   REQUIRE(member.begin(5, ours, {}).ok());
   CHECK(member.number() == 9);
@@ -378,7 +407,8 @@ TEST_CASE("whoever asks for a cut at every moment gets it a few times") {
   member.finish({});
   (void)member.take_messages();
   const auto asks = [&](MemberId from, std::int64_t now) {
-    REQUIRE(member.receive(from, RoundMessage::ready, encode(RoundReady{5, 1, ours, {}}), now).ok());
+    REQUIRE(
+        member.receive(from, RoundMessage::ready, encode(RoundReady{5, 1, ours, {}}), now).ok());
     return member.take_messages().size();
   };
   std::size_t answers = 0;
@@ -421,7 +451,8 @@ TEST_CASE("an exact cut needs every payload and the metadata that was published"
   REQUIRE(set.remove(b.id(), {1, 3, 1}).ok());
   const RoundCut only_a = *make_cut(set, {}, 0, 1, 1);
   CHECK((only_a.set.size() == 1 && only_a.set.entries().front().id == a.id()));
-  // b was removed since, and a lost bytes and gained confidence: both cuts still mean what they meant, or say what is missing.
+  // b was removed since, and a lost bytes and gained confidence: both cuts still mean what they
+  // meant, or say what is missing.
   REQUIRE(set.insert(a, {2, 0, 1}, 0.75F).ok());
   CHECK(restrict_to(only_b, set)->digest() == only_b.set.digest());
   CHECK(restrict_to(only_a, set)->entries().front().metadata.best_confidence() == 0.25F);
@@ -432,8 +463,14 @@ TEST_CASE("an exact cut needs every payload and the metadata that was published"
 }
 
 TEST_CASE("deadlines count what passes, wherever the clock is set to") {
-  const RoundOptions options{.session = 5, .members = {1, 2}, .soft_ms = 100, .cut_ms = 200, .timeout_ms = 400, .retry_ms = 50};
-  for (const std::int64_t jump : {std::int64_t{-3'600'000}, std::int64_t{3'600'000}, -(std::int64_t{1} << 62U)}) {
+  const RoundOptions options{.session = 5,
+                             .members = {1, 2},
+                             .soft_ms = 100,
+                             .cut_ms = 200,
+                             .timeout_ms = 400,
+                             .retry_ms = 50};
+  for (const std::int64_t jump :
+       {std::int64_t{-3'600'000}, std::int64_t{3'600'000}, -(std::int64_t{1} << 62U)}) {
     Round round(1, options);
     std::int64_t now = 10'000'000;
     REQUIRE(round.begin(now, Digest128{1, 1}, {}).ok());
@@ -457,16 +494,23 @@ TEST_CASE("deadlines count what passes, wherever the clock is set to") {
   CHECK(clock.advance(std::numeric_limits<std::int64_t>::min() + 7) == 1007);
 }
 
-TEST_CASE("a round of unequal mergers ends in merger_mismatch for the publisher, too, and no round is for who renders nothing") {
-  const RoundOptions options{.session = 5, .members = {1, 2}, .soft_ms = 10, .cut_ms = 20, .timeout_ms = 30};
+TEST_CASE(
+    "a round of unequal mergers ends in merger_mismatch for the publisher, too, and no round is "
+    "for who renders nothing") {
+  const RoundOptions options{
+      .session = 5, .members = {1, 2}, .soft_ms = 10, .cut_ms = 20, .timeout_ms = 30};
   for (const MemberId self : {1U, 2U}) {
     Round round(self, options);
     REQUIRE(round.begin(0, Digest128{1, 1}, {}).ok());
-    REQUIRE(round.receive(3 - self, RoundMessage::ready, encode(RoundReady{5, 1, Digest128{2, 2}, {}}), 1).ok());
+    REQUIRE(round
+                .receive(3 - self, RoundMessage::ready,
+                         encode(RoundReady{5, 1, Digest128{2, 2}, {}}), 1)
+                .ok());
     for (std::int64_t now = 0; now < 40; ++now) round.tick(now);
     CHECK(round.state() == RoundState::kept);
     CHECK(round.status().code() == ErrorCode::merger_mismatch);
     CHECK(round.mismatched().size() == 1);
   }
-  CHECK(Round(1, options).begin(0, kvmeld::does_not_render, {}).code() == ErrorCode::invalid_argument);
+  CHECK(Round(1, options).begin(0, kvmeld::does_not_render, {}).code() ==
+        ErrorCode::invalid_argument);
 }

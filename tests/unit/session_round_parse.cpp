@@ -1,4 +1,5 @@
-// Bytes of rounds that nobody vouches for: every prefix and every flipped bit is an error or another message, never a crash.
+// Bytes of rounds that nobody vouches for: every prefix and every flipped bit is an error or
+// another message, never a crash.
 
 #include <kvmeld/session/round_cut.hpp>
 
@@ -13,7 +14,9 @@ RoundCut some_cut() {
   FragmentSet set;
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 32});
   for (std::uint64_t i = 0; i < 5; ++i) {
-    REQUIRE(set.insert(test::sealed(g, 1, i).fragment, {i, 200 * i, 3}, i % 2 == 0 ? std::optional(0.5F) : std::nullopt).ok());
+    REQUIRE(set.insert(test::sealed(g, 1, i).fragment, {i, 200 * i, 3},
+                       i % 2 == 0 ? std::optional(0.5F) : std::nullopt)
+                .ok());
   }
   const FragmentId first = set.entries().front().id;
   REQUIRE(set.supersede(first, FragmentId{{1, 2, 3}}, {9, 1, 1}).ok());
@@ -23,7 +26,8 @@ RoundCut some_cut() {
 
 RoundReady some_ready() {
   RoundReady ready{6, 7, {4, 5}, {}};
-  for (const Provenance& dot : {Provenance{1, 5, 1}, {1, 6, 1}, {1, 9, 1}, {1, 1, 2}, {4, 1000, 1}}) (void)ready.context.add(dot);
+  for (const Provenance& dot : {Provenance{1, 5, 1}, {1, 6, 1}, {1, 9, 1}, {1, 1, 2}, {4, 1000, 1}})
+    (void)ready.context.add(dot);
   return ready;
 }
 
@@ -31,7 +35,8 @@ RoundReady some_ready() {
 template <class Decode>
 void attack(const std::vector<std::byte>& good, const Decode& decode) {
   for (std::size_t n = 0; n < good.size(); ++n) {
-    const std::vector<std::byte> prefix(good.begin(), good.begin() + static_cast<std::ptrdiff_t>(n));
+    const std::vector<std::byte> prefix(good.begin(),
+                                        good.begin() + static_cast<std::ptrdiff_t>(n));
     REQUIRE_FALSE(decode(prefix).ok());
   }
   for (std::size_t bit = 0; bit < 8 * good.size(); ++bit) {
@@ -45,7 +50,8 @@ void attack(const std::vector<std::byte>& good, const Decode& decode) {
   test::Random random(1);
   for (int i = 0; i < 2000; ++i) {
     std::vector<std::byte> bad = good;
-    for (int k = 0; k < 4; ++k) bad[random.below(bad.size())] = static_cast<std::byte>(random.below(256));
+    for (int k = 0; k < 4; ++k)
+      bad[random.below(bad.size())] = static_cast<std::byte>(random.below(256));
     if (const auto read = decode(bad)) REQUIRE(decode(encode(*read)).ok());
   }
 }
@@ -61,7 +67,12 @@ TEST_CASE("cuts") {
   lie[45] ^= std::byte{1};  // in the digest
   CHECK(decode_cut(lie).error().code() == ErrorCode::id_mismatch);
   FragmentSet removed = cut.set;
-  REQUIRE(removed.remove(removed.entries().begin()->metadata.unattributed ? (++removed.entries().begin())->id : removed.entries().front().id, {7, 7, 7}).ok());
+  REQUIRE(removed
+              .remove(removed.entries().begin()->metadata.unattributed
+                          ? (++removed.entries().begin())->id
+                          : removed.entries().front().id,
+                      {7, 7, 7})
+              .ok());
   RoundCut log = cut;
   log.set = removed;
   CHECK(decode_cut(encode(log)).error().code() == ErrorCode::corrupt);

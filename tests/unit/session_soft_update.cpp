@@ -21,14 +21,16 @@ std::vector<std::int64_t> positions(std::int64_t n) {
 
 TEST_CASE("a blend is what doubles say, in any layout, and both ends are identities") {
   const auto at = positions(7);
-  for (const ElementType type : {ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::q8_0}) {
+  for (const ElementType type :
+       {ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::q8_0}) {
     const auto g = test::geometry({.type = type, .channels = 96});
     for (const test::Layout layout : test::all_layouts) {
       test::TestCache fused(g, 7, layout), local(g, 7), out(g, 7, layout);
       fused.fill(1);
       local.fill(2);
       for (const float beta : {0.0F, 0.25F, 0.3F, 1.0F}) {
-        const Status status = soft_update(exec::seq, fused.ref(), at, local.ref(), at, beta, out.out());
+        const Status status =
+            soft_update(exec::seq, fused.ref(), at, local.ref(), at, beta, out.out());
         INFO(to_string(type) << " beta " << beta << ' ' << status.message());
         REQUIRE(status.ok());
         if (beta == 0.0F || beta == 1.0F) {
@@ -37,7 +39,8 @@ TEST_CASE("a blend is what doubles say, in any layout, and both ends are identit
             for (std::int64_t t = 0; t < 7; ++t) {
               for (std::int64_t h = 0; h < 2; ++h) {
                 for (std::int64_t c = 0; c < 96; c += block_elements(type)) {
-                  REQUIRE(std::memcmp(out.bytes(p, t, h, c), from.bytes(p, t, h, c), static_cast<std::size_t>(block_bytes(type))) == 0);
+                  REQUIRE(std::memcmp(out.bytes(p, t, h, c), from.bytes(p, t, h, c),
+                                      static_cast<std::size_t>(block_bytes(type))) == 0);
                 }
               }
             }
@@ -45,11 +48,16 @@ TEST_CASE("a blend is what doubles say, in any layout, and both ends are identit
           continue;
         }
         const test::Dense x = fused.dense(), y = local.dense(), z = out.dense();
-        // f32: a difference and an fma, each within 2^-24 of values below 8; storing adds half a unit of the type at |x| < 8.
-        const double step = type == ElementType::f32 ? 0x1p-20 : type == ElementType::f16 ? 0x1p-9 : type == ElementType::bf16 ? 0x1p-6 : 0.04;
+        // f32: a difference and an fma, each within 2^-24 of values below 8; storing adds half a
+        // unit of the type at |x| < 8.
+        const double step = type == ElementType::f32    ? 0x1p-20
+                            : type == ElementType::f16  ? 0x1p-9
+                            : type == ElementType::bf16 ? 0x1p-6
+                                                        : 0.04;
         for (std::size_t p = 0; p < x.size(); ++p) {
           for (std::size_t i = 0; i < x[p].size(); ++i) {
-            REQUIRE(std::abs(z[p][i] - (double{beta} * x[p][i] + (1 - double{beta}) * y[p][i])) <= step);
+            REQUIRE(std::abs(z[p][i] - (double{beta} * x[p][i] + (1 - double{beta}) * y[p][i])) <=
+                    step);
           }
         }
       }
@@ -83,19 +91,27 @@ TEST_CASE("what cannot be blended leaves the output alone") {
     CHECK(out.is_untouched());
     return status.code();
   };
-  const auto blend = [&](float beta) { return code(soft_update(exec::seq, fused.ref(), at, local.ref(), at, beta, out.out())); };
+  const auto blend = [&](float beta) {
+    return code(soft_update(exec::seq, fused.ref(), at, local.ref(), at, beta, out.out()));
+  };
   CHECK(blend(-0.1F) == ErrorCode::invalid_argument);
   CHECK(blend(1.5F) == ErrorCode::invalid_argument);
   CHECK(blend(std::nanf("")) == ErrorCode::invalid_argument);
   auto shifted = at;
   shifted[2] += 1;
-  CHECK(code(soft_update(exec::seq, fused.ref(), shifted, local.ref(), at, 0.5F, out.out())) == ErrorCode::position_gap);
-  CHECK(code(soft_update(exec::seq, fused.ref(), at, local.ref(), shifted, 0.5F, out.out())) == ErrorCode::duplicate_position);
-  CHECK(code(soft_update(exec::seq, fused.ref().first(2), std::span(at).first(2), local.ref(), at, 0.5F, out.out())) == ErrorCode::token_count_mismatch);
-  CHECK(code(soft_update(exec::seq, fused.ref(), at, local.ref(), at, 0.5F, out.out().first(2))) == ErrorCode::output_too_small);
-  CHECK(soft_update(exec::seq, fused.ref(), at, local.ref(), at, 0.5F, fused.out()).code() == ErrorCode::aliasing);
+  CHECK(code(soft_update(exec::seq, fused.ref(), shifted, local.ref(), at, 0.5F, out.out())) ==
+        ErrorCode::position_gap);
+  CHECK(code(soft_update(exec::seq, fused.ref(), at, local.ref(), shifted, 0.5F, out.out())) ==
+        ErrorCode::duplicate_position);
+  CHECK(code(soft_update(exec::seq, fused.ref().first(2), std::span(at).first(2), local.ref(), at,
+                         0.5F, out.out())) == ErrorCode::token_count_mismatch);
+  CHECK(code(soft_update(exec::seq, fused.ref(), at, local.ref(), at, 0.5F, out.out().first(2))) ==
+        ErrorCode::output_too_small);
+  CHECK(soft_update(exec::seq, fused.ref(), at, local.ref(), at, 0.5F, fused.out()).code() ==
+        ErrorCode::aliasing);
   test::TestCache other(test::geometry({.heads = 3}), 3);
-  CHECK(code(soft_update(exec::seq, other.ref(), at, local.ref(), at, 0.5F, out.out())) == ErrorCode::geometry_mismatch);
+  CHECK(code(soft_update(exec::seq, other.ref(), at, local.ref(), at, 0.5F, out.out())) ==
+        ErrorCode::geometry_mismatch);
   auto undeclared = test::geometry();
   undeclared->layers[1].rope = {};
   test::TestCache nobody_said(undeclared, 3);

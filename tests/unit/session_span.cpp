@@ -1,4 +1,5 @@
-// Collecting new tokens: what is sealed equals sealing the engine's cache whole, positions are counted, errors change nothing.
+// Collecting new tokens: what is sealed equals sealing the engine's cache whole, positions are
+// counted, errors change nothing.
 
 #include <kvmeld/session/span_buffer.hpp>
 
@@ -9,7 +10,8 @@ using namespace kvmeld;
 
 namespace {
 
-// Tokens [begin, end) of a cache, through slot lists: rows as an engine hands them out, one decode at a time.
+// Tokens [begin, end) of a cache, through slot lists: rows as an engine hands them out, one decode
+// at a time.
 struct Part {
   std::vector<std::vector<std::int64_t>> slots;
   KvCacheRef ref;
@@ -42,7 +44,8 @@ TEST_CASE("rows that come one by one, in any layout, seal to what the whole cach
   const auto ids = test::token_ids(11);
   const Digest128 lead_in = lead_in_digest(std::vector<TokenId>{7, 8, 9});
   for (const test::Layout layout : test::all_layouts) {
-    for (const std::vector<std::int64_t>& hidden : {std::vector<std::int64_t>{}, std::vector<std::int64_t>{0, 6, 0}}) {
+    for (const std::vector<std::int64_t>& hidden :
+         {std::vector<std::int64_t>{}, std::vector<std::int64_t>{0, 6, 0}}) {
       if (!hidden.empty() && layout != test::Layout::slot_list) continue;
       test::TestCache cache(g, 11, layout, hidden);
       cache.fill(5);
@@ -52,11 +55,14 @@ TEST_CASE("rows that come one by one, in any layout, seal to what the whole cach
       const auto expected = seal(cache.ref(), whole);
       REQUIRE(expected.ok());
 
-      SpanBuffer buffer(g, {}, {.context = {.lead_in = lead_in}, .first_position = 20, .drop_first = 3});
-      for (const auto& [begin, end] : {std::pair<std::int64_t, std::int64_t>{0, 2}, {2, 5}, {5, 6}, {6, 11}}) {
+      SpanBuffer buffer(g, {},
+                        {.context = {.lead_in = lead_in}, .first_position = 20, .drop_first = 3});
+      for (const auto& [begin, end] :
+           {std::pair<std::int64_t, std::int64_t>{0, 2}, {2, 5}, {5, 6}, {6, 11}}) {
         const Part part(cache.ref(), begin, end);
         const auto b = static_cast<std::size_t>(begin), n = static_cast<std::size_t>(end - begin);
-        const Status status = buffer.append(part.ref, std::span(ids).subspan(b, n), std::span(positions).subspan(b, n));
+        const Status status = buffer.append(part.ref, std::span(ids).subspan(b, n),
+                                            std::span(positions).subspan(b, n));
         INFO(status.message());
         REQUIRE(status.ok());
       }
@@ -93,7 +99,8 @@ TEST_CASE("spans of every N tokens; what is over waits, and its lead-in is the s
   CHECK(last->payloads()[0].positions == from(14, 2));
   CHECK(first->payloads()[0].lead_in == Digest128{});
   CHECK(second->payloads()[0].lead_in == continued_lead_in({}, first->id()));
-  CHECK(last->payloads()[0].lead_in == continued_lead_in(second->payloads()[0].lead_in, second->id()));
+  CHECK(last->payloads()[0].lead_in ==
+        continued_lead_in(second->payloads()[0].lead_in, second->id()));
   CHECK(std::ranges::equal(last->tokens(), std::span(ids).subspan(8)));
   CHECK(buffer.seal()->token_count() == 0);  // a turn without words
 }
@@ -105,7 +112,8 @@ TEST_CASE("a second encoding travels with its span") {
   without.fill(2);
   const auto ids = test::token_ids(6);
   const Context context{.lead_in = lead_in_digest(std::vector<TokenId>{1})};
-  SpanBuffer buffer(g, {.seal_every = 6, .variants = true}, {.context = context, .first_position = 40, .variant_position = 4});
+  SpanBuffer buffer(g, {.seal_every = 6, .variants = true},
+                    {.context = context, .first_position = 40, .variant_position = 4});
   REQUIRE(buffer.append(with.ref(), ids).ok());
   CHECK_FALSE(buffer.full());
   CHECK(buffer.seal().error().code() == ErrorCode::token_count_mismatch);
@@ -116,8 +124,9 @@ TEST_CASE("a second encoding travels with its span") {
   const auto made = buffer.seal_full();
   REQUIRE(made.ok());
   const auto positions = from(40, 6), variant_positions = from(4, 6);
-  const auto expected = with_variant(*seal(with.ref(), {.tokens = ids, .positions = positions, .context = context}), without.ref(),
-                                     {.tokens = ids, .positions = variant_positions});
+  const auto expected =
+      with_variant(*seal(with.ref(), {.tokens = ids, .positions = positions, .context = context}),
+                   without.ref(), {.tokens = ids, .positions = variant_positions});
   REQUIRE(expected.ok());
   CHECK(made->id() == expected->id());
   CHECK(SpanBuffer(g).append_variant(with.ref()).code() == ErrorCode::invalid_argument);
@@ -143,8 +152,10 @@ TEST_CASE("what cannot be appended changes nothing") {
   refuse(buffer.append(good.ref(), ids, from(11, 3)), ErrorCode::duplicate_position, "11");
   const std::vector<std::int64_t> repeated{12, 13, 13};
   refuse(buffer.append(good.ref(), ids, repeated), ErrorCode::duplicate_position, "13");
-  refuse(buffer.append(good.ref(), ids, from(12, 2)), ErrorCode::token_count_mismatch, "2 positions");
-  refuse(buffer.append(good.ref(), std::span(ids).first(2)), ErrorCode::token_count_mismatch, "2 token ids");
+  refuse(buffer.append(good.ref(), ids, from(12, 2)), ErrorCode::token_count_mismatch,
+         "2 positions");
+  refuse(buffer.append(good.ref(), std::span(ids).first(2)), ErrorCode::token_count_mismatch,
+         "2 token ids");
   refuse(buffer.append(good.ref()), ErrorCode::token_count_mismatch, "latent");
   refuse(buffer.append(bad.ref(), ids), ErrorCode::non_finite, "layer 1 plane 1");
   test::TestCache other(test::geometry({.layers = 3}), 3);

@@ -1,4 +1,5 @@
-// An agent's own words in its own view, whatever is swapped in; and what a session does with members that say too much.
+// An agent's own words in its own view, whatever is swapped in; and what a session does with
+// members that say too much.
 
 #include <functional>
 #include <thread>
@@ -32,7 +33,13 @@ Options options_for(MemberId self, std::vector<MemberId> members) {
   options.replica.members = members;
   options.replica.news_interval_ms = 10;
   options.replica.retry_ms = 5;
-  options.rounds = {.session = 9, .members = std::move(members), .quorum = 1, .soft_ms = 0, .cut_ms = 5'000, .timeout_ms = 9'000, .retry_ms = 20};
+  options.rounds = {.session = 9,
+                    .members = std::move(members),
+                    .quorum = 1,
+                    .soft_ms = 0,
+                    .cut_ms = 5'000,
+                    .timeout_ms = 9'000,
+                    .retry_ms = 20};
   return options;
 }
 
@@ -42,11 +49,13 @@ template <class Session>
 Status say(Session& session, std::int64_t tokens, std::uint64_t seed) {
   test::TestCache words(g, tokens);
   words.fill(seed);
-  KVMELD_TRY(session.append(words.ref(), test::token_ids(tokens, static_cast<TokenId>(100 * seed))));
+  KVMELD_TRY(
+      session.append(words.ref(), test::token_ids(tokens, static_cast<TokenId>(100 * seed))));
   return session.end_span().status();
 }
 
-/// Polls and tries until a cache of so many rendered tokens is swapped in; the last swap, or none after some seconds.
+/// Polls and tries until a cache of so many rendered tokens is swapped in; the last swap, or none
+/// after some seconds.
 template <class Session>
 std::optional<SwapReport> swap_of(Session& session, std::int64_t tokens) {
   for (int i = 0; i < 4000; ++i) {
@@ -59,7 +68,9 @@ std::optional<SwapReport> swap_of(Session& session, std::int64_t tokens) {
   return {};
 }
 
-std::vector<std::byte> frame(SessionMessage type, std::span<const std::byte> body) { return *encode_frame(static_cast<std::uint8_t>(type), body); }
+std::vector<std::byte> frame(SessionMessage type, std::span<const std::byte> body) {
+  return *encode_frame(static_cast<std::uint8_t>(type), body);
+}
 
 }  // namespace
 
@@ -67,7 +78,8 @@ TEST_CASE("words with ids of any content hash are carried over a swap") {
   MemoryHub hub;
   MemoryStore store;
   auto transport = hub.join(1);
-  AgentSession session(merging, store, *transport, g, options_for<AgentSessionOptions<NoAuth, OtherHash>>(1, {1}));
+  AgentSession session(merging, store, *transport, g,
+                       options_for<AgentSessionOptions<NoAuth, OtherHash>>(1, {1}));
   REQUIRE(say(session, 5, 1).ok());
   REQUIRE(session.poll(now_ms()).ok());
   REQUIRE(say(session, 3, 2).ok());  // said since the snapshot
@@ -98,7 +110,9 @@ TEST_CASE("a cut that lacks an agent's own words does not take them out of its v
   FragmentSet theirs_alone;
   REQUIRE(theirs_alone.insert(theirs, {2, 0, 1}).ok());
   REQUIRE(session.begin_round(now_ms()).ok());
-  REQUIRE(peer->send(1, frame(SessionMessage::round_cut, encode(*make_cut(theirs_alone, merging.digest(), 9, 1, 2)))).ok());
+  REQUIRE(peer->send(1, frame(SessionMessage::round_cut,
+                              encode(*make_cut(theirs_alone, merging.digest(), 9, 1, 2))))
+              .ok());
   std::optional<SwapReport> swap;
   for (int i = 0; i < 4000 && !(swap && swap->round == 1); ++i) {
     (void)session.poll(now_ms());
@@ -131,17 +145,22 @@ struct SlowMemory {
   std::shared_ptr<std::function<void()>> during = std::make_shared<std::function<void()>>();
 
   [[nodiscard]] HostBacking backing() const { return inner.backing(); }
-  [[nodiscard]] Result<InstallReport> install(std::shared_ptr<Rendered<HostBuffer>> next, std::span<const Fragment> carried, std::int64_t first) {
+  [[nodiscard]] Result<InstallReport> install(std::shared_ptr<Rendered<HostBuffer>> next,
+                                              std::span<const Fragment> carried,
+                                              std::int64_t first) {
     if (*during) (*during)();
     return inner.install(std::move(next), carried, first);
   }
   [[nodiscard]] Status check_room(std::int64_t tokens) const { return inner.check_room(tokens); }
-  Status append(const KvCacheRef& rows, std::span<const TokenId> tokens) { return inner.append(rows, tokens); }
+  Status append(const KvCacheRef& rows, std::span<const TokenId> tokens) {
+    return inner.append(rows, tokens);
+  }
 };
 
 }  // namespace
 
-TEST_CASE("a message that arrives past the deadline does not end a round whose cache is being put in") {
+TEST_CASE(
+    "a message that arrives past the deadline does not end a round whose cache is being put in") {
   MemoryHub hub;
   MemoryStore store;
   auto transport = hub.join(1), peer = hub.join(2);
@@ -157,7 +176,9 @@ TEST_CASE("a message that arrives past the deadline does not end a round whose c
   bool was_there = false;
   *during = [&] {
     was_there = true;
-    CHECK(peer->send(1, frame(SessionMessage::round_ready, encode(RoundReady{9, 1, merging.digest(), {}}))).ok());
+    CHECK(peer->send(1, frame(SessionMessage::round_ready,
+                              encode(RoundReady{9, 1, merging.digest(), {}})))
+              .ok());
     CHECK(session.poll(9'001).ok());
     CHECK(session.round()->state() == RoundState::cut);
   };
@@ -176,7 +197,9 @@ TEST_CASE("a message that arrives past the deadline does not end a round whose c
   CHECK(session.accounting().rounds_kept == 0);
 }
 
-TEST_CASE("words that nobody takes are said once to be so, and stay in the agent's view while there is room") {
+TEST_CASE(
+    "words that nobody takes are said once to be so, and stay in the agent's view while there is "
+    "room") {
   const auto run = [&](std::int64_t max_refused, std::int64_t each, std::int64_t carried) {
     MemoryHub hub;
     MemoryStore stores[2];
@@ -184,7 +207,8 @@ TEST_CASE("words that nobody takes are said once to be so, and stay in the agent
     auto options = options_for(1, {1, 2});
     options.replica.max_operations = 2;
     options.max_refused_tokens = max_refused;
-    AgentSession session(merging, stores[0], *transport, g, options, HostMemory({.spare_tokens = 16}));
+    AgentSession session(merging, stores[0], *transport, g, options,
+                         HostMemory({.spare_tokens = 16}));
     AgentSession other(merging, stores[1], *other_transport, g, options_for(2, {1, 2}));
     for (std::uint64_t i = 0; i < 2; ++i) {
       REQUIRE(say(session, 1, i).ok());
@@ -196,7 +220,8 @@ TEST_CASE("words that nobody takes are said once to be so, and stay in the agent
     CHECK(session.poll(now_ms()).ok());
     CHECK(session.accounting().fragments_refused == 3);
     CHECK(session.accounting().fragments_sealed == 2);
-    for (std::int64_t round = 1; round <= 2; ++round) {  // what the others say comes in, again and again
+    // what the others say comes in, again and again
+    for (std::int64_t round = 1; round <= 2; ++round) {
       REQUIRE(say(other, 3, 10 + static_cast<std::uint64_t>(round)).ok());
       std::optional<SwapReport> swap;
       for (int i = 0; i < 4000 && !swap; ++i) {
@@ -215,8 +240,8 @@ TEST_CASE("words that nobody takes are said once to be so, and stay in the agent
     }
   };
   run(256, 3, 9);
-  run(7, 3, 6);   // the oldest went
-  run(256, 9, 0); // 27 tokens do not fit behind the others': the others' words come first
+  run(7, 3, 6);    // the oldest went
+  run(256, 9, 0);  // 27 tokens do not fit behind the others': the others' words come first
 }
 
 TEST_CASE("frames of the host's own that nobody takes do not pile up") {
@@ -227,7 +252,9 @@ TEST_CASE("frames of the host's own that nobody takes do not pile up") {
   options.max_application_bytes = 10'000;
   AgentSession session(merging, store, *transport, g, options);
   for (std::size_t i = 0; i < 40; ++i) {
-    REQUIRE(peer->send(1, frame(SessionMessage::application, std::vector<std::byte>(936, static_cast<std::byte>(i)))).ok());
+    REQUIRE(peer->send(1, frame(SessionMessage::application,
+                                std::vector<std::byte>(936, static_cast<std::byte>(i))))
+                .ok());
   }
   REQUIRE(session.poll(0).ok());
   const auto taken = session.take_application();

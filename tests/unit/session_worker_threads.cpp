@@ -1,4 +1,5 @@
-// Rendering behind a generating thread: the newest request wins, readers keep what they hold, nothing is torn.
+// Rendering behind a generating thread: the newest request wins, readers keep what they hold,
+// nothing is torn.
 
 #include <atomic>
 #include <thread>
@@ -60,7 +61,9 @@ TEST_CASE("the newest request wins, and what came out is what a render makes") {
   CHECK(outcome.rendered == nullptr);
 }
 
-TEST_CASE("what an agent says goes on behind its cache, and what it said since the snapshot is carried over a swap") {
+TEST_CASE(
+    "what an agent says goes on behind its cache, and what it said since the snapshot is carried "
+    "over a swap") {
   const auto g = test::geometry();
   const auto a = test::sealed(g, 4, 1).fragment, b = test::sealed(g, 3, 2).fragment;
   FragmentSet set;
@@ -100,7 +103,8 @@ TEST_CASE("readers keep the buffer that they hold while the agent swaps, appends
   std::vector<FragmentSet> sets(4);
   std::vector<Digest128> digests;
   for (std::uint64_t s = 0; s < sets.size(); ++s) {
-    for (std::uint64_t i = 0; i <= s; ++i) REQUIRE(sets[s].insert(test::sealed(g, 9, 10 * s + i).fragment, {i, 0}).ok());
+    for (std::uint64_t i = 0; i <= s; ++i)
+      REQUIRE(sets[s].insert(test::sealed(g, 9, 10 * s + i).fragment, {i, 0}).ok());
     digests.push_back(expected_digest(sets[s], *g));
   }
   test::TestCache words(g, 1);

@@ -20,7 +20,8 @@ struct OtherHash : kvmeld::Xxh3_128 {
 };
 
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 2) {
-  return test::sealed(test::geometry({.layers = 1, .heads = 1, .channels = 32}), tokens, seed).fragment;
+  return test::sealed(test::geometry({.layers = 1, .heads = 1, .channels = 32}), tokens, seed)
+      .fragment;
 }
 
 }  // namespace
@@ -28,8 +29,9 @@ Fragment fragment(std::uint64_t seed, std::int64_t tokens = 2) {
 TEST_CASE("the same fragment from several agents is one entry with all of their dots") {
   const Fragment f = fragment(1, 308);
   FragmentSet set;
-  for (std::uint64_t agent = 4; agent-- > 0;) REQUIRE(set.insert(f, {agent, 10 - agent}, 0.25F * static_cast<float>(agent)).ok());
-  REQUIRE(set.insert(f, {3, 7}, 0.75F).ok());  // delivered twice
+  for (std::uint64_t agent = 4; agent-- > 0;)
+    REQUIRE(set.insert(f, {agent, 10 - agent}, 0.25F * static_cast<float>(agent)).ok());
+  REQUIRE(set.insert(f, {3, 7}, 0.75F).ok());      // delivered twice
   REQUIRE(set.insert(f, {1, 3, 1}, 0.125F).ok());  // said again in a later life, less sure
   REQUIRE(set.size() == 1);
   const Metadata& m = set.entries().front().metadata;
@@ -55,17 +57,29 @@ TEST_CASE("the digest covers ids, dots, confidence and successors, and nothing e
   const auto ok = [](const kvmeld::Status& status) { REQUIRE(status.ok()); };
   add([&](FragmentSet& s) { ok(s.insert(a)); });
   add([&](FragmentSet& s) { ok(s.insert(b)); });
-  add([&](FragmentSet& s) { ok(s.insert(a)); ok(s.insert(b)); });
+  add([&](FragmentSet& s) {
+    ok(s.insert(a));
+    ok(s.insert(b));
+  });
   add([&](FragmentSet& s) { ok(s.insert(a, {1, 2})); });
-  add([&](FragmentSet& s) { ok(s.insert(a, {1, 2})); ok(s.insert(a)); });
+  add([&](FragmentSet& s) {
+    ok(s.insert(a, {1, 2}));
+    ok(s.insert(a));
+  });
   add([&](FragmentSet& s) { ok(s.insert(a, {1, 3})); });
   add([&](FragmentSet& s) { ok(s.insert(a, {2, 2})); });
   add([&](FragmentSet& s) { ok(s.insert(a, {1, 2, 5})); });
   add([&](FragmentSet& s) { ok(s.insert(a, {1, 2}, 0.5F)); });
   add([&](FragmentSet& s) { ok(s.insert(a, {1, 2}, 0.75F)); });
   add([&](FragmentSet& s) { ok(s.insert(a, {1, 2}, 0.0F)); });
-  add([&](FragmentSet& s) { ok(s.insert(a, {1, 2})); ok(s.supersede(a.id(), b.id(), {1, 4})); });
-  add([&](FragmentSet& s) { ok(s.insert(a, {1, 2})); ok(s.insert(a, {1, 4})); });
+  add([&](FragmentSet& s) {
+    ok(s.insert(a, {1, 2}));
+    ok(s.supersede(a.id(), b.id(), {1, 4}));
+  });
+  add([&](FragmentSet& s) {
+    ok(s.insert(a, {1, 2}));
+    ok(s.insert(a, {1, 4}));
+  });
   for (std::size_t i = 0; i < all.size(); ++i) {
     for (std::size_t j = 0; j < i; ++j) {
       CAPTURE(i, j);
@@ -81,7 +95,8 @@ TEST_CASE("the digest covers ids, dots, confidence and successors, and nothing e
   ok(evicted.insert(test::evicted(a), {1, 2}, 0.0F));
   ok(late.insert(a, {1, 2}, 0.0F, 1'700'000'000'000));
   ok(minus_zero.insert(a, {1, 2}, -0.0F));
-  for (const FragmentSet* same : {&twice, &evicted, &late, &minus_zero}) CHECK(same->digest() == once.digest());
+  for (const FragmentSet* same : {&twice, &evicted, &late, &minus_zero})
+    CHECK(same->digest() == once.digest());
   ok(removed.insert(a, {1, 2}));
   ok(removed.remove(a.id(), {1, 3}));
   CHECK(removed.digest() == all[0]);
@@ -97,14 +112,16 @@ TEST_CASE("a dot names one operation for ever") {
   CHECK(set.remove(a.id(), {1, 0}).code() == ErrorCode::dot_reused);
   CHECK(set.supersede(a.id(), b.id(), {1, 0}).code() == ErrorCode::dot_reused);
   CHECK(set.insert(a, {1, kvmeld::max_sequence + 1}).code() == ErrorCode::invalid_argument);
-  CHECK(set.insert(a, {1, 1}, std::numeric_limits<float>::infinity()).code() == ErrorCode::non_finite);
+  CHECK(set.insert(a, {1, 1}, std::numeric_limits<float>::infinity()).code() ==
+        ErrorCode::non_finite);
   CHECK(set.remove(b.id(), {1, 1}).code() == ErrorCode::not_found);
   CHECK(set.supersede(b.id(), a.id(), {1, 1}).code() == ErrorCode::not_found);
   CHECK(set.supersede(a.id(), a.id(), {1, 1}).code() == ErrorCode::invalid_argument);
   CHECK(set.evict(b.id()).code() == ErrorCode::not_found);
   CHECK(set.digest() == before);
   REQUIRE(set.remove(a.id(), {1, 1}).ok());
-  CHECK(set.insert(a, {1, 0}, 0.5F).code() == ErrorCode::dot_reused);  // it was removed: a replay brings nothing back
+  // it was removed: a replay brings nothing back
+  CHECK(set.insert(a, {1, 0}, 0.5F).code() == ErrorCode::dot_reused);
   CHECK(set.empty());
   REQUIRE(set.insert(a).ok());
   CHECK(set.remove(a.id(), {1, 2}).code() == ErrorCode::unsupported);
@@ -114,7 +131,8 @@ TEST_CASE("a dot names one operation for ever") {
   CHECK(set.context().next_sequence(1, 7) == 0);
 }
 
-TEST_CASE("a removed payload stays until the removal is stable, an evicted one comes back by restore") {
+TEST_CASE(
+    "a removed payload stays until the removal is stable, an evicted one comes back by restore") {
   const Fragment a = fragment(1);
   FragmentSet set, other;
   REQUIRE(set.insert(a, {1, 0}).ok());
@@ -123,7 +141,8 @@ TEST_CASE("a removed payload stays until the removal is stable, an evicted one c
   CHECK_FALSE(set.payload(a.id()).payloads()[0].bytes);
   REQUIRE(set.restore(a).ok());
   CHECK(set.find(a.id())->complete());
-  REQUIRE(other.insert(test::evicted(a), {2, 0}).ok());  // another agent knows the content, this set has the bytes
+  // another agent knows the content, this set has the bytes
+  REQUIRE(other.insert(test::evicted(a), {2, 0}).ok());
   REQUIRE(set.remove(a.id(), {1, 1}).ok());
   set.compact({});
   CHECK(set.payload(a.id()).valid());
@@ -133,7 +152,8 @@ TEST_CASE("a removed payload stays until the removal is stable, an evicted one c
   set.compact(set.context());
   CHECK_FALSE(set.payload(a.id()).valid());
   CHECK(set.removals().empty());
-  FragmentSet absent;  // knows the fragment, and nothing of its removals, which are compacted by now
+  // knows the fragment, and nothing of its removals, which are compacted by now
+  FragmentSet absent;
   REQUIRE(absent.insert(a, {1, 0}).ok());
   REQUIRE(absent.join(set.delta_since(absent.context())).ok());
   CHECK(absent.empty());
@@ -144,18 +164,23 @@ TEST_CASE("a removed payload stays until the removal is stable, an evicted one c
 TEST_CASE("what is superseded stays in the set and out of the render, and circles keep one") {
   std::vector<Fragment> f;
   for (std::uint64_t i = 0; i < 5; ++i) f.push_back(fragment(i));
-  std::sort(f.begin(), f.end(), [](const Fragment& a, const Fragment& b) { return a.id() < b.id(); });
+  std::sort(f.begin(), f.end(),
+            [](const Fragment& a, const Fragment& b) { return a.id() < b.id(); });
   FragmentSet set;
   std::uint64_t dot = 0;
   for (const Fragment& one : f) REQUIRE(set.insert(one, {1, dot++}).ok());
   const auto left = [&] {
     std::vector<std::size_t> out;
     for (const auto* entry : in_force(set)) {
-      out.push_back(static_cast<std::size_t>(std::find_if(f.begin(), f.end(), [&](const Fragment& x) { return x.id() == entry->id; }) - f.begin()));
+      out.push_back(static_cast<std::size_t>(
+          std::find_if(f.begin(), f.end(), [&](const Fragment& x) { return x.id() == entry->id; }) -
+          f.begin()));
     }
     return out;
   };
-  const auto supersede = [&](std::size_t old, std::size_t by) { REQUIRE(set.supersede(f[old].id(), f[by].id(), {1, dot++}).ok()); };
+  const auto supersede = [&](std::size_t old, std::size_t by) {
+    REQUIRE(set.supersede(f[old].id(), f[by].id(), {1, dot++}).ok());
+  };
   CHECK(left() == std::vector<std::size_t>{0, 1, 2, 3, 4});
   supersede(4, 2);
   CHECK(left() == std::vector<std::size_t>{0, 1, 2, 3});
@@ -165,7 +190,8 @@ TEST_CASE("what is superseded stays in the set and out of the render, and circle
   CHECK(left() == std::vector<std::size_t>{0, 1, 3});
   supersede(3, 4);  // leads into the circle
   CHECK(left() == std::vector<std::size_t>{0, 1});
-  REQUIRE(set.supersede(f[0].id(), fragment(99).id(), {1, dot++}).ok());  // a successor that nobody has
+  // a successor that nobody has
+  REQUIRE(set.supersede(f[0].id(), fragment(99).id(), {1, dot++}).ok());
   CHECK(left() == std::vector<std::size_t>{0, 1});
   REQUIRE(set.remove(f[1].id(), {1, dot++}).ok());
   CHECK(left() == std::vector<std::size_t>{0, 2});
@@ -175,8 +201,11 @@ TEST_CASE("what is superseded stays in the set and out of the render, and circle
 TEST_CASE("parts that cannot be one set are refused") {
   using Entry = FragmentSet::Entry;
   const Fragment a = fragment(1), b = fragment(2);
-  const auto code = [](std::vector<Entry> entries, std::vector<kvmeld::Removal> removals = {}, const kvmeld::CausalContext& compacted = {}) {
-    return FragmentSet::from_parts({}, std::move(entries), std::move(removals), compacted).status().code();
+  const auto code = [](std::vector<Entry> entries, std::vector<kvmeld::Removal> removals = {},
+                       const kvmeld::CausalContext& compacted = {}) {
+    return FragmentSet::from_parts({}, std::move(entries), std::move(removals), compacted)
+        .status()
+        .code();
   };
   const Entry ea{a.id(), {}, {{{{1, 0}}}, false}}, eb{b.id(), {}, {{{{1, 0}}}, false}};
   CHECK(code({ea}) == ErrorCode::ok);
@@ -189,7 +218,8 @@ TEST_CASE("parts that cannot be one set are refused") {
   kvmeld::CausalContext compacted;
   compacted.add({1, 0});
   CHECK(code({ea}, {}, compacted) == ErrorCode::corrupt);
-  CHECK(code({{a.id(), {}, {{{{1, 0}, std::numeric_limits<float>::quiet_NaN()}}, false}}}) == ErrorCode::non_finite);
+  CHECK(code({{a.id(), {}, {{{{1, 0}, std::numeric_limits<float>::quiet_NaN()}}, false}}}) ==
+        ErrorCode::non_finite);
   CHECK(code({{a.id(), {}, {{{{1, 0}, {}, a.id()}}, false}}}) == ErrorCode::corrupt);
 }
 
@@ -213,8 +243,10 @@ TEST_CASE("a context is a set of dots in ranges") {
       return context == fresh && context.dots() == dots.size();
     };
     std::set<Provenance> both, common;
-    std::set_union(in_a.begin(), in_a.end(), in_b.begin(), in_b.end(), std::inserter(both, both.end()));
-    std::set_intersection(in_a.begin(), in_a.end(), in_b.begin(), in_b.end(), std::inserter(common, common.end()));
+    std::set_union(in_a.begin(), in_a.end(), in_b.begin(), in_b.end(),
+                   std::inserter(both, both.end()));
+    std::set_intersection(in_a.begin(), in_a.end(), in_b.begin(), in_b.end(),
+                          std::inserter(common, common.end()));
     CausalContext joined = a;
     joined.join(b);
     REQUIRE(same(a, in_a));
@@ -223,7 +255,8 @@ TEST_CASE("a context is a set of dots in ranges") {
     REQUIRE(leq(a, joined));
     REQUIRE(leq(meet(a, b), b));
     REQUIRE(leq(a, b) == std::includes(in_b.begin(), in_b.end(), in_a.begin(), in_a.end()));
-    for (std::uint64_t s = 0; s < 12; ++s) REQUIRE(a.contains({1, s, 1}) == (in_a.count({1, s, 1}) == 1));
+    for (std::uint64_t s = 0; s < 12; ++s)
+      REQUIRE(a.contains({1, s, 1}) == (in_a.count({1, s, 1}) == 1));
   }
 }
 
@@ -286,7 +319,9 @@ TEST_CASE("sums mod 2^256 carry and borrow across words") {
   CHECK(low == Digest256{{full, 0, full, 0}});
   test::Random random(5);
   for (int i = 0; i < 1000; ++i) {
-    const auto word = [&] { return random.below(3) == 0 ? 0 : random.below(3) == 0 ? full : random.next(); };
+    const auto word = [&] {
+      return random.below(3) == 0 ? 0 : random.below(3) == 0 ? full : random.next();
+    };
     const Digest256 a{{word(), word(), word(), word()}}, b{{word(), word(), word(), word()}};
     Digest256 ab = a, ba = b;
     ab.add(b);
@@ -297,7 +332,9 @@ TEST_CASE("sums mod 2^256 carry and borrow across words") {
   }
 }
 
-TEST_CASE("what can never be rendered beside a set's fragments is refused when it is inserted, and says what differs") {
+TEST_CASE(
+    "what can never be rendered beside a set's fragments is refused when it is inserted, and says "
+    "what differs") {
   const auto base = test::geometry({.layers = 1, .heads = 1, .channels = 32});
   const auto changed = [&](auto&& change) {
     auto g = std::make_shared<kvmeld::Geometry>(*base);
@@ -323,8 +360,14 @@ TEST_CASE("what can never be rendered beside a set's fragments is refused when i
     g.tenant = "other";
   });
   CHECK(set.insert(other_house, {1, 1}).message().find("tenant differs") != std::string::npos);
-  // Another model's may be mapped; and what others inserted is joined, or replicas would not converge.
-  CHECK(set.insert(changed([](kvmeld::Geometry& g) { g.model = "larger"; g.layers.push_back(g.layers[0]); }), {1, 1}).ok());
+  // Another model's may be mapped; and what others inserted is joined, or replicas would not
+  // converge.
+  CHECK(set.insert(changed([](kvmeld::Geometry& g) {
+                     g.model = "larger";
+                     g.layers.push_back(g.layers[0]);
+                   }),
+                   {1, 1})
+            .ok());
   FragmentSet others;
   REQUIRE(others.insert(wider, {2, 0}).ok());
   CHECK(set.join(others).ok());

@@ -22,7 +22,8 @@ TEST_CASE("every code has a name of its own") {
 TEST_CASE("a status is a code and a sentence") {
   CHECK(Status{}.ok());
   CHECK(Status{}.message().empty());
-  const Status bad = kvmeld::detail::error(ErrorCode::truncated, "ends at byte ", 7, " of ", 12U, ", share ", 0.5F);
+  const Status bad = kvmeld::detail::error(ErrorCode::truncated, "ends at byte ", 7, " of ", 12U,
+                                           ", share ", 0.5F);
   CHECK_FALSE(bad);
   CHECK(bad.code() == ErrorCode::truncated);
   CHECK(bad.message() == "ends at byte 7 of 12, share 0.5");
@@ -64,7 +65,8 @@ TEST_CASE("messages name enumerators, and say the number of one that this build 
 }
 
 // Compiled with -Wextra -Werror: a member without a default would have every user write it.
-TEST_CASE("public aggregates are written by the members that matter, and the others have defaults") {
+TEST_CASE(
+    "public aggregates are written by the members that matter, and the others have defaults") {
   using namespace kvmeld;
   CHECK(Target{.first_position = 3}.refuse == RenderWarnings::none);
   CHECK(RenderReport{.tokens = 3}.render_id == Digest128{});

@@ -1,5 +1,6 @@
-// What is left of a file store when the machine stops, at every system call of a history: this program stands between the library
-// and the system, and keeps a model of a disk that loses whatever was not synced. It also ends calls with EINTR, and fails syncs.
+// What is left of a file store when the machine stops, at every system call of a history: this
+// program stands between the library and the system, and keeps a model of a disk that loses
+// whatever was not synced. It also ends calls with EINTR, and fails syncs.
 #include <kvmeld/transport/file_store.hpp>
 
 #include <dlfcn.h>
@@ -32,8 +33,8 @@ Function real(const char* name) {
   return result == 0 ? status.st_ino : 0;
 }
 
-/// Files and folders, as the processes see them and as the disk has them. A folder's names and a file's bytes are on the disk since
-/// they were synced, each on its own.
+/// Files and folders, as the processes see them and as the disk has them. A folder's names and a
+/// file's bytes are on the disk since they were synced, each on its own.
 struct Disk {
   struct Node {
     bool folder = false;
@@ -63,7 +64,8 @@ struct Disk {
       at = 1;
       path = path.substr((std::min)(root.size() + 1, path.size()));
     }
-    for (std::size_t cut = path.find('/'); at != 0 && cut != std::string::npos; cut = path.find('/')) {
+    for (std::size_t cut = path.find('/'); at != 0 && cut != std::string::npos;
+         cut = path.find('/')) {
       const auto next = nodes.at(at).names.find(path.substr(0, cut));
       at = next == nodes.at(at).names.end() ? 0 : next->second;
       path = path.substr(cut + 1);
@@ -80,7 +82,7 @@ struct Between {
   bool interrupt = false;       ///< each call ends with EINTR once before it is done
   bool interrupted = false;
   std::uint64_t interruptions = 0;
-  int fail_sync = 0;            ///< the n-th sync from now fails, and syncs nothing
+  int fail_sync = 0;  ///< the n-th sync from now fails, and syncs nothing
   std::uint64_t syncs = 0;
 
   bool eintr() {
@@ -302,7 +304,8 @@ void restore(const Disk& disk, int number, const std::filesystem::path& to) {
     return;
   }
   std::ofstream out(to, std::ios::binary);
-  out.write(reinterpret_cast<const char*>(node.synced_bytes.data()), static_cast<std::streamsize>(node.synced_bytes.size()));
+  out.write(reinterpret_cast<const char*>(node.synced_bytes.data()),
+            static_cast<std::streamsize>(node.synced_bytes.size()));
 }
 
 /// What was acknowledged so far.
@@ -313,7 +316,9 @@ struct Acknowledged {
 };
 
 constexpr std::uint64_t seed = 5;
-Bytes bytes_of(std::uint64_t number) { return test::blob_bytes(number, 100 + static_cast<std::size_t>(number)); }
+Bytes bytes_of(std::uint64_t number) {
+  return test::blob_bytes(number, 100 + static_cast<std::size_t>(number));
+}
 
 /// Empty where everything is there after the machine stopped here; else what is not.
 std::string lost(const Disk& disk, const Acknowledged& all) {
@@ -469,7 +474,9 @@ bool locked_in_the_making(const std::filesystem::path& store) {
 
 }  // namespace
 
-TEST_CASE("whatever call the machine stops at, a disk that drops all that was not synced has what was acknowledged") {
+TEST_CASE(
+    "whatever call the machine stops at, a disk that drops all that was not synced has what was "
+    "acknowledged") {
   const test::TempFolder folder(files_folder());
   Acknowledged all;
   begin(folder.path());

@@ -24,7 +24,8 @@ Bytes read_file(const std::string& path) {
 }
 void write_file(const std::string& path, std::span<const std::byte> bytes) {
   std::ofstream out(path, std::ios::binary | std::ios::trunc);
-  out.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+  out.write(reinterpret_cast<const char*>(bytes.data()),
+            static_cast<std::streamsize>(bytes.size()));
 }
 
 bool has(const kvmeld::RecordBatch& batch, const Bytes& record) {
@@ -37,7 +38,8 @@ constexpr std::size_t head = 64, record_head = 32;
 struct Log {
   test::TempFolder folder;
   std::string path = folder / "store/records";
-  std::vector<Bytes> records{test::blob_bytes(1, 40), test::blob_bytes(2, 0), test::blob_bytes(3, 77)};
+  std::vector<Bytes> records{test::blob_bytes(1, 40), test::blob_bytes(2, 0),
+                             test::blob_bytes(3, 77)};
   Bytes before, whole;
   std::size_t first = head, last = 0;
 
@@ -59,14 +61,17 @@ struct Log {
   /// A writer that died when `size` bytes of the file were written: nobody has set the mark.
   [[nodiscard]] Bytes torn(std::size_t size) const {
     Bytes bytes = before;
-    bytes.insert(bytes.end(), whole.begin() + static_cast<std::ptrdiff_t>(last), whole.begin() + static_cast<std::ptrdiff_t>(size));
+    bytes.insert(bytes.end(), whole.begin() + static_cast<std::ptrdiff_t>(last),
+                 whole.begin() + static_cast<std::ptrdiff_t>(size));
     return bytes;
   }
 };
 
 }  // namespace
 
-TEST_CASE("a record that its writer did not finish is not there, is no damage, and the next writer cuts off what is left of it") {
+TEST_CASE(
+    "a record that its writer did not finish is not there, is no damage, and the next writer cuts "
+    "off what is left of it") {
   Log log;
   for (std::size_t size = log.last; size < log.whole.size(); ++size) {
     INFO("torn at byte " << size - log.last << " of the last record");
@@ -96,7 +101,9 @@ TEST_CASE("a record that its writer did not finish is not there, is no damage, a
   CHECK(log.open().records(0)->records == log.records);
 }
 
-TEST_CASE("what was acknowledged and is cut off or changed is damage: counted by who opens, and after the next writer, too") {
+TEST_CASE(
+    "what was acknowledged and is cut off or changed is damage: counted by who opens, and after "
+    "the next writer, too") {
   Log log;
   const auto check = [&](std::size_t at, std::uint64_t bytes) {
     INFO("at byte " << at << " of a log of " << log.whole.size());
@@ -131,8 +138,10 @@ TEST_CASE("what was acknowledged and is cut off or changed is damage: counted by
   }
   for (std::size_t size = 1; size < 60; ++size) {
     Bytes bytes = log.whole;
-    const Bytes torn(bytes.begin() + static_cast<std::ptrdiff_t>(log.first), bytes.begin() + static_cast<std::ptrdiff_t>(log.first + size));
-    bytes.insert(bytes.end(), torn.begin(), torn.end());  // a record's own bytes, at another place, behind the mark
+    const Bytes torn(bytes.begin() + static_cast<std::ptrdiff_t>(log.first),
+                     bytes.begin() + static_cast<std::ptrdiff_t>(log.first + size));
+    // a record's own bytes, at another place, behind the mark
+    bytes.insert(bytes.end(), torn.begin(), torn.end());
     write_file(log.path, bytes);
     FileStore store = log.open();
     REQUIRE(store.records(0)->records == log.records);
@@ -143,7 +152,9 @@ TEST_CASE("what was acknowledged and is cut off or changed is damage: counted by
   }
 }
 
-TEST_CASE("damage to a record in the middle costs that record alone, and is counted, also when the log grows and is replaced") {
+TEST_CASE(
+    "damage to a record in the middle costs that record alone, and is counted, also when the log "
+    "grows and is replaced") {
   Log log;
   const std::size_t second = log.first + record_head + log.records[0].size();
   for (std::size_t at = log.first; at < second; ++at) {
@@ -179,7 +190,8 @@ TEST_CASE("damage to a record in the middle costs that record alone, and is coun
 }
 
 TEST_CASE("opening takes time in proportion to the log, whatever was written into it") {
-  // Heads whose checksums are right, each of which announces all that follows; and such as only begin as one.
+  // Heads whose checksums are right, each of which announces all that follows; and such as only
+  // begin as one.
   Log log;
   const auto seconds = [&](std::size_t count, bool right) {
     Bytes bytes = log.whole;
@@ -197,7 +209,8 @@ TEST_CASE("opening takes time in proportion to the log, whatever was written int
   };
   for (const bool right : {true, false}) {
     INFO("of 8000 heads, checksums " << (right ? "right" : "wrong"));
-    CHECK(seconds(8000, right) < 2);  // hashing 8000 times what follows is a gigabyte, under the address sanitizer
+    // hashing 8000 times what follows is a gigabyte, under the address sanitizer
+    CHECK(seconds(8000, right) < 2);
   }
 }
 
@@ -218,7 +231,9 @@ TEST_CASE("a record that holds a whole log does not read as one, torn or not") {
   }
 }
 
-TEST_CASE("a log whose head is damaged or cut, of another version, or no log is refused, not overwritten") {
+TEST_CASE(
+    "a log whose head is damaged or cut, of another version, or no log is refused, not "
+    "overwritten") {
   Log log;
   for (std::size_t at = 0; at < 32; ++at) {
     Bytes bytes = log.whole;
@@ -234,12 +249,15 @@ TEST_CASE("a log whose head is damaged or cut, of another version, or no log is 
     const auto store = FileStore::open(log.folder / "store", fast);
     REQUIRE_FALSE(store.ok());
     CHECK(store.error().code() == ErrorCode::corrupt);
-    CHECK(store.error().message().find("cut to " + std::to_string(size) + " bytes") != std::string::npos);
+    CHECK(store.error().message().find("cut to " + std::to_string(size) + " bytes") !=
+          std::string::npos);
     CHECK(read_file(log.path).size() == size);
   }
 }
 
-TEST_CASE("a folder or log that was replaced by an earlier one is another generation, and cursors of the later one read from the start") {
+TEST_CASE(
+    "a folder or log that was replaced by an earlier one is another generation, and cursors of the "
+    "later one read from the start") {
   Log log;
   FileStore store = log.open();
   const std::uint64_t first = store.generation();
@@ -262,7 +280,8 @@ TEST_CASE("a folder or log that was replaced by an earlier one is another genera
   const std::uint64_t third = store.generation();
   CHECK(third != second);
 
-  std::filesystem::copy(log.folder / "store", log.folder / "copy", std::filesystem::copy_options::recursive);
+  std::filesystem::copy(log.folder / "store", log.folder / "copy",
+                        std::filesystem::copy_options::recursive);
   std::filesystem::rename(log.folder / "store", log.folder / "gone");
   CHECK(store.records(0)->records.size() == 3);
   CHECK(store.generation() == third);  // only moved
@@ -280,13 +299,15 @@ TEST_CASE("cursors of another store, of another life, or of nowhere read from th
   auto store = FileStore::open(log.folder / "store", fast);
   REQUIRE(store.ok());
   const std::uint64_t good = store->records(0)->cursor;
-  for (const std::uint64_t cursor : {std::uint64_t{1}, ~std::uint64_t{0}, good + 1, good ^ (std::uint64_t{1} << 60U), std::uint64_t{24}}) {
+  for (const std::uint64_t cursor : {std::uint64_t{1}, ~std::uint64_t{0}, good + 1,
+                                     good ^ (std::uint64_t{1} << 60U), std::uint64_t{24}}) {
     const auto batch = store->records(cursor);
     REQUIRE(batch.ok());
     CHECK((batch->records == log.records));
     CHECK(batch->cursor == good);
   }
   CHECK(store->records(good)->records.empty());
-  REQUIRE(store->replace_records(~std::uint64_t{0}, log.records[0]).ok());  // knows nothing, replaces nothing
+  // knows nothing, replaces nothing
+  REQUIRE(store->replace_records(~std::uint64_t{0}, log.records[0]).ok());
   CHECK(store->records(0)->records.size() == 4);
 }

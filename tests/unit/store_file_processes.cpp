@@ -1,4 +1,5 @@
-// The file store among processes that really die, disks that are really full, and users who may not.
+// The file store among processes that really die, disks that are really full, and users who may
+// not.
 #include <kvmeld/transport/file_store.hpp>
 #include <kvmeld/transport/shared_memory_store.hpp>
 
@@ -106,11 +107,16 @@ TEST_CASE("writers killed at any moment leave whole blobs and all that was ackno
             const std::uint64_t mine = (round * 2 + w) * 1000 + i + 1;
             if (!store->put(test::blob_key(1, mine), bytes_of(mine)).ok()) return 2;
             if (!store->add_record(long_record(mine)).ok()) return 3;
-            if (::write(pipe_ends[1], &mine, sizeof mine) != sizeof mine) return 4;  // acknowledged: both
+            // acknowledged: both
+            if (::write(pipe_ends[1], &mine, sizeof mine) != sizeof mine) return 4;
             if (i % 5 == 4) {
               const auto batch = store->records(0);
               if (!batch) return 5;
-              if (!store->replace_records(batch->cursor, test::number_record(9, test::numbers_in(9, *batch))).ok()) return 6;
+              if (!store
+                       ->replace_records(batch->cursor,
+                                         test::number_record(9, test::numbers_in(9, *batch)))
+                       .ok())
+                return 6;
             }
           }
           return 0;
@@ -227,14 +233,18 @@ TEST_CASE("a forked child goes on with its parent's handle, and excludes it") {
   for (int i = 0; i < 50; ++i) {
     const auto batch = store->records(0);
     REQUIRE(batch.ok());
-    REQUIRE(store->replace_records(batch->cursor, test::number_record(1, test::numbers_in(1, *batch))).ok());
+    REQUIRE(
+        store->replace_records(batch->cursor, test::number_record(1, test::numbers_in(1, *batch)))
+            .ok());
   }
   for (const pid_t pid : children) CHECK(end_of(pid) == 0);
   CHECK(test::numbers_in(1, *store->records(0)).size() == 600);
   CHECK(store->damage().places == 0);
 }
 
-TEST_CASE("of processes that put the same blobs, one is told that each is new; opening a store takes no living writer's file") {
+TEST_CASE(
+    "of processes that put the same blobs, one is told that each is new; opening a store takes no "
+    "living writer's file") {
   const test::TempFolder folder;
   constexpr std::uint64_t blobs = 60;
   std::vector<pid_t> children;
@@ -256,7 +266,8 @@ TEST_CASE("of processes that put the same blobs, one is told that each is new; o
   CHECK(created == blobs);
   auto store = FileStore::open(folder / "store", fast);
   REQUIRE(store.ok());
-  for (std::uint64_t n = 0; n < blobs; ++n) CHECK(test::equal(*store->get(test::blob_key(1, n)), bytes_of(n)));
+  for (std::uint64_t n = 0; n < blobs; ++n)
+    CHECK(test::equal(*store->get(test::blob_key(1, n)), bytes_of(n)));
   CHECK(entries(folder / "store/temp") == 0);
 }
 
@@ -278,7 +289,8 @@ TEST_CASE("a process that stops with the lock makes records unavailable, and blo
 }
 
 TEST_CASE("a full disk refuses, and loses nothing") {
-  // Files that may not grow, for everybody; a small disk of one's own, where the kernel lets us mount one.
+  // Files that may not grow, for everybody; a small disk of one's own, where the kernel lets us
+  // mount one.
   const test::TempFolder folder;
   CHECK(end_of(child([&] {
           ::signal(SIGXFSZ, SIG_IGN);
@@ -287,7 +299,9 @@ TEST_CASE("a full disk refuses, and loses nothing") {
           auto store = FileStore::open(folder / "limited", fast);
           if (!store) return 2;
           if (!store->put(test::blob_key(1, 1), Bytes(100'000)).ok()) return 3;
-          if (store->put(test::blob_key(1, 2), Bytes(100'001)).error().code() != ErrorCode::store_full) return 4;
+          if (store->put(test::blob_key(1, 2), Bytes(100'001)).error().code() !=
+              ErrorCode::store_full)
+            return 4;
           if (store->get(test::blob_key(1, 2)).error().code() != ErrorCode::not_found) return 5;
           if (entries(folder / "limited/temp") != 0) return 6;
           const Bytes record = test::number_record(1, {7});
@@ -297,8 +311,10 @@ TEST_CASE("a full disk refuses, and loses nothing") {
           if (std::filesystem::file_size(folder / "limited/records") != size) return 9;
           const auto batch = store->records(0);
           if (!batch || batch->records != std::vector<Bytes>{record}) return 10;
-          if (store->replace_records(batch->cursor, Bytes(100'000)).code() != ErrorCode::store_full) return 11;
-          if (store->records(0)->records != batch->records || entries(folder / "limited/temp") != 0) return 12;
+          if (store->replace_records(batch->cursor, Bytes(100'000)).code() != ErrorCode::store_full)
+            return 11;
+          if (store->records(0)->records != batch->records || entries(folder / "limited/temp") != 0)
+            return 12;
           return store->add_record(record).ok() && store->records(0)->records.size() == 2 ? 0 : 13;
         })) == 0);
 
@@ -307,7 +323,8 @@ TEST_CASE("a full disk refuses, and loses nothing") {
   constexpr int cannot_mount = 77;
   const int code = end_of(child([&] {
     const bool own = ::unshare(CLONE_NEWNS) == 0 || ::unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0;
-    if (!own || ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0) return cannot_mount;
+    if (!own || ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0)
+      return cannot_mount;
     if (::mount("kvmeld", disk.c_str(), "tmpfs", 0, "size=2m") != 0) return cannot_mount;
     auto store = FileStore::open(disk + "/store");
     if (!store) return 1;
@@ -321,7 +338,9 @@ TEST_CASE("a full disk refuses, and loses nothing") {
       if (n > 100) return 4;
     }
     if (store->add_record(Bytes(200'000)).code() != ErrorCode::store_full) return 5;
-    if (store->replace_records(store->records(0)->cursor, Bytes(200'000)).code() != ErrorCode::store_full) return 6;
+    if (store->replace_records(store->records(0)->cursor, Bytes(200'000)).code() !=
+        ErrorCode::store_full)
+      return 6;
     if (store->records(0)->records != std::vector<Bytes>{record}) return 7;
     if (entries(disk + "/store/temp") != 0) return 8;
     for (std::uint64_t i = 0; i < n; ++i) {
@@ -335,7 +354,8 @@ TEST_CASE("a full disk refuses, and loses nothing") {
   CHECK(code == 0);
 }
 
-TEST_CASE("what cannot be a store is refused with the reason, and what may not be used with the errno") {
+TEST_CASE(
+    "what cannot be a store is refused with the reason, and what may not be used with the errno") {
   const test::TempFolder folder;
   const auto refusal = [](const std::string& path, const kvmeld::FileStoreOptions& options = fast) {
     const auto store = FileStore::open(path, options);
@@ -389,7 +409,9 @@ TEST_CASE("what cannot be a store is refused with the reason, and what may not b
   const int code = end_of(child([&] {
     if (::setgid(65534) != 0 || ::setuid(65534) != 0) return 1;
     const auto theirs = FileStore::open(folder / "closed", fast);
-    if (theirs || theirs.error().code() != ErrorCode::unavailable || theirs.error().message().find("errno 13") == std::string::npos) return 2;
+    if (theirs || theirs.error().code() != ErrorCode::unavailable ||
+        theirs.error().message().find("errno 13") == std::string::npos)
+      return 2;
     std::filesystem::path name(folder / "mine");
     if (!FileStore::open(name.string(), own).ok()) return 3;
     return 0;

@@ -1,4 +1,5 @@
-// The file store against the laws of BlobStore and PayloadStore, on disk and in shared memory; also under the thread sanitizer.
+// The file store against the laws of BlobStore and PayloadStore, on disk and in shared memory; also
+// under the thread sanitizer.
 #include <kvmeld/transport/file_store.hpp>
 #include <kvmeld/transport/shared_memory_store.hpp>
 
@@ -11,8 +12,10 @@ using kvmeld::Durability;
 using kvmeld::ErrorCode;
 using kvmeld::FileStore;
 
-TEST_CASE("a file store keeps the laws, through copies of a handle and through handles of their own") {
-  for (const Durability durability : {Durability::file_and_folder, Durability::file, Durability::none}) {
+TEST_CASE(
+    "a file store keeps the laws, through copies of a handle and through handles of their own") {
+  for (const Durability durability :
+       {Durability::file_and_folder, Durability::file, Durability::none}) {
     const test::TempFolder folder;
     const kvmeld::FileStoreOptions options{.durability = durability};
     auto store = FileStore::open(folder / "store", options);
@@ -58,8 +61,9 @@ TEST_CASE("a shared memory store keeps the laws under a name") {
 }
 
 TEST_CASE("names of shared memory stores are names, not paths") {
-  for (const std::string& name : {std::string(), std::string("a/b"), std::string("../x"), std::string("a b"), std::string("a\0b", 3),
-                                  std::string("caf\xC3\xA9"), std::string(201, 'a')}) {
+  for (const std::string& name :
+       {std::string(), std::string("a/b"), std::string("../x"), std::string("a b"),
+        std::string("a\0b", 3), std::string("caf\xC3\xA9"), std::string(201, 'a')}) {
     const auto store = kvmeld::shared_memory_store(name);
     REQUIRE_FALSE(store.ok());
     CHECK(store.error().code() == ErrorCode::invalid_argument);

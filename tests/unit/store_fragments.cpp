@@ -1,4 +1,5 @@
-// Fragments that cross between processes through files and shared memory, alone and as the state of replicas.
+// Fragments that cross between processes through files and shared memory, alone and as the state of
+// replicas.
 #include <kvmeld/cache/verify_fragment.hpp>
 #include <kvmeld/metrics/collect_session.hpp>
 #include <kvmeld/metrics/prometheus_text.hpp>
@@ -29,7 +30,9 @@ constexpr kvmeld::FragmentFormat<> format{};
 
 /// Of 32 KiB and more, so that it is worth mapping.
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
-  return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 64}), tokens, seed, {.tokens = test::token_ids(tokens)}).fragment;
+  return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 64}), tokens, seed,
+                      {.tokens = test::token_ids(tokens)})
+      .fragment;
 }
 
 kvmeld::Result<FileStore> open_store(const test::TempFolder& folder) {
@@ -99,23 +102,30 @@ TEST_CASE("a fragment crosses between processes, byte for byte and without a cop
   }
 }
 
-TEST_CASE("a payload that the disk has changed is found out, removed, and put again by whoever has it") {
+TEST_CASE(
+    "a payload that the disk has changed is found out, removed, and put again by whoever has it") {
   const test::TempFolder folder;
   const Fragment sent = fragment(2);
   auto store = open_store(folder);
   REQUIRE(store.ok());
   REQUIRE(kvmeld::store_fragment(*store, sent, format).ok());
   std::filesystem::path file;
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder / "store/payloads")) {
+  for (const auto& entry :
+       std::filesystem::recursive_directory_iterator(folder / "store/payloads")) {
     if (entry.is_regular_file()) file = entry.path();
   }
   const auto size = std::filesystem::file_size(file);
   const auto damage = [&](std::uintmax_t at, std::uintmax_t new_size) {
     std::filesystem::permissions(file, std::filesystem::perms::owner_all);
-    std::fstream(file, std::ios::in | std::ios::out | std::ios::binary).seekp(static_cast<std::streamoff>(at)).put('\x55');
+    std::fstream(file, std::ios::in | std::ios::out | std::ios::binary)
+        .seekp(static_cast<std::streamoff>(at))
+        .put('\x55');
     std::filesystem::resize_file(file, new_size);
   };
-  for (const auto& [at, new_size] : {std::pair{size / 2, size}, {size - 1, size}, {std::uintmax_t{0}, size - 1}, {std::uintmax_t{0}, std::uintmax_t{0}}}) {
+  for (const auto& [at, new_size] : {std::pair{size / 2, size},
+                                     {size - 1, size},
+                                     {std::uintmax_t{0}, size - 1},
+                                     {std::uintmax_t{0}, std::uintmax_t{0}}}) {
     damage(at, new_size);
     CHECK_FALSE(kvmeld::load_fragment(*store, sent.id(), format).ok());
     CHECK_FALSE(std::filesystem::exists(file));
@@ -126,18 +136,23 @@ TEST_CASE("a payload that the disk has changed is found out, removed, and put ag
   }
 }
 
-TEST_CASE("replicas in processes of their own meet in a folder, and one that is killed comes back with what it had acknowledged") {
+TEST_CASE(
+    "replicas in processes of their own meet in a folder, and one that is killed comes back with "
+    "what it had acknowledged") {
   for (const auto& place : places()) {
     const test::TempFolder folder(place);
-    const auto agent = [&](kvmeld::MemberId self, std::uint32_t epoch, std::uint64_t first, int count, int acknowledged) {
+    const auto agent = [&](kvmeld::MemberId self, std::uint32_t epoch, std::uint64_t first,
+                           int count, int acknowledged) {
       auto store = open_store(folder);
       if (!store) return false;
       Replica replica(*store, options(self, epoch));
-      if (!replica.open().ok() || !replica.insert(fragment(99)).ok()) return false;  // one that all of them have
+      // one that all of them have
+      if (!replica.open().ok() || !replica.insert(fragment(99)).ok()) return false;
       for (int i = 0; i < count; ++i) {
         const std::uint64_t seed = first + static_cast<std::uint64_t>(i);
         if (!replica.insert(fragment(seed)).ok()) return false;
-        if (acknowledged >= 0 && ::write(acknowledged, &seed, sizeof seed) != sizeof seed) return false;
+        if (acknowledged >= 0 && ::write(acknowledged, &seed, sizeof seed) != sizeof seed)
+          return false;
       }
       return true;
     };
@@ -150,7 +165,8 @@ TEST_CASE("replicas in processes of their own meet in a folder, and one that is 
     CHECK(went_well(third));
     std::uint64_t seed = 0;
     std::vector<std::uint64_t> acknowledged;
-    for (int i = 0; i < 5 && ::read(ends[0], &seed, sizeof seed) == sizeof seed; ++i) acknowledged.push_back(seed);
+    for (int i = 0; i < 5 && ::read(ends[0], &seed, sizeof seed) == sizeof seed; ++i)
+      acknowledged.push_back(seed);
     ::kill(killed, SIGKILL);
     CHECK_FALSE(went_well(killed));
     ::close(ends[1]);
@@ -163,7 +179,8 @@ TEST_CASE("replicas in processes of their own meet in a folder, and one that is 
     REQUIRE(store.ok());
     Replica replica(*store, options(0));
     REQUIRE(replica.open().ok());
-    for (int tick = 1; tick < 20 && replica.wanted() > 0; ++tick) REQUIRE(replica.tick(tick * 1000).ok());
+    for (int tick = 1; tick < 20 && replica.wanted() > 0; ++tick)
+      REQUIRE(replica.tick(tick * 1000).ok());
     CHECK(replica.wanted() == 0);
     acknowledged.insert(acknowledged.end(), {99, 2000, 2001, 2002, 3000, 3001, 3002, 5000, 5001});
     for (const std::uint64_t s : acknowledged) {
@@ -178,7 +195,9 @@ TEST_CASE("replicas in processes of their own meet in a folder, and one that is 
   }
 }
 
-TEST_CASE("damage to the records is counted by the store that is opened, by the replica and on the metrics page") {
+TEST_CASE(
+    "damage to the records is counted by the store that is opened, by the replica and on the "
+    "metrics page") {
   const test::TempFolder folder;
   {
     auto store = open_store(folder);
@@ -212,7 +231,8 @@ TEST_CASE("damage to the records is counted by the store that is opened, by the 
   CHECK(open_store(folder)->damage().bytes == store->damage().bytes);  // nobody forgets it
 }
 
-TEST_CASE("a replica that runs writes into the folder that took the place of its store's what it holds") {
+TEST_CASE(
+    "a replica that runs writes into the folder that took the place of its store's what it holds") {
   const test::TempFolder folder;
   auto store = open_store(folder);
   REQUIRE(store.ok());
@@ -231,7 +251,8 @@ TEST_CASE("a replica that runs writes into the folder that took the place of its
   REQUIRE(restored.ok());
   Replica newcomer(*restored, options(2));
   REQUIRE(newcomer.open().ok());
-  for (int tick = 1; tick < 20 && newcomer.wanted() > 0; ++tick) REQUIRE(newcomer.tick(tick * 1000).ok());
+  for (int tick = 1; tick < 20 && newcomer.wanted() > 0; ++tick)
+    REQUIRE(newcomer.tick(tick * 1000).ok());
   for (const std::uint64_t seed : {1U, 2U, 3U}) {
     const auto* const entry = newcomer.set().find(fragment(seed).id());
     REQUIRE(entry != nullptr);
@@ -239,14 +260,17 @@ TEST_CASE("a replica that runs writes into the folder that took the place of its
   }
 }
 
-TEST_CASE("what is there already is taken for stored only as it should be, and private copies do not change under their holder") {
+TEST_CASE(
+    "what is there already is taken for stored only as it should be, and private copies do not "
+    "change under their holder") {
   const test::TempFolder folder;
   const Fragment sent = fragment(4);
   auto store = open_store(folder);
   REQUIRE(store.ok());
   REQUIRE(kvmeld::store_fragment(*store, sent, format).ok());
   std::filesystem::path file;
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder / "store/payloads")) {
+  for (const auto& entry :
+       std::filesystem::recursive_directory_iterator(folder / "store/payloads")) {
     if (entry.is_regular_file()) file = entry.path();
   }
   const auto flip = [&] {
@@ -267,7 +291,8 @@ TEST_CASE("what is there already is taken for stored only as it should be, and p
   REQUIRE(kvmeld::store_fragment(memory, sent, format).ok());
   CHECK(kvmeld::load_fragment(memory, sent.id(), format).ok());
 
-  auto copying = FileStore::open(folder / "store", {.durability = kvmeld::Durability::none, .private_copies = true});
+  auto copying = FileStore::open(folder / "store",
+                                 {.durability = kvmeld::Durability::none, .private_copies = true});
   REQUIRE(copying.ok());
   const auto shared = kvmeld::load_fragment(*store, sent.id(), format);
   const auto copied = kvmeld::load_fragment(*copying, sent.id(), format);
@@ -288,17 +313,23 @@ TEST_CASE("a folder without write permission is read, one with a link inside is 
   const std::string root = folder / "store";
   const auto read = [&] {
     auto store = FileStore::open(root, {.read_only = true});
-    if (!store || !store->read_only() || !kvmeld::load_fragment(*store, sent.id(), format).ok()) return false;
+    if (!store || !store->read_only() || !kvmeld::load_fragment(*store, sent.id(), format).ok())
+      return false;
     const kvmeld::BlobKey key{};
-    return store->records(0)->records.size() == 1 && store->put(key, {}).error().code() == ErrorCode::unsupported &&
-           store->add_record({}).code() == ErrorCode::unsupported && store->erase(key).code() == ErrorCode::unsupported &&
-           store->replace_records(0, {}).code() == ErrorCode::unsupported && store->put_payload(key, {}).error().code() == ErrorCode::unsupported;
+    return store->records(0)->records.size() == 1 &&
+           store->put(key, {}).error().code() == ErrorCode::unsupported &&
+           store->add_record({}).code() == ErrorCode::unsupported &&
+           store->erase(key).code() == ErrorCode::unsupported &&
+           store->replace_records(0, {}).code() == ErrorCode::unsupported &&
+           store->put_payload(key, {}).error().code() == ErrorCode::unsupported;
   };
   CHECK(read());
   if (::geteuid() == 0) {  // who root is may write anywhere
     std::filesystem::permissions(folder.path(), std::filesystem::perms::all);
     for (const auto& entry : std::filesystem::recursive_directory_iterator(root)) {
-      std::filesystem::permissions(entry.path(), entry.is_directory() ? std::filesystem::perms(0555) : std::filesystem::perms(0444));
+      std::filesystem::permissions(entry.path(), entry.is_directory()
+                                                     ? std::filesystem::perms(0555)
+                                                     : std::filesystem::perms(0444));
     }
     std::filesystem::permissions(root, std::filesystem::perms(0555));
     CHECK(went_well(child([&] {
@@ -308,7 +339,8 @@ TEST_CASE("a folder without write permission is read, one with a link inside is 
     })));
     std::filesystem::permissions(root, std::filesystem::perms::all);
   }
-  CHECK(FileStore::open(folder / "none", {.read_only = true}).error().code() == ErrorCode::invalid_argument);
+  CHECK(FileStore::open(folder / "none", {.read_only = true}).error().code() ==
+        ErrorCode::invalid_argument);
   CHECK_FALSE(std::filesystem::exists(folder / "none"));
   for (const std::string name : {"blobs", "payloads", "temp"}) {
     const std::string linked = folder / ("linked_" + name);

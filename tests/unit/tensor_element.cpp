@@ -1,4 +1,5 @@
-// Narrow floats against decoding by formula, and rounding against the nearest value found in double.
+// Narrow floats against decoding by formula, and rounding against the nearest value found in
+// double.
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +14,8 @@ using namespace kvmeld;
 
 namespace {
 
-/// A format by its parameters: `largest` is the greatest finite value, `saturates` that it has no infinity.
+/// A format by its parameters: `largest` is the greatest finite value, `saturates` that it has no
+/// infinity.
 struct Format {
   int mantissa, bias;
   double largest;
@@ -35,10 +37,12 @@ double decoded(const Format& f, unsigned code) {  // without sign
 double nearest(const Format& f, double x) {
   const double magnitude = std::abs(x);
   const int lowest = 1 - f.bias;
-  const int exponent = magnitude == 0.0 || std::isinf(magnitude) ? lowest : std::max(lowest, std::ilogb(magnitude));
+  const int exponent =
+      magnitude == 0.0 || std::isinf(magnitude) ? lowest : std::max(lowest, std::ilogb(magnitude));
   const double unit = std::ldexp(1.0, exponent - f.mantissa);
   double rounded = std::isinf(magnitude) ? magnitude : std::nearbyint(magnitude / unit) * unit;
-  if (rounded > f.largest) rounded = f.saturates ? f.largest : std::numeric_limits<double>::infinity();
+  if (rounded > f.largest)
+    rounded = f.saturates ? f.largest : std::numeric_limits<double>::infinity();
   return std::copysign(rounded, x);
 }
 
@@ -47,10 +51,12 @@ bool rounds_right(const Format& f, float x) {
   const T stored = from_float<T>(x);
   const float back = to_float(stored);
   if (std::isnan(x)) return std::isnan(back);
-  return static_cast<double>(back) == nearest(f, static_cast<double>(x)) && std::signbit(back) == std::signbit(x);
+  return static_cast<double>(back) == nearest(f, static_cast<double>(x)) &&
+         std::signbit(back) == std::signbit(x);
 }
 
-/// Decodes all codes, rounds every value, every midpoint and their neighbours, and a sweep over all floats.
+/// Decodes all codes, rounds every value, every midpoint and their neighbours, and a sweep over all
+/// floats.
 template <class T>
 void check(const Format& f, unsigned codes, unsigned infinity_code) {
   unsigned wrong = 0;
@@ -63,14 +69,17 @@ void check(const Format& f, unsigned codes, unsigned infinity_code) {
       wrong += !std::isnan(to_float(from_float<T>(up)));
       continue;
     }
-    const double value = code == infinity_code ? std::numeric_limits<double>::infinity() : decoded(f, code);
-    wrong += static_cast<double>(up) != value || static_cast<double>(down) != -value || !std::signbit(down);
+    const double value =
+        code == infinity_code ? std::numeric_limits<double>::infinity() : decoded(f, code);
+    wrong += static_cast<double>(up) != value || static_cast<double>(down) != -value ||
+             !std::signbit(down);
     if (code == infinity_code) continue;
     wrong += from_float<T>(up).bits != code || from_float<T>(down).bits != (code | sign);
     const float next = static_cast<float>(decoded(f, code + 1));
-    const float middle = static_cast<float>((static_cast<double>(up) + static_cast<double>(next)) / 2.0);
-    for (const float x :
-         {middle, std::nextafter(middle, 0.0f), std::nextafter(middle, next), std::nextafter(up, next)}) {
+    const float middle =
+        static_cast<float>((static_cast<double>(up) + static_cast<double>(next)) / 2.0);
+    for (const float x : {middle, std::nextafter(middle, 0.0f), std::nextafter(middle, next),
+                          std::nextafter(up, next)}) {
       wrong += !rounds_right<T>(f, x) || !rounds_right<T>(f, -x);
     }
   }
@@ -78,10 +87,10 @@ void check(const Format& f, unsigned codes, unsigned infinity_code) {
   for (std::uint64_t bits = 0; bits < (1ull << 32); bits += 4099) {
     wrong += !rounds_right<T>(f, detail::bits_float(static_cast<std::uint32_t>(bits)));
   }
-  for (const std::uint32_t bits :
-       {0x7f800000u, 0x7f800001u, 0x7fffffffu, 0x7f7fffffu, 0x00000001u, 0x007fffffu, 0x00800000u}) {
-    wrong +=
-        !rounds_right<T>(f, detail::bits_float(bits)) || !rounds_right<T>(f, detail::bits_float(bits | 0x80000000u));
+  for (const std::uint32_t bits : {0x7f800000u, 0x7f800001u, 0x7fffffffu, 0x7f7fffffu, 0x00000001u,
+                                   0x007fffffu, 0x00800000u}) {
+    wrong += !rounds_right<T>(f, detail::bits_float(bits)) ||
+             !rounds_right<T>(f, detail::bits_float(bits | 0x80000000u));
   }
   REQUIRE(wrong == 0);
 }
@@ -106,7 +115,8 @@ TEST_CASE("overflow of f16 and e5m2 is an infinity, and its tie rounds up") {
   REQUIRE(from_float<bf16>(0x1.ffp127f).bits == 0x7f80);
 }
 
-TEST_CASE("the same bits are another number in another type") {  // a cache tagged f16 that was bf16: fluent nonsense
+// a cache tagged f16 that was bf16: fluent nonsense
+TEST_CASE("the same bits are another number in another type") {
   REQUIRE(to_float(bf16{0x433c}) == 188.0f);
   REQUIRE(to_float(f16{0x433c}) == 3.6171875f);
 }
@@ -121,5 +131,6 @@ TEST_CASE("sizes of element types") {
   REQUIRE(block_elements(ElementType::q8_0) == 32);
   REQUIRE(to_string(ElementType::f8_e5m2) == "f8_e5m2");
   STATIC_REQUIRE(element_type_of_v<bf16> == ElementType::bf16);
-  STATIC_REQUIRE(to_float(from_float<f16>(0.333251953125f)) == 0.333251953125f);  // also at compile time
+  // also at compile time
+  STATIC_REQUIRE(to_float(from_float<f16>(0.333251953125f)) == 0.333251953125f);
 }

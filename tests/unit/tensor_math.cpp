@@ -1,5 +1,5 @@
-// The f64 routines against 113-bit (or, on compilers without it, 64-bit) references; the bounds are the documented
-// ones.
+// The f64 routines against 113-bit (or, on compilers without it, 64-bit) references; the bounds are
+// the documented ones.
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,8 @@ using namespace kvmeld;
 
 namespace {
 
-using Real = long double;  // 64 bits on x86: 2^-11 of a double's last place, against bounds of half and more
+// 64 bits on x86: 2^-11 of a double's last place, against bounds of half and more
+using Real = long double;
 
 /// Error in units of the last place of the right value.
 double ulps(double got, Real want) {
@@ -47,12 +48,15 @@ TEST_CASE("sine and cosine within 0.75 ulp up to 1e9") {
   double worst = 0.0;
   for (int i = 0; i < samples; ++i) {
     double x = std::min(std::exp2(random() * 60.0 - 30.0), 1e9) * (i % 2 == 0 ? 1.0 : -1.0);
-    if (i % 4 == 0) x = std::nearbyint(random() * 6e8) * 1.5707963267948966;  // nearly a multiple of pi/2
-    if (i % 4 == 1) x = std::nearbyint(random() * 131072.0) * std::pow(10000.0, -std::floor(random() * 64.0) / 64.0);
+    // nearly a multiple of pi/2
+    if (i % 4 == 0) x = std::nearbyint(random() * 6e8) * 1.5707963267948966;
+    if (i % 4 == 1)
+      x = std::nearbyint(random() * 131072.0) *
+          std::pow(10000.0, -std::floor(random() * 64.0) / 64.0);
     const math::SinCos got = math::sin_cos(x);
     // The C library's own long double reduction is exact enough for the multiples of pi/2 too.
-    worst =
-        std::max({worst, ulps(got.sin, std::sin(static_cast<Real>(x))), ulps(got.cos, std::cos(static_cast<Real>(x)))});
+    worst = std::max({worst, ulps(got.sin, std::sin(static_cast<Real>(x))),
+                      ulps(got.cos, std::cos(static_cast<Real>(x)))});
   }
   REQUIRE(worst < 0.75);
 }
@@ -93,7 +97,8 @@ TEST_CASE("log within 0.51 ulp") {
   for (int i = 0; i < samples; ++i) {
     const double wide = std::ldexp(1.0 + random(), static_cast<int>(random() * 2100.0) - 1074);
     const double x = i % 2 == 0 ? wide : 1.0 + (random() - 0.5) * std::exp2(-40.0 * random());
-    if (std::isfinite(x) && x > 0.0) worst = std::max(worst, ulps(math::log(x), std::log(static_cast<Real>(x))));
+    if (std::isfinite(x) && x > 0.0)
+      worst = std::max(worst, ulps(math::log(x), std::log(static_cast<Real>(x))));
   }
   REQUIRE(worst < 0.51);
   REQUIRE(math::log(1.0) == 0.0);
@@ -111,8 +116,9 @@ TEST_CASE("pow within 1.2e-16 of the value") {
       for (int i = 0; 2 * i < rotary; ++i) {
         const double y = -2.0 * i / rotary;
         const Real want = std::pow(static_cast<Real>(base), static_cast<Real>(y));
-        frequencies =
-            std::max(frequencies, static_cast<double>(std::abs((static_cast<Real>(math::pow(base, y)) - want) / want)));
+        frequencies = std::max(
+            frequencies,
+            static_cast<double>(std::abs((static_cast<Real>(math::pow(base, y)) - want) / want)));
       }
     }
   }
@@ -120,7 +126,8 @@ TEST_CASE("pow within 1.2e-16 of the value") {
     const double x = std::exp2((random() - 0.5) * 60.0), y = (random() - 0.5) * 46.0;
     const Real want = std::pow(static_cast<Real>(x), static_cast<Real>(y));
     if (want < 1e-300L || want > 1e300L) continue;
-    worst = std::max(worst, static_cast<double>(std::abs((static_cast<Real>(math::pow(x, y)) - want) / want)));
+    worst = std::max(
+        worst, static_cast<double>(std::abs((static_cast<Real>(math::pow(x, y)) - want) / want)));
   }
   REQUIRE(frequencies < 1.2e-16);
   REQUIRE(worst < 1.2e-16);

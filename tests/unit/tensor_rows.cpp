@@ -1,4 +1,5 @@
-// Rows against single elements, every instruction set against the others, q8_0 against ggml's reference in plain loops.
+// Rows against single elements, every instruction set against the others, q8_0 against ggml's
+// reference in plain loops.
 
 #include <algorithm>
 #include <cmath>
@@ -21,13 +22,15 @@ using namespace kvmeld;
 
 namespace {
 
-constexpr ElementType all_types[] = {ElementType::f64,     ElementType::f32,     ElementType::f16, ElementType::bf16,
-                                     ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::i8,  ElementType::q8_0};
+constexpr ElementType all_types[] = {ElementType::f64,  ElementType::f32,     ElementType::f16,
+                                     ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2,
+                                     ElementType::i8,   ElementType::q8_0};
 
-std::vector<std::byte> stored_by(const tensor_forms::Form& form, ElementType type, const std::vector<float>& row,
-                                 std::size_t shift) {
+std::vector<std::byte> stored_by(const tensor_forms::Form& form, ElementType type,
+                                 const std::vector<float>& row, std::size_t shift) {
   // One byte before, and one after, that no row function may touch.
-  std::vector<std::byte> out(static_cast<std::size_t>(byte_size(type, std::ssize(row))) + shift + 1, std::byte{0xa5});
+  std::vector<std::byte> out(static_cast<std::size_t>(byte_size(type, std::ssize(row))) + shift + 1,
+                             std::byte{0xa5});
   form.store(type, row.data(), std::ssize(row), out.data() + shift);
   REQUIRE(out.back() == std::byte{0xa5});
   out.pop_back();
@@ -35,11 +38,13 @@ std::vector<std::byte> stored_by(const tensor_forms::Form& form, ElementType typ
 }
 
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+  return a.size() == b.size() &&
+         (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
 #if KVMELD_X86_DISPATCH
-// Sixteen floats in the order of memory through the vectors of kernels that read, compute and store in one loop.
+// Sixteen floats in the order of memory through the vectors of kernels that read, compute and store
+// in one loop.
 KVMELD_TARGET_AVX2 void store_sixteen(const float* x, std::byte* out) {
   float even[8], odd[8];
   for (int i = 0; i < 8; ++i) {
@@ -53,11 +58,14 @@ KVMELD_TARGET_AVX2 void store_sixteen(const float* x, std::byte* out) {
 }  // namespace
 
 #if KVMELD_X86_DISPATCH
-TEST_CASE("bf16 halves that are rounded side by side are those of single elements: all upper halves, ties, infinities and NaN") {
+TEST_CASE(
+    "bf16 halves that are rounded side by side are those of single elements: all upper halves, "
+    "ties, infinities and NaN") {
   std::uint32_t wrong = 0;
   for (std::uint32_t upper = 0; best_isa() != Isa::baseline && upper < 0x10000U; ++upper) {
-    constexpr std::uint32_t lower[16] = {0,      1,      0x7ffe, 0x7fff, 0x8000, 0x8001, 0x8002, 0xfffe,
-                                         0xffff, 0x4000, 0xc000, 0x8000, 0x7fff, 0x8000, 0xffff, 0};
+    constexpr std::uint32_t lower[16] = {0,      1,      0x7ffe, 0x7fff, 0x8000, 0x8001,
+                                         0x8002, 0xfffe, 0xffff, 0x4000, 0xc000, 0x8000,
+                                         0x7fff, 0x8000, 0xffff, 0};
     float x[16];
     for (std::uint32_t i = 0; i < 16; ++i) {
       const std::uint32_t bits = (upper + (i > 10 ? 1U : 0U)) << 16U | lower[i];
@@ -107,13 +115,14 @@ TEST_CASE("every instruction set stores and loads the bytes that single elements
 }
 
 TEST_CASE("every code of the narrow types loads alike in every instruction set") {
-  for (const ElementType type :
-       {ElementType::f16, ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::i8}) {
+  for (const ElementType type : {ElementType::f16, ElementType::bf16, ElementType::f8_e4m3,
+                                 ElementType::f8_e5m2, ElementType::i8}) {
     const std::ptrdiff_t codes = block_bytes(type) == 2 ? 65536 : 256;
     std::vector<std::byte> stored(static_cast<std::size_t>(codes * block_bytes(type)));
     for (std::ptrdiff_t code = 0; code < codes; ++code) {
       const auto word = static_cast<std::uint16_t>(code);
-      std::memcpy(stored.data() + code * block_bytes(type), &word, static_cast<std::size_t>(block_bytes(type)));
+      std::memcpy(stored.data() + code * block_bytes(type), &word,
+                  static_cast<std::size_t>(block_bytes(type)));
     }
     std::vector<float> want(static_cast<std::size_t>(codes)), back(want.size());
     tensor_forms::baseline_form.load(type, stored.data(), codes, want.data());
@@ -130,26 +139,31 @@ TEST_CASE("a sweep over all floats narrows alike in every instruction set") {
     for (std::size_t i = 0; i < row.size(); ++i)
       row[i] = detail::bits_float(static_cast<std::uint32_t>(i << 16 | first));
     for (std::size_t i = 0; i < row.size(); i += 3)
-      row[i] = detail::bits_float(static_cast<std::uint32_t>(i << 16 | 0x8000) + static_cast<std::uint32_t>(first & 1));
-    for (const ElementType type :
-         {ElementType::f16, ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2, ElementType::i8}) {
+      row[i] = detail::bits_float(static_cast<std::uint32_t>(i << 16 | 0x8000) +
+                                  static_cast<std::uint32_t>(first & 1));
+    for (const ElementType type : {ElementType::f16, ElementType::bf16, ElementType::f8_e4m3,
+                                   ElementType::f8_e5m2, ElementType::i8}) {
       const std::vector<std::byte> want = stored_by(tensor_forms::baseline_form, type, row, 0);
-      for (const tensor_forms::Form& form : tensor_forms::forms()) REQUIRE(stored_by(form, type, row, 0) == want);
+      for (const tensor_forms::Form& form : tensor_forms::forms())
+        REQUIRE(stored_by(form, type, row, 0) == want);
     }
   }
 }
 
 #if defined(__x86_64__)
 namespace {
-__attribute__((target("f16c,avx"))) void hardware_f16(const float* in, std::size_t n, std::uint16_t* out) {
+__attribute__((target("f16c,avx"))) void hardware_f16(const float* in, std::size_t n,
+                                                      std::uint16_t* out) {
   for (std::size_t i = 0; i < n; i += 8) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
                      _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
   }
 }
-__attribute__((target("f16c,avx"))) void hardware_f32(const std::uint16_t* in, std::size_t n, float* out) {
+__attribute__((target("f16c,avx"))) void hardware_f32(const std::uint16_t* in, std::size_t n,
+                                                      float* out) {
   for (std::size_t i = 0; i < n; i += 8) {
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
+    _mm256_storeu_ps(out + i,
+                     _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
   }
 }
 }  // namespace
@@ -177,17 +191,20 @@ TEST_CASE("f16 has the bits of the processor's own conversion, NaNs included") {
 TEST_CASE("q8_0 is ggml's reference quantisation") {
   for (std::uint32_t seed = 0; seed < 300; ++seed) {
     std::vector<float> row = tensor_forms::floats(96, seed);
-    for (float& x : row) x = std::isfinite(x) && std::abs(x) < 1e6f && std::abs(x) > 1e-6f ? x : 0.0f;
+    for (float& x : row)
+      x = std::isfinite(x) && std::abs(x) < 1e6f && std::abs(x) > 1e-6f ? x : 0.0f;
     if (seed == 0) row.assign(96, 0.0f);
     if (seed == 1) {
       for (std::size_t i = 0; i < 32; ++i)
         row[i] = static_cast<float>(i) - 15.5f;  // ties: 127 / 15.5 is not exact, but
       row[0] = 127.0f;                           // with 127 the scale is 1
     }
-    const std::vector<std::byte> stored = stored_by(tensor_forms::forms()[2], ElementType::q8_0, row, 0);
+    const std::vector<std::byte> stored =
+        stored_by(tensor_forms::forms()[2], ElementType::q8_0, row, 0);
     for (std::size_t block = 0; block < 3; ++block) {
       float largest = 0.0f;
-      for (std::size_t i = 0; i < 32; ++i) largest = std::max(largest, std::abs(row[32 * block + i]));
+      for (std::size_t i = 0; i < 32; ++i)
+        largest = std::max(largest, std::abs(row[32 * block + i]));
       const volatile float scale = largest / 127.0f;
       const volatile float reciprocal = scale != 0.0f ? 1.0f / scale : 0.0f;
       q8_0_block got;
@@ -218,7 +235,8 @@ TEST_CASE("i8 rounds half to even and saturates") {
   const int want[] = {0, 2, -2, 1, 126, 127, 127, -128, -128, 0, 0};
   for (const tensor_forms::Form& form : tensor_forms::forms()) {
     const std::vector<std::byte> stored = stored_by(form, ElementType::i8, row, 0);
-    for (std::size_t i = 0; i < row.size(); ++i) REQUIRE(static_cast<std::int8_t>(stored[i]) == want[i]);
+    for (std::size_t i = 0; i < row.size(); ++i)
+      REQUIRE(static_cast<std::int8_t>(stored[i]) == want[i]);
   }
 }
 

@@ -51,7 +51,8 @@ TEST_CASE("this test is compiled as the library asks for") {
 }
 
 #if defined(__x86_64__)
-TEST_CASE("the guard undoes flush-to-zero, denormals-are-zero and rounding modes, and puts them back") {
+TEST_CASE(
+    "the guard undoes flush-to-zero, denormals-are-zero and rounding modes, and puts them back") {
   const std::uint64_t before = detail::read_float_control();
   for (const std::uint64_t mode : {0x8000u, 0x0040u, 0x8040u}) {
     detail::write_float_control(before | mode);

@@ -1,4 +1,5 @@
-// Edit scripts and matched tokens: closed-form cases, every pair of short strings against plain loops, and what is refused.
+// Edit scripts and matched tokens: closed-form cases, every pair of short strings against plain
+// loops, and what is refused.
 
 #include <cmath>
 #include <map>
@@ -47,7 +48,8 @@ std::string rows(const Result<Alignment>& alignment) {
   }
   return text;
 }
-void refused(const Result<Alignment>& alignment, ErrorCode code, const std::vector<std::string>& words) {
+void refused(const Result<Alignment>& alignment, ErrorCode code,
+             const std::vector<std::string>& words) {
   REQUIRE_FALSE(alignment.ok());
   CHECK(alignment.error().code() == code);
   for (const std::string& word : words) {
@@ -58,14 +60,15 @@ void refused(const Result<Alignment>& alignment, ErrorCode code, const std::vect
 const TokenMatch edits{.mode = MatchMode::edit_distance};
 
 // Fragments of one head of two channels without rotation; layer 0 holds the keys given.
-Fragment with_keys(const std::vector<std::vector<float>>& keys, std::uint64_t seed = 1, Ids ids = {},
-                   const std::vector<std::int64_t>& hidden = {}) {
+Fragment with_keys(const std::vector<std::vector<float>>& keys, std::uint64_t seed = 1,
+                   Ids ids = {}, const std::vector<std::int64_t>& hidden = {}) {
   static const auto flat = test::geometry({.layers = 1, .heads = 1, .channels = 2, .rotary = 0});
   test::TestCache cache(flat, std::ssize(keys), test::Layout::slot_list, hidden);
   cache.fill(seed);
   for (std::size_t t = 0; t < keys.size(); ++t) {
     if (!cache.holds(0, static_cast<std::int64_t>(t))) continue;
-    for (std::size_t c = 0; c < 2; ++c) cache.set(0, static_cast<std::int64_t>(t), 0, static_cast<std::int64_t>(c), keys[t][c]);
+    for (std::size_t c = 0; c < 2; ++c)
+      cache.set(0, static_cast<std::int64_t>(t), 0, static_cast<std::int64_t>(c), keys[t][c]);
   }
   const auto made = seal(cache.ref(), {.tokens = ids});
   REQUIRE(made.ok());
@@ -91,8 +94,11 @@ TEST_CASE("every pair of strings of up to six binary digits: distance, script, i
       wrong += edit_script(b, a)->inverse() != *script;
       wrong += wavefront.align(a, b, 6, by_diagonals) != script->distance;
       wrong += bits.align(a, b, by_bits) != script->distance || by_bits != by_diagonals;
-      wrong += bits.align(a, b, by_blocks, 0) != script->distance || by_blocks != by_bits;  // ⌈√n⌉ columns a block
-      if (script->distance > 0) wrong += wavefront.align(a, b, static_cast<std::int32_t>(script->distance) - 1, by_diagonals) != -1;
+      // ⌈√n⌉ columns a block
+      wrong += bits.align(a, b, by_blocks, 0) != script->distance || by_blocks != by_bits;
+      if (script->distance > 0)
+        wrong += wavefront.align(a, b, static_cast<std::int32_t>(script->distance) - 1,
+                                 by_diagonals) != -1;
     }
   }
   CHECK(wrong == 0);
@@ -102,7 +108,8 @@ TEST_CASE("010 against 101, and other pairs with ties") {
   const Ids a{0, 1, 0}, b{1, 0, 1};
   const auto ab = edit_script(a, b), ba = edit_script(b, a);
   CHECK(ab->distance == 2);
-  CHECK(test::pairs(*ab) == Pairs{{0, 1}, {1, 2}});  // 010 is the smaller: its last token is deleted before anything is inserted
+  // 010 is the smaller: its last token is deleted before anything is inserted
+  CHECK(test::pairs(*ab) == Pairs{{0, 1}, {1, 2}});
   CHECK(test::pairs(*ba) == Pairs{{1, 0}, {2, 1}});
   CHECK(ba->inverse() == *ab);
   CHECK(ab->position_map() == std::vector<std::int64_t>{1, 2, -1});
@@ -131,11 +138,15 @@ TEST_CASE("nothing, one token, equal and disjoint sequences") {
   CHECK(edit_script(four, Ids{5, 6, 7, 8, 9})->matched() == 0);
   CHECK(edit_script(four, Ids{1, 2, 9, 4})->similarity() == 0.75);
   const Ids extreme{INT32_MIN, -1, 0, INT32_MAX};
-  CHECK(edit_script(extreme, Ids{INT32_MIN, 0, INT32_MAX})->position_map() == std::vector<std::int64_t>{0, -1, 1, 2});
+  CHECK(edit_script(extreme, Ids{INT32_MIN, 0, INT32_MAX})->position_map() ==
+        std::vector<std::int64_t>{0, -1, 1, 2});
 }
 
-TEST_CASE("tokens at a boundary that were tokenised alone: the interior stays matched, the boundary is a hole") {
-  // "a # # b": cut after the first "# ", each half has a "#" of its own; together they are one token "##".
+TEST_CASE(
+    "tokens at a boundary that were tokenised alone: the interior stays matched, the boundary is a "
+    "hole") {
+  // "a # # b": cut after the first "# ", each half has a "#" of its own; together they are one
+  // token "##".
   const TokenId a = 1, hash = 2, two_hashes = 3, b = 4;
   const Ids apart{a, hash, hash, b}, together{a, two_hashes, b};
   const auto script = edit_script(apart, together);
@@ -158,7 +169,8 @@ TEST_CASE("pairs too large for a table: seeds, chains, and pieces give scripts t
       const EditOptions options{.exact_tokens = table, .seed_tokens = seed};
       const auto script = edit_script(base, other, options);
       REQUIRE(script.ok());
-      INFO("seeds of " << seed << " tokens, tables of " << table << " squared: " << script->distance << " beside " << exact->distance);
+      INFO("seeds of " << seed << " tokens, tables of " << table << " squared: " << script->distance
+                       << " beside " << exact->distance);
       CHECK_FALSE(script->exact);
       CHECK(test::holds(*script, base, other));
       CHECK(script->distance >= exact->distance);
@@ -184,7 +196,8 @@ TEST_CASE("pairs too large for a table: seeds, chains, and pieces give scripts t
 }
 
 TEST_CASE("three fragments, one grid") {
-  const Sources sources({with_ids({1, 2, 3, 4}, 1), with_ids({1, 9, 3, 4, 5}, 2), with_ids({8, 9, 3, 5}, 3)});
+  const Sources sources(
+      {with_ids({1, 2, 3, 4}, 1), with_ids({1, 9, 3, 4, 5}, 2), with_ids({8, 9, 3, 5}, 3)});
   const auto alignment = edits.align(sources.list, 100);
   CHECK(rows(alignment) == "0.0+1.0 0.1 2.0 1.1+2.1 0.2+1.2+2.2 0.3+1.3 1.4+2.3");
   CHECK(alignment->tokens == Ids{1, 2, 8, 9, 3, 4, 5});
@@ -210,7 +223,8 @@ TEST_CASE("a thousand fragments of one text with edits of their own") {
   Ids base(40);
   std::iota(base.begin(), base.end(), 0);
   std::vector<Fragment> fragments;
-  for (std::uint64_t i = 0; i < 1000; ++i) fragments.push_back(with_ids(test::edited(base, static_cast<int>(i % 3), 1000, random), i));
+  for (std::uint64_t i = 0; i < 1000; ++i)
+    fragments.push_back(with_ids(test::edited(base, static_cast<int>(i % 3), 1000, random), i));
   const Sources sources(std::move(fragments));
   const auto alignment = edits.align(sources.list, 0);
   REQUIRE(alignment.ok());
@@ -219,8 +233,10 @@ TEST_CASE("a thousand fragments of one text with edits of their own") {
   CHECK(alignment->positions.size() <= 40 + 1000);  // an edit adds at most one output token
 }
 
-TEST_CASE("neighbours: each other's nearest by the direction of keys, at or above the threshold, once") {
-  const Fragment a = with_keys({{1, 0}, {0, 2}, {-1, 0}}), b = with_keys({{0, 3}, {5, 0.1F}, {1, -9}});
+TEST_CASE(
+    "neighbours: each other's nearest by the direction of keys, at or above the threshold, once") {
+  const Fragment a = with_keys({{1, 0}, {0, 2}, {-1, 0}}),
+                 b = with_keys({{0, 3}, {5, 0.1F}, {1, -9}});
   const Sources sources({a, b});
   TokenMatch policy{.mode = MatchMode::neighbours, .threshold = 0.9F};
   CHECK(rows(policy.align(sources.list, 0)) == "0.0+1.1 0.1+1.0 0.2 1.2");
@@ -233,12 +249,14 @@ TEST_CASE("neighbours: each other's nearest by the direction of keys, at or abov
   CHECK(rows(policy.align(opposed.list, 0)) == "0.0+1.0");
   policy.threshold = 0.0F;
   CHECK(rows(policy.align(opposed.list, 0)) == "0.0 1.0");
-  // Equal cosines: the smaller index, on either side; the others stay alone. Zeros have no direction: cosine 0.
+  // Equal cosines: the smaller index, on either side; the others stay alone. Zeros have no
+  // direction: cosine 0.
   const Sources twins({with_keys({{1, 0}, {2, 0}, {0, 0}}), with_keys({{3, 0}, {4, 0}})});
   policy.threshold = 0.5F;
   CHECK(rows(policy.align(twins.list, 0)) == "0.0+1.0 0.1 0.2 1.1");
   // Ids count only for the id of the output token: −1 where they differ.
-  const Sources named({with_keys({{1, 0}, {0, 1}}, 1, {7, 8}), with_keys({{1, 0}, {0, 1}}, 2, {7, 9})});
+  const Sources named(
+      {with_keys({{1, 0}, {0, 1}}, 1, {7, 8}), with_keys({{1, 0}, {0, 1}}, 2, {7, 9})});
   CHECK(policy.align(named.list, 0)->tokens == Ids{7, -1});
 }
 
@@ -254,10 +272,12 @@ TEST_CASE("neighbours see through positions, and match nothing that the layer do
       for (std::int64_t t = 0; t < 4; ++t) {
         for (std::int64_t h = 0; h < 2; ++h) {
           for (std::int64_t c = 0; c < 16; ++c) {
-            const double angle = static_cast<double>((*positions)[static_cast<std::size_t>(t)]) * std::pow(10000.0, -static_cast<double>(c) / 16);
+            const double angle = static_cast<double>((*positions)[static_cast<std::size_t>(t)]) *
+                                 std::pow(10000.0, -static_cast<double>(c) / 16);
             const double x = cache.get(p, t, h, c), y = cache.get(p, t, h, c + 16);
             cache.set(p, t, h, c, static_cast<float>(x * std::cos(angle) - y * std::sin(angle)));
-            cache.set(p, t, h, c + 16, static_cast<float>(x * std::sin(angle) + y * std::cos(angle)));
+            cache.set(p, t, h, c + 16,
+                      static_cast<float>(x * std::sin(angle) + y * std::cos(angle)));
           }
         }
       }
@@ -269,7 +289,8 @@ TEST_CASE("neighbours see through positions, and match nothing that the layer do
   const Sources sources(made);
   const TokenMatch policy{.mode = MatchMode::neighbours, .threshold = 0.999F};
   CHECK(rows(policy.align(sources.list, 0)) == "0.0+1.0 0.1+1.1 0.2+1.2 0.3+1.3");
-  CHECK(rows(TokenMatch{.mode = MatchMode::neighbours, .threshold = 0.999F, .layer = 0}.align(sources.list, 0)) == "0.0+1.0 0.1+1.1 0.2+1.2 0.3+1.3");
+  CHECK(rows(TokenMatch{.mode = MatchMode::neighbours, .threshold = 0.999F, .layer = 0}.align(
+            sources.list, 0)) == "0.0+1.0 0.1+1.1 0.2+1.2 0.3+1.3");
   // The window lost the first token of one side.
   const Sources window({with_keys({{1, 0}, {0, 1}}), with_keys({{1, 0}, {0, 1}}, 2, {}, {1})});
   CHECK(rows(policy.align(window.list, 0)) == "0.0 1.0 0.1+1.1");
@@ -283,15 +304,19 @@ TEST_CASE("neighbours by the caller's embeddings; crossing matches") {
   if (b.id() < a.id()) std::swap(policy.embeddings[0], policy.embeddings[1]);
   CHECK(rows(policy.align(sources.list, 0)) == "0.0+1.1 0.1 0.2+1.0");
 
-  const auto broken = [&](const auto& change, ErrorCode code, const std::vector<std::string>& words) {
+  const auto broken = [&](const auto& change, ErrorCode code,
+                          const std::vector<std::string>& words) {
     auto changed = policy;
     change(changed.embeddings);
     refused(changed.align(sources.list, 0), code, words);
   };
-  broken([](auto& e) { e[0].values.pop_back(); }, ErrorCode::token_count_mismatch, {"numbers", "tokens"});
-  broken([](auto& e) { e[1].values.resize(e[1].values.size() + 3); }, ErrorCode::token_count_mismatch, {"3 channels"});
+  broken([](auto& e) { e[0].values.pop_back(); }, ErrorCode::token_count_mismatch,
+         {"numbers", "tokens"});
+  broken([](auto& e) { e[1].values.resize(e[1].values.size() + 3); },
+         ErrorCode::token_count_mismatch, {"3 channels"});
   broken([](auto& e) { e[0].values[1] = NAN; }, ErrorCode::non_finite, {"token 0", "channel 1"});
-  broken([](auto& e) { e[0].values[4] = INFINITY; }, ErrorCode::non_finite, {"token 1", "channel 1"});
+  broken([](auto& e) { e[0].values[4] = INFINITY; }, ErrorCode::non_finite,
+         {"token 1", "channel 1"});
   broken([](auto& e) { e[0].channels = 0; }, ErrorCode::invalid_argument, {"0 channels"});
   broken([](auto& e) { e.pop_back(); }, ErrorCode::invalid_argument, {"1 fragments"});
   broken(
@@ -327,15 +352,18 @@ TEST_CASE("two pictures behind the same placeholder ids are two things, one pict
   const Sources two({made({1, 900, 900, 2}, 1), made({1, 900, 900, 2}, 2)});
   const auto apart = edits.align(two.list, 0);
   CHECK(rows(apart) == "0.0+1.0 0.1 0.2 1.1 1.2 0.3+1.3");
-  CHECK(apart->tokens == std::vector<TokenId>{1, -1, -1, -1, -1, 2});  // nothing that an engine could compute again
+  // nothing that an engine could compute again
+  CHECK(apart->tokens == std::vector<TokenId>{1, -1, -1, -1, -1, 2});
   CHECK(rows(prefix.align(two.list, 0)) == "0.0+1.0 0.1 0.2 0.3 1.1 1.2 1.3");
   CHECK(TokenMatch{}.align(two.list, 0)->tokens == std::vector<TokenId>{1, -1, -1, 2});
   CHECK(Concat{}.align(two.list, 0)->tokens == std::vector<TokenId>{1, -1, -1, 2, 1, -1, -1, 2});
-  const Sources one({made({1, 900, 900, 2}, 1), made({3, 900, 900, 4}, 1)});  // rows of the same numbers
+  // rows of the same numbers
+  const Sources one({made({1, 900, 900, 2}, 1), made({3, 900, 900, 4}, 1)});
   CHECK(rows(edits.align(one.list, 0)) == "0.0 1.0 0.1+1.1 0.2+1.2 0.3 1.3");
   const Sources begin({made({900, 900, 2}, 1), made({900, 900, 4}, 1)});
   CHECK(rows(prefix.align(begin.list, 0)) == "0.0+1.0 0.1+1.1 0.2 1.2");
-  const Sources within({made({900, 900}, 1), made({5, 6}, 1)});  // of one picture, every patch is itself alone
+  // of one picture, every patch is itself alone
+  const Sources within({made({900, 900}, 1), made({5, 6}, 1)});
   CHECK(rows(edits.align(within.list, 0)) == "0.0 0.1 1.0 1.1");
   auto evicted = std::make_shared<Fragment::Body>(*one.fragments[1].body());
   evicted->payloads[0].bytes = nullptr;  // no rows, no proof
@@ -359,19 +387,27 @@ TEST_CASE("two pictures behind the same placeholder ids are two things, one pict
 
 TEST_CASE("what token matching refuses, with numbers") {
   const Sources latent({with_keys({{1, 0}, {0, 1}}), with_keys({{1, 0}}, 2)});
-  refused(edits.align(latent.list, 0), ErrorCode::tokens_required, {"2 tokens without ids", "neighbours"});
+  refused(edits.align(latent.list, 0), ErrorCode::tokens_required,
+          {"2 tokens without ids", "neighbours"});
   CHECK(TokenMatch{.mode = MatchMode::neighbours}.align(latent.list, 0).ok());
   const Sources mixed({with_ids({1, 2}, 1), with_ids({2, 3}, 2)});
-  refused(TokenMatch{.mode = MatchMode::edit_distance, .edit = {.exact_tokens = -1}}.align(mixed.list, 0), ErrorCode::invalid_argument, {"-1"});
-  refused(TokenMatch{.mode = MatchMode::edit_distance, .edit = {.exact_tokens = 1LL << 31}}.align(mixed.list, 0), ErrorCode::invalid_argument,
-          {"2147483648"});
+  refused(TokenMatch{.mode = MatchMode::edit_distance, .edit = {.exact_tokens = -1}}.align(
+              mixed.list, 0),
+          ErrorCode::invalid_argument, {"-1"});
+  refused(TokenMatch{.mode = MatchMode::edit_distance, .edit = {.exact_tokens = 1LL << 31}}.align(
+              mixed.list, 0),
+          ErrorCode::invalid_argument, {"2147483648"});
   for (const std::int32_t seed : {0, -3, 1025}) {
-    refused(TokenMatch{.mode = MatchMode::edit_distance, .edit = {.seed_tokens = seed}}.align(mixed.list, 0), ErrorCode::invalid_argument,
-            {std::to_string(seed)});
+    refused(TokenMatch{.mode = MatchMode::edit_distance, .edit = {.seed_tokens = seed}}.align(
+                mixed.list, 0),
+            ErrorCode::invalid_argument, {std::to_string(seed)});
   }
   for (const float threshold : {-1.5F, 2.0F, std::nanf("")}) {
-    refused(TokenMatch{.mode = MatchMode::neighbours, .threshold = threshold}.align(mixed.list, 0), ErrorCode::invalid_argument, {"threshold"});
+    refused(TokenMatch{.mode = MatchMode::neighbours, .threshold = threshold}.align(mixed.list, 0),
+            ErrorCode::invalid_argument, {"threshold"});
   }
-  refused(TokenMatch{.mode = MatchMode::neighbours, .layer = 1}.align(mixed.list, 0), ErrorCode::invalid_argument, {"layer 1", "1 layers"});
-  refused(TokenMatch{.mode = static_cast<MatchMode>(4)}.align(mixed.list, 0), ErrorCode::unknown_field, {"mode 4"});
+  refused(TokenMatch{.mode = MatchMode::neighbours, .layer = 1}.align(mixed.list, 0),
+          ErrorCode::invalid_argument, {"layer 1", "1 layers"});
+  refused(TokenMatch{.mode = static_cast<MatchMode>(4)}.align(mixed.list, 0),
+          ErrorCode::unknown_field, {"mode 4"});
 }

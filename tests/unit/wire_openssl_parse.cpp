@@ -1,4 +1,5 @@
-// What OpenSSL does for the wire: SHA-256 ids through manifests and chunks, and authenticated frames.
+// What OpenSSL does for the wire: SHA-256 ids through manifests and chunks, and authenticated
+// frames.
 #include <cstdio>
 
 #include "support/catch.hpp"
@@ -26,7 +27,9 @@ using kvmeld::HmacSha256;
 using kvmeld::Sha256;
 using Bytes = std::vector<std::byte>;
 
-std::span<const std::byte> text(std::string_view s) { return std::as_bytes(std::span(s.data(), s.size())); }
+std::span<const std::byte> text(std::string_view s) {
+  return std::as_bytes(std::span(s.data(), s.size()));
+}
 
 template <class Range>
 std::string hex(const Range& bytes) {
@@ -41,7 +44,9 @@ std::string hex(const Range& bytes) {
 }  // namespace
 
 TEST_CASE("SHA-256 gives the published digests, however the bytes are cut") {
-  CHECK(hex(Sha256{}.digest32()) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");  // FIPS 180-4 examples
+  // FIPS 180-4 examples
+  CHECK(hex(Sha256{}.digest32()) ==
+        "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
   Sha256 hash;
   hash.update(text("a"));
   const Sha256 copy = hash;
@@ -74,7 +79,8 @@ TEST_CASE("a SHA-256 fragment crosses, and never as one of another hash") {
   for (std::size_t c = 0; c < manifest->chunks[0].size(); ++c) {
     const auto raw = kvmeld::raw_chunk(fragment->payloads()[0], c, 1000);
     CHECK(manifest->chunks[0][c].bytes[0] == 0x82);
-    CHECK(assembler.add(kvmeld::chunk_key(raw), kvmeld::encode_chunk(raw)).ok());  // another hash's key is no chunk of this one
+    // another hash's key is no chunk of this one
+    CHECK(assembler.add(kvmeld::chunk_key(raw), kvmeld::encode_chunk(raw)).ok());
     CHECK(assembler.left() == manifest->chunks[0].size() - c);
     REQUIRE(assembler.add(manifest->chunks[0][c], kvmeld::encode_chunk(raw)).ok());
   }
@@ -85,7 +91,8 @@ TEST_CASE("a SHA-256 fragment crosses, and never as one of another hash") {
 
 TEST_CASE("HMAC-SHA-256 gives the published tags") {
   Bytes tag(32);
-  REQUIRE(HmacSha256("Jefe").sign(text("what do ya want "), text("for nothing?"), tag));  // RFC 4231, case 2
+  // RFC 4231, case 2
+  REQUIRE(HmacSha256("Jefe").sign(text("what do ya want "), text("for nothing?"), tag));
   CHECK(hex(tag) == "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
   CHECK_FALSE(HmacSha256().sign(text("a"), text("b"), tag));
   CHECK_FALSE(HmacSha256("Jefe").sign(text("a"), text("b"), std::span(tag).first(31)));
@@ -101,10 +108,14 @@ TEST_CASE("only members with the key are heard") {
   CHECK(std::ranges::equal(view->body, text("body")));
   CHECK(kvmeld::decode_frame(*frame, keyed).ok());  // a replay is valid: what is above bears it
   CHECK(kvmeld::decode_frame(*frame, other).error().code() == ErrorCode::unauthenticated);
-  CHECK(kvmeld::decode_frame(*frame, kvmeld::FrameOptions<>{}).error().code() == ErrorCode::unauthenticated);
-  CHECK(kvmeld::decode_frame(*kvmeld::encode_frame(5, text("body")), keyed).error().code() == ErrorCode::unauthenticated);
-  CHECK(kvmeld::encode_frame(5, text("body"), kvmeld::FrameOptions<HmacSha256>{}).error().code() == ErrorCode::unsupported);
-  for (std::size_t n = 0; n < frame->size(); ++n) CHECK_FALSE(kvmeld::decode_frame(std::span(*frame).first(n), keyed).ok());
+  CHECK(kvmeld::decode_frame(*frame, kvmeld::FrameOptions<>{}).error().code() ==
+        ErrorCode::unauthenticated);
+  CHECK(kvmeld::decode_frame(*kvmeld::encode_frame(5, text("body")), keyed).error().code() ==
+        ErrorCode::unauthenticated);
+  CHECK(kvmeld::encode_frame(5, text("body"), kvmeld::FrameOptions<HmacSha256>{}).error().code() ==
+        ErrorCode::unsupported);
+  for (std::size_t n = 0; n < frame->size(); ++n)
+    CHECK_FALSE(kvmeld::decode_frame(std::span(*frame).first(n), keyed).ok());
   for (std::size_t bit = 0; bit < frame->size() * 8; ++bit) {
     Bytes flipped = *frame;
     flipped[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
@@ -135,11 +146,13 @@ TEST_CASE("a signed frame proves its sender") {
   REQUIRE(public_one.ok());
   REQUIRE(public_two.ok());
   const std::map<kvmeld::MemberId, Ed25519::Key> all{{1, *public_one}, {2, *public_two}};
-  const kvmeld::FrameOptions<Ed25519> first{.auth = Ed25519(one, all)}, second{.auth = Ed25519(two, all)};
+  const kvmeld::FrameOptions<Ed25519> first{.auth = Ed25519(one, all)},
+      second{.auth = Ed25519(two, all)};
   const auto frame = kvmeld::encode_frame(5, text("body"), first);
   REQUIRE(frame.ok());
   CHECK(kvmeld::decode_frame(*frame, second, 1).ok());
-  CHECK(kvmeld::decode_frame(*frame, second, 2).error().code() == ErrorCode::unauthenticated);  // in another's name
+  // in another's name
+  CHECK(kvmeld::decode_frame(*frame, second, 2).error().code() == ErrorCode::unauthenticated);
   CHECK(kvmeld::decode_frame(*frame, second, 3).error().code() == ErrorCode::unauthenticated);
   CHECK(kvmeld::decode_frame(*frame, second).error().code() == ErrorCode::unauthenticated);
   for (std::size_t byte = 0; byte < frame->size(); ++byte) {
@@ -147,5 +160,6 @@ TEST_CASE("a signed frame proves its sender") {
     flipped[byte] ^= std::byte{4};
     CHECK_FALSE(kvmeld::decode_frame(flipped, second, 1).ok());
   }
-  CHECK(kvmeld::encode_frame(5, text("body"), kvmeld::FrameOptions<Ed25519>{}).error().code() == ErrorCode::unsupported);
+  CHECK(kvmeld::encode_frame(5, text("body"), kvmeld::FrameOptions<Ed25519>{}).error().code() ==
+        ErrorCode::unsupported);
 }

@@ -1,4 +1,5 @@
-// Manifests, chunks and frames: whole round trips, the exact bytes, and every way in which they can be cut or bent.
+// Manifests, chunks and frames: whole round trips, the exact bytes, and every way in which they can
+// be cut or bent.
 #include <kvmeld/cache/host_cache.hpp>
 #include <kvmeld/cache/verify_fragment.hpp>
 #include <kvmeld/codec/assembler.hpp>
@@ -48,14 +49,19 @@ void same(const Fragment& a, const Fragment& b) {
     CHECK(x.scale_offsets == y.scale_offsets);
     CHECK(x.byte_count == y.byte_count);
     CHECK(x.digest == y.digest);
-    if (x.bytes != nullptr && y.bytes != nullptr) CHECK(std::equal(x.bytes.get(), x.bytes.get() + x.byte_count, y.bytes.get()));
+    if (x.bytes != nullptr && y.bytes != nullptr)
+      CHECK(std::equal(x.bytes.get(), x.bytes.get() + x.byte_count, y.bytes.get()));
   }
 }
 
 /// Two payloads, layers that hold fewer tokens than others, a prefix, a lead-in, names and gaps.
 const Fragment& rich() {
   static const Fragment fragment = [] {
-    auto g = test::geometry({.type = kvmeld::ElementType::f16, .layers = 3, .heads = 2, .channels = 32, .value_channels = 64});
+    auto g = test::geometry({.type = kvmeld::ElementType::f16,
+                             .layers = 3,
+                             .heads = 2,
+                             .channels = 32,
+                             .value_channels = 64});
     g->tenant = "tenant";
     g->bos = 1;
     g->layers[1].window = 4;
@@ -64,13 +70,18 @@ const Fragment& rich() {
     const auto tokens = test::token_ids(9);
     const auto positions = test::gapped_positions(9);
     const auto prefix = test::sealed(g, 2, 1, {.role = kvmeld::Role::prefix}).fragment;
-    kvmeld::SealOptions options{.tokens = tokens, .positions = positions, .drop_first = 2,
-                                .context = {.prefix = prefix.id(), .lead_in = kvmeld::lead_in_digest(std::span(tokens).first(2))}};
+    kvmeld::SealOptions options{
+        .tokens = tokens,
+        .positions = positions,
+        .drop_first = 2,
+        .context = {.prefix = prefix.id(),
+                    .lead_in = kvmeld::lead_in_digest(std::span(tokens).first(2))}};
     const auto first = test::sealed(g, 9, 7, options, test::Layout::slot_list, {0, 5, 0}).fragment;
     test::TestCache other(g, 7);
     other.fill(8);
     const auto rest = std::span(tokens).subspan(2);
-    const auto both = kvmeld::with_variant(first, other.ref(), {.tokens = rest, .context = {.prefix = prefix.id(), .lead_in = {}}});
+    const auto both = kvmeld::with_variant(
+        first, other.ref(), {.tokens = rest, .context = {.prefix = prefix.id(), .lead_in = {}}});
     if (!both) std::abort();
     return *both;
   }();
@@ -106,7 +117,8 @@ std::string hex(std::span<const std::byte> bytes) {
 }  // namespace
 
 TEST_CASE("a fragment crosses as manifest and chunks, in any order and repeatedly") {
-  for (const std::size_t chunk_bytes : {std::size_t{1000}, std::size_t{64}, kvmeld::default_chunk_bytes}) {
+  for (const std::size_t chunk_bytes :
+       {std::size_t{1000}, std::size_t{64}, kvmeld::default_chunk_bytes}) {
     const Bytes wire = bytes_of(kvmeld::encode_manifest(rich(), chunk_bytes));
     auto manifest = kvmeld::decode_manifest(wire);
     INFO(manifest.error().message());
@@ -154,7 +166,8 @@ TEST_CASE("one payload of two is fetched alone") {
   Assembler assembler(*manifest, 1);
   const auto chunks = stored(rich(), 500);
   CHECK(assembler.left() == chunks[1].size());
-  for (std::size_t c = 0; c < chunks[1].size(); ++c) REQUIRE(assembler.add(manifest->chunks[1][c], chunks[1][c]).ok());
+  for (std::size_t c = 0; c < chunks[1].size(); ++c)
+    REQUIRE(assembler.add(manifest->chunks[1][c], chunks[1][c]).ok());
   const auto back = assembler.finish();
   REQUIRE(back.ok());
   CHECK(back->payloads()[0].bytes == nullptr);
@@ -195,12 +208,13 @@ TEST_CASE("empty fragments, and chunks that occur twice") {
 }
 
 TEST_CASE("memory follows the chunks that came, and a few of them make no payload of gigabytes") {
-  // As many zeros as a manifest can name, of which one chunk ever comes: 2 GiB, of a message of 66 KB.
+  // As many zeros as a manifest can name, of which one chunk ever comes: 2 GiB, of a message of 66
+  // KB.
   auto geometry = std::make_shared<kvmeld::Geometry>();
   geometry->model = "m";
   geometry->tokenizer = "t";
-  geometry->layers.push_back(kvmeld::attention_layer(kvmeld::ElementType::f32, 64, 64,
-                                                   kvmeld::RopeSpec::none()));
+  geometry->layers.push_back(
+      kvmeld::attention_layer(kvmeld::ElementType::f32, 64, 64, kvmeld::RopeSpec::none()));
   auto body = std::make_shared<kvmeld::Fragment::Body>();
   body->geometry = geometry;
   body->token_count = 65536;  // of 32 KiB
@@ -223,7 +237,8 @@ TEST_CASE("memory follows the chunks that came, and a few of them make no payloa
   CHECK(refused.error().message().find("2146435072 bytes") != std::string::npos);
 
   // Whoever raises the bound has the chunk once until it gives the payload out.
-  const auto believed = kvmeld::decode_manifest(wire, {.max_repeated_bytes = std::uint64_t{1} << 31U});
+  const auto believed =
+      kvmeld::decode_manifest(wire, {.max_repeated_bytes = std::uint64_t{1} << 31U});
   REQUIRE(believed.ok());
   Assembler assembler(*believed);
   CHECK(assembler.bytes_of(key) == zeros.size());
@@ -266,7 +281,8 @@ TEST_CASE("a payload whose bytes cannot be counted is refused, however much is a
 }
 
 TEST_CASE("planes with scales, of several shapes, and layers without any") {
-  kvmeld::Geometry g = *test::geometry({.type = kvmeld::ElementType::i8, .layers = 3, .heads = 3, .channels = 34});
+  kvmeld::Geometry g =
+      *test::geometry({.type = kvmeld::ElementType::i8, .layers = 3, .heads = 3, .channels = 34});
   g.layers[0].planes[0].scales = kvmeld::ScaleScheme::per_token_head;
   g.layers[0].planes[1].scales = kvmeld::ScaleScheme::per_channel_group;
   g.layers[0].planes[1].scale_group = 17;
@@ -274,14 +290,16 @@ TEST_CASE("planes with scales, of several shapes, and layers without any") {
   g.layers[2].planes[1].type = kvmeld::ElementType::f32;
   kvmeld::HostCache cache(std::make_shared<const kvmeld::Geometry>(g), 5);
   test::Random random(1);
-  for (std::byte& b : cache.bytes()) b = static_cast<std::byte>(random.below(64));  // finite as f32, too
+  // finite as f32, too
+  for (std::byte& b : cache.bytes()) b = static_cast<std::byte>(random.below(64));
   const auto fragment = kvmeld::seal(cache.kv_cache_ref());
   REQUIRE(fragment.ok());
   const auto manifest = kvmeld::decode_manifest(bytes_of(kvmeld::encode_manifest(*fragment, 100)));
   REQUIRE(manifest.ok());
   Assembler assembler(*manifest);
   const auto chunks = stored(*fragment, 100);
-  for (std::size_t c = 0; c < chunks[0].size(); ++c) REQUIRE(assembler.add(manifest->chunks[0][c], chunks[0][c]).ok());
+  for (std::size_t c = 0; c < chunks[0].size(); ++c)
+    REQUIRE(assembler.add(manifest->chunks[0][c], chunks[0][c]).ok());
   const auto back = assembler.finish();
   REQUIRE(back.ok());
   same(*back, *fragment);
@@ -317,22 +335,40 @@ TEST_CASE("a manifest that lies is found out, at the latest when its bytes are t
   refused(bent([](Body& b, Geometry&) { b.role = kvmeld::Role::prefix; }), ErrorCode::corrupt);
   refused(bent([](Body& b, Geometry&) { b.role = kvmeld::Role{2}; }), ErrorCode::unknown_field);
   refused(bent([](Body& b, Geometry&) { b.tokens.pop_back(); }), ErrorCode::token_count_mismatch);
-  refused(bent([](Body&, Geometry& g) { g.layers[0].planes[0].type = kvmeld::ElementType{8}; }), ErrorCode::unknown_field);
-  refused(bent([](Body&, Geometry& g) { g.layers[1].key_form = kvmeld::KeyForm{2}; }), ErrorCode::unknown_field);
-  refused(bent([](Body&, Geometry& g) { g.layers[1].rope.scaling = kvmeld::RopeScaling{7}; }), ErrorCode::unknown_field);
+  refused(bent([](Body&, Geometry& g) { g.layers[0].planes[0].type = kvmeld::ElementType{8}; }),
+          ErrorCode::unknown_field);
+  refused(bent([](Body&, Geometry& g) { g.layers[1].key_form = kvmeld::KeyForm{2}; }),
+          ErrorCode::unknown_field);
+  refused(bent([](Body&, Geometry& g) { g.layers[1].rope.scaling = kvmeld::RopeScaling{7}; }),
+          ErrorCode::unknown_field);
   refused(bent([](Body&, Geometry& g) { g.layers[1].rope = {}; }),
           ErrorCode::unknown_field);  // undeclared has no byte
   refused(bent([](Body&, Geometry& g) { g.layers[1].rope = kvmeld::RopeSpec::none(); }),
           ErrorCode::invalid_argument);
-  refused(bent([](Body&, Geometry& g) { g.layers[0].planes[0].heads = -1; }), ErrorCode::invalid_argument);
-  refused(bent([](Body&, Geometry& g) { g.layers[0].planes[1].heads = 3; }), ErrorCode::corrupt);  // other byte count
-  refused(bent([](Body&, Geometry& g) { g.layers[0].planes[1].heads = g.layers[0].planes[1].channels = 1 << 30; }), ErrorCode::oversized);
-  refused(bent([](Body&, Geometry& g) { g.layers[2].rope.factor = std::numeric_limits<double>::quiet_NaN(); }), ErrorCode::corrupt);
+  refused(bent([](Body&, Geometry& g) { g.layers[0].planes[0].heads = -1; }),
+          ErrorCode::invalid_argument);
+  // other byte count
+  refused(bent([](Body&, Geometry& g) { g.layers[0].planes[1].heads = 3; }), ErrorCode::corrupt);
+  refused(bent([](Body&, Geometry& g) {
+            g.layers[0].planes[1].heads = g.layers[0].planes[1].channels = 1 << 30;
+          }),
+          ErrorCode::oversized);
+  refused(bent([](Body&, Geometry& g) {
+            g.layers[2].rope.factor = std::numeric_limits<double>::quiet_NaN();
+          }),
+          ErrorCode::corrupt);
   refused(bent([](Body& b, Geometry&) { b.payloads[0].byte_count += 1; }), ErrorCode::corrupt);
-  refused(bent([](Body& b, Geometry&) { std::swap(b.payloads[0].positions[2], b.payloads[0].positions[3]); }), ErrorCode::corrupt);
-  refused(bent([](Body& b, Geometry&) { b.payloads[0].positions.back() = kvmeld::max_position + 1; }), ErrorCode::corrupt);
+  refused(bent([](Body& b, Geometry&) {
+            std::swap(b.payloads[0].positions[2], b.payloads[0].positions[3]);
+          }),
+          ErrorCode::corrupt);
+  refused(
+      bent([](Body& b, Geometry&) { b.payloads[0].positions.back() = kvmeld::max_position + 1; }),
+      ErrorCode::corrupt);
   refused(bent([](Body& b, Geometry&) { b.payloads[0].layer_set[1] = 2; }), ErrorCode::corrupt);
-  refused(bent([](Body& b, Geometry&) { b.payloads[0].token_sets[1].present.back() = 7; }), ErrorCode::corrupt);  // tokens 0 to 6
+  // tokens 0 to 6
+  refused(bent([](Body& b, Geometry&) { b.payloads[0].token_sets[1].present.back() = 7; }),
+          ErrorCode::corrupt);
   refused(bent([](Body&, Geometry& g) {  // a layer that is written once, and asked for often
             g.layers[0].rope.factors.assign(100000, 1.0F);
             g.layers.assign(200, g.layers[0]);
@@ -353,12 +389,15 @@ TEST_CASE("a manifest that lies is found out, at the latest when its bytes are t
     Assembler assembler(*made);
     const auto chunks = stored(rich(), 1000);
     for (std::size_t p = 0; p < 2; ++p)
-      for (std::size_t c = 0; c < chunks[p].size(); ++c) (void)assembler.add(manifest->chunks[p][c], chunks[p][c]);
+      for (std::size_t c = 0; c < chunks[p].size(); ++c)
+        (void)assembler.add(manifest->chunks[p][c], chunks[p][c]);
     return assembler.finish().error().code();
   };
   CHECK(assembled(*manifest) == ErrorCode::ok);
-  CHECK(assembled(bent([](Body& b, Geometry&) { b.payloads[0].positions.back() += 1; })) == ErrorCode::id_mismatch);
-  CHECK(assembled(bent([](Body& b, Geometry&) { b.payloads[1].lead_in.low = 1; })) == ErrorCode::id_mismatch);
+  CHECK(assembled(bent([](Body& b, Geometry&) { b.payloads[0].positions.back() += 1; })) ==
+        ErrorCode::id_mismatch);
+  CHECK(assembled(bent([](Body& b, Geometry&) { b.payloads[1].lead_in.low = 1; })) ==
+        ErrorCode::id_mismatch);
   Manifest swapped = *manifest;
   std::swap(swapped.chunks[0][0], swapped.chunks[0][1]);
   CHECK(assembled(swapped) == ErrorCode::id_mismatch);
@@ -366,10 +405,13 @@ TEST_CASE("a manifest that lies is found out, at the latest when its bytes are t
   swapped.chunks[0].back() = swapped.chunks[0][0];  // one key for two sizes
   refused(swapped, ErrorCode::corrupt);
 
-  CHECK(kvmeld::make_manifest(test::evicted(rich(), 1)).error().code() == ErrorCode::payload_missing);
+  CHECK(kvmeld::make_manifest(test::evicted(rich(), 1)).error().code() ==
+        ErrorCode::payload_missing);
   CHECK(kvmeld::make_manifest(rich(), 0).error().code() == ErrorCode::invalid_argument);
   CHECK(kvmeld::make_manifest(Fragment{}).error().code() == ErrorCode::invalid_argument);
-  CHECK(kvmeld::decode_manifest(kvmeld::encode_manifest(*manifest), {.max_payload_bytes = 100}).error().code() == ErrorCode::oversized);
+  CHECK(kvmeld::decode_manifest(kvmeld::encode_manifest(*manifest), {.max_payload_bytes = 100})
+            .error()
+            .code() == ErrorCode::oversized);
 }
 
 TEST_CASE("fragments of one model share its geometry") {
@@ -389,11 +431,13 @@ TEST_CASE("stored chunks declare what they hold") {
   CHECK(good.size() == 303);
   CHECK(*kvmeld::decode_chunk(good, key) == raw);
   CHECK(kvmeld::decode_chunk(good, key, 299).error().code() == ErrorCode::oversized);
-  CHECK(kvmeld::decode_chunk(good, kvmeld::manifest_key(rich().id())).error().code() == ErrorCode::hash_mismatch);
+  CHECK(kvmeld::decode_chunk(good, kvmeld::manifest_key(rich().id())).error().code() ==
+        ErrorCode::hash_mismatch);
   BlobKey other = key;
   other.bytes[31] ^= 1;
   CHECK(kvmeld::decode_chunk(good, other).error().code() == ErrorCode::id_mismatch);
-  for (std::size_t n = 0; n < good.size(); ++n) CHECK_FALSE(kvmeld::decode_chunk(std::span(good).first(n), key).ok());
+  for (std::size_t n = 0; n < good.size(); ++n)
+    CHECK_FALSE(kvmeld::decode_chunk(std::span(good).first(n), key).ok());
   for (std::size_t bit = 0; bit < good.size() * 8; ++bit) {
     Bytes flipped = good;
     flipped[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
@@ -408,7 +452,8 @@ TEST_CASE("stored chunks declare what they hold") {
 }
 
 TEST_CASE("every prefix and every flipped bit of a message is an error") {
-  const kvmeld::FrameOptions<> options{.name_space = kvmeld::frame_namespace("tenant", "model", "tokenizer")};
+  const kvmeld::FrameOptions<> options{.name_space =
+                                           kvmeld::frame_namespace("tenant", "model", "tokenizer")};
   const Bytes manifest = bytes_of(kvmeld::encode_manifest(rich(), 256));
   const Bytes frame = bytes_of(kvmeld::encode_frame(3, manifest, options));
   CHECK(frame.size() > 1500);
@@ -418,8 +463,14 @@ TEST_CASE("every prefix and every flipped bit of a message is an error") {
   CHECK(view->type == 3);
   CHECK(std::ranges::equal(view->body, manifest));
   std::size_t accepted = 0;
-  for (std::size_t n = 0; n < frame.size(); ++n) accepted += kvmeld::decode_frame(Bytes(frame.begin(), frame.begin() + static_cast<std::ptrdiff_t>(n)), options).ok();
-  for (std::size_t n = 0; n < manifest.size(); ++n) accepted += kvmeld::decode_manifest(Bytes(manifest.begin(), manifest.begin() + static_cast<std::ptrdiff_t>(n))).ok();
+  for (std::size_t n = 0; n < frame.size(); ++n)
+    accepted += kvmeld::decode_frame(
+                    Bytes(frame.begin(), frame.begin() + static_cast<std::ptrdiff_t>(n)), options)
+                    .ok();
+  for (std::size_t n = 0; n < manifest.size(); ++n)
+    accepted += kvmeld::decode_manifest(
+                    Bytes(manifest.begin(), manifest.begin() + static_cast<std::ptrdiff_t>(n)))
+                    .ok();
   for (std::size_t bit = 0; bit < frame.size() * 8; ++bit) {
     Bytes flipped = frame;
     flipped[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
@@ -429,7 +480,8 @@ TEST_CASE("every prefix and every flipped bit of a message is an error") {
   }
   CHECK(accepted == 0);
 
-  // A manifest whose checksum was made to fit: whatever still passes names the same id, and is the same fragment or is found out later.
+  // A manifest whose checksum was made to fit: whatever still passes names the same id, and is the
+  // same fragment or is found out later.
   std::size_t passed = 0, other = 0;
   const auto chunks = stored(rich(), 256);
   const auto keys = kvmeld::make_manifest(rich(), 256)->chunks;
@@ -445,7 +497,8 @@ TEST_CASE("every prefix and every flipped bit of a message is an error") {
     if (got->fragment.id() != rich().id()) ++other;
     Assembler assembler(*got);
     for (std::size_t p = 0; p < 2; ++p)
-      for (std::size_t c = 0; c < chunks[p].size(); ++c) (void)assembler.add(keys[p][c], chunks[p][c]);
+      for (std::size_t c = 0; c < chunks[p].size(); ++c)
+        (void)assembler.add(keys[p][c], chunks[p][c]);
     const auto whole = assembler.finish();
     if (whole.ok() && !kvmeld::verify_fragment(*whole).ok()) ++other;
   }
@@ -454,7 +507,8 @@ TEST_CASE("every prefix and every flipped bit of a message is an error") {
 }
 
 TEST_CASE("frames of newer versions, other namespaces and hostile lengths") {
-  const kvmeld::FrameOptions<> options{.name_space = kvmeld::frame_namespace("a", "b", "c"), .max_body_bytes = 100};
+  const kvmeld::FrameOptions<> options{.name_space = kvmeld::frame_namespace("a", "b", "c"),
+                                       .max_body_bytes = 100};
   const Bytes body(100, std::byte{1});
   const Bytes frame = bytes_of(kvmeld::encode_frame(9, body, options));
   const auto code = [&](std::size_t at, int value) {
@@ -473,23 +527,27 @@ TEST_CASE("frames of newer versions, other namespaces and hostile lengths") {
   CHECK(code(6, 8) == ErrorCode::corrupt);
   Bytes newer = frame;
   newer[4] = std::byte{3};
-  CHECK(kvmeld::decode_frame(newer, options).error().message() ==
-        "frame of wire version 3.0; this build reads version 2: update the older of the two members");
-  CHECK(kvmeld::decode_frame(frame, kvmeld::FrameOptions<>{}).error().code() == ErrorCode::unauthenticated);
+  CHECK(
+      kvmeld::decode_frame(newer, options).error().message() ==
+      "frame of wire version 3.0; this build reads version 2: update the older of the two members");
+  CHECK(kvmeld::decode_frame(frame, kvmeld::FrameOptions<>{}).error().code() ==
+        ErrorCode::unauthenticated);
   CHECK(kvmeld::frame_namespace("ab", "", "c") != kvmeld::frame_namespace("a", "b", "c"));
   CHECK(kvmeld::encode_frame(9, Bytes(101), options).error().code() == ErrorCode::oversized);
   CHECK(kvmeld::decode_frame(bytes_of(kvmeld::encode_frame(0, {})))->body.empty());
 }
 
 TEST_CASE("the bytes stay what docs/wire.md says") {
-  auto g = test::geometry({.type = kvmeld::ElementType::f16, .layers = 2, .heads = 1, .channels = 2});
+  auto g =
+      test::geometry({.type = kvmeld::ElementType::f16, .layers = 2, .heads = 1, .channels = 2});
   const auto tokens = test::token_ids(2);
   test::TestCache cache(g, 2);
   cache.fill(1);
   const auto made = kvmeld::seal(cache.ref(), {.tokens = tokens});
   REQUIRE(made.ok());
   const Bytes manifest = bytes_of(kvmeld::encode_manifest(*made, 16));
-  const Bytes frame = bytes_of(kvmeld::encode_frame(1, std::span(manifest).first(4), kvmeld::FrameOptions<>{}));
+  const Bytes frame =
+      bytes_of(kvmeld::encode_frame(1, std::span(manifest).first(4), kvmeld::FrameOptions<>{}));
   CHECK(hex(manifest) ==
         "4b564d4d"
         "02"
@@ -558,14 +616,19 @@ TEST_CASE("the bytes stay what docs/wire.md says") {
         "01"
         "01"
         "00"
-        "00"                                                                // token sets: one, all tokens; each layer's
-        "20"                                                                // payload bytes
+        "00"  // token sets: one, all tokens; each layer's
+        "20"  // payload bytes
         "81b76d9592d7f133a078a9735452e5b148000000000000000000000000000000"  // chunk keys
         "81315f7d9f9c6b98ff088db527ac6f7723000000000000000000000000000000"
         "8b0b25f3a22ca846");  // checksum
   CHECK(hex(frame) ==
-        "4b564d46" "02" "00" "01" "00"        // magic, major, minor, type, flags
-        "00000000000000000000000000000000"    // namespace
-        "0400000000000000" "5198dc9b22b32757" // body bytes, checksum
+        "4b564d46"
+        "02"
+        "00"
+        "01"
+        "00"                                // magic, major, minor, type, flags
+        "00000000000000000000000000000000"  // namespace
+        "0400000000000000"
+        "5198dc9b22b32757"  // body bytes, checksum
         "4b564d4d");
 }

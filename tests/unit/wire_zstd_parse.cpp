@@ -1,4 +1,5 @@
-// Compressed chunks: every bit pattern comes back, and hostile ones cost no more than their declared size.
+// Compressed chunks: every bit pattern comes back, and hostile ones cost no more than their
+// declared size.
 #include <cstdio>
 
 #include "support/catch.hpp"
@@ -49,7 +50,8 @@ void round_trip(const Bytes& raw, const ChunkForm& form) {
 }  // namespace
 
 TEST_CASE("compression is lossless for any bytes, rows and tails") {
-  for (const ElementType type : {ElementType::f16, ElementType::bf16, ElementType::f32, ElementType::f64, ElementType::q8_0}) {
+  for (const ElementType type : {ElementType::f16, ElementType::bf16, ElementType::f32,
+                                 ElementType::f64, ElementType::q8_0}) {
     for (const std::uint32_t row : {0U, 1U, 3U, 64U, 1000U, 4000000000U}) {
       for (const std::size_t n : {0U, 1U, 2U, 3U, 5U, 130U, 4096U, 70001U}) {
         CAPTURE(kvmeld::to_string(type), row, n);
@@ -78,7 +80,9 @@ TEST_CASE("floats whose channels differ in magnitude get shorter, noise stays as
     for (std::size_t p = 0; p < 2; ++p)
       for (std::int64_t t = 0; t < 500; ++t)
         for (std::int64_t h = 0; h < 2; ++h)
-          for (std::int64_t c = 0; c < 64; ++c) cache.set(p, t, h, c, (random.value() + random.value()) * static_cast<float>(1 + c * c) * 0.001F);
+          for (std::int64_t c = 0; c < 64; ++c)
+            cache.set(p, t, h, c,
+                      (random.value() + random.value()) * static_cast<float>(1 + c * c) * 0.001F);
     const auto fragment = kvmeld::seal(cache.ref());
     REQUIRE(fragment.ok());
     const kvmeld::Payload& payload = fragment->payloads()[0];
@@ -114,10 +118,13 @@ TEST_CASE("bent compressed chunks are refused") {
   Bytes raw(3000);
   for (std::size_t i = 0; i < raw.size(); ++i) raw[i] = static_cast<std::byte>(i % 7);
   const kvmeld::BlobKey key = kvmeld::chunk_key(raw);
-  for (const ElementType type : {ElementType::i8, ElementType::f16, ElementType::bf16, ElementType::f32}) {
+  for (const ElementType type :
+       {ElementType::i8, ElementType::f16, ElementType::bf16, ElementType::f32}) {
     const Bytes good = kvmeld::encode_chunk(raw, Zstd{}, {type, 50});
     REQUIRE(good[0] == std::byte{1});
-    const auto read = [&](std::span<const std::byte> bytes) { return kvmeld::decode_chunk(bytes, key, 3000, Zstd{}); };
+    const auto read = [&](std::span<const std::byte> bytes) {
+      return kvmeld::decode_chunk(bytes, key, 3000, Zstd{});
+    };
     CHECK(read(good).ok());
     for (std::size_t n = 0; n < good.size(); ++n) CHECK_FALSE(read(std::span(good).first(n)).ok());
     for (std::size_t bit = 0; bit < good.size() * 8; ++bit) {

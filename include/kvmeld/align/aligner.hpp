@@ -13,7 +13,8 @@ template <class P>
 class Aligner {
  public:
   static_assert(AlignPolicy<P>,
-                "kvmeld: this type is no AlignPolicy: it needs 'Result<Alignment> align(std::span<const Source>, std::int64_t) const', "
+                "kvmeld: this type is no AlignPolicy: it needs 'Result<Alignment> "
+                "align(std::span<const Source>, std::int64_t) const', "
                 "'void digest(Hasher&) const' and 'static constexpr bool reproducible'");
   static_assert(detail::NearMisses<P>::none);
   using policy_type = P;
@@ -36,7 +37,8 @@ Aligner(P) -> Aligner<P>;
 struct Concat {
   static constexpr bool reproducible = true;
 
-  KVMELD_LAZY [[nodiscard]] Result<Alignment> align(std::span<const Source> ordered, std::int64_t first_position) const {
+  KVMELD_LAZY [[nodiscard]] Result<Alignment> align(std::span<const Source> ordered,
+                                                    std::int64_t first_position) const {
     Alignment out;
     out.groups.resize(1);
     AlignmentGroup& group = out.groups[0];
@@ -45,7 +47,8 @@ struct Concat {
         const std::int64_t token = ordered[s].selected_token(i);
         out.positions.push_back(first_position++);
         out.tokens.push_back(ordered[s].token_id(token));
-        group.contributions.push_back({static_cast<std::uint32_t>(s), static_cast<std::uint32_t>(token), 1.0F});
+        group.contributions.push_back(
+            {static_cast<std::uint32_t>(s), static_cast<std::uint32_t>(token), 1.0F});
         group.end_row();
       }
     }

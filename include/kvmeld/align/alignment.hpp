@@ -14,27 +14,32 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// One fragment as policies see it: its content, the encoding that ordering reads, and its metadata.
+/// One fragment as policies see it: its content, the encoding that ordering reads, and its
+/// metadata.
 struct Source {
   const Fragment* fragment = nullptr;
-  const Payload* payload = nullptr;   ///< payload 0
+  const Payload* payload = nullptr;  ///< payload 0
   const Metadata* metadata = nullptr;
-  TokenSet selected{};                ///< the tokens that the select policy kept
+  TokenSet selected{};  ///< the tokens that the select policy kept
 
   KVMELD_LAZY [[nodiscard]] std::int64_t selected_count() const noexcept {
-    return selected.all ? fragment->token_count() : static_cast<std::int64_t>(selected.present.size());
+    return selected.all ? fragment->token_count()
+                        : static_cast<std::int64_t>(selected.present.size());
   }
   /// Index in the fragment of the i-th selected token.
   [[nodiscard]] std::int64_t selected_token(std::int64_t i) const noexcept {
     return selected.all ? i : selected.present[static_cast<std::size_t>(i)];
   }
-  /// What a token of the fragment is, where its id says so; −1 in a latent fragment and for placeholders.
-  KVMELD_LAZY [[nodiscard]] TokenId token_id(std::int64_t token) const noexcept { return fragment->token_id(token); }
+  /// What a token of the fragment is, where its id says so; −1 in a latent fragment and for
+  /// placeholders.
+  KVMELD_LAZY [[nodiscard]] TokenId token_id(std::int64_t token) const noexcept {
+    return fragment->token_id(token);
+  }
 };
 
 /// Some layers of a model; every layer unless told otherwise.
 struct LayerMask {
-  std::vector<std::uint8_t> layers{};///< nonzero where the layer is chosen; empty: all are
+  std::vector<std::uint8_t> layers{};  ///< nonzero where the layer is chosen; empty: all are
 
   KVMELD_LAZY [[nodiscard]] bool all() const noexcept { return layers.empty(); }
   KVMELD_LAZY [[nodiscard]] bool contains(std::size_t layer) const noexcept {
@@ -54,27 +59,34 @@ struct Contribution {
 /// The contributions of every output token in some layers, as compressed sparse rows.
 struct AlignmentGroup {
   LayerMask layers{};
-  std::vector<std::uint32_t> row_begin{0};  ///< output o has contributions row_begin[o] … row_begin[o + 1] − 1
+  /// Output o has contributions row_begin[o] … row_begin[o + 1] − 1.
+  std::vector<std::uint32_t> row_begin{0};
   std::vector<Contribution> contributions{};
-  /// (layer of the group, ascending; head; contribution): multiplies the contributions' weights, head by head, and 0 leaves the
-  /// contribution out of that head's row. Keys and values share it. Empty: all heads alike.
+  /// (layer of the group, ascending; head; contribution): multiplies the contributions' weights,
+  /// head by head, and 0 leaves the contribution out of that head's row. Keys and values share it.
+  /// Empty: all heads alike.
   std::vector<float> head_weights{};
-  std::vector<std::uint32_t> head_rows{};  ///< (layers of the model) where each layer's heads begin in `head_weights`; `plan` fills it
+  /// (layers of the model) where each layer's heads begin in `head_weights`; `plan` fills it.
+  std::vector<std::uint32_t> head_rows{};
 
   /// Ends the row of the current output token.
-  KVMELD_LAZY void end_row() { row_begin.push_back(static_cast<std::uint32_t>(contributions.size())); }
+  KVMELD_LAZY void end_row() {
+    row_begin.push_back(static_cast<std::uint32_t>(contributions.size()));
+  }
   KVMELD_LAZY [[nodiscard]] std::span<const Contribution> row(std::size_t output) const noexcept {
-    return detail::span_of(contributions).subspan(row_begin[output], row_begin[output + 1] - row_begin[output]);
+    return detail::span_of(contributions)
+        .subspan(row_begin[output], row_begin[output + 1] - row_begin[output]);
   }
 };
 
-/// What every aligner produces: for each output token its position, its id, and which input tokens contribute.
+/// What every aligner produces: for each output token its position, its id, and which input tokens
+/// contribute.
 ///
 /// An output token without contribution is a hole for the engine to compute.
 struct Alignment {
   std::vector<std::int64_t> positions{};  ///< of each output token, ascending
-  std::vector<TokenId> tokens{};        ///< of each output token; −1: not known, latent, or a placeholder
-  std::vector<AlignmentGroup> groups{}; ///< disjoint layer masks that together cover the layers
+  std::vector<TokenId> tokens{};  ///< of each output token; −1: not known, latent, or a placeholder
+  std::vector<AlignmentGroup> groups{};  ///< disjoint layer masks that together cover the layers
 };
 
 /// An output token that `render` leaves to the engine.
@@ -88,9 +100,9 @@ struct Hole {
 
 /// What policies of every slot share: a value with a name and parameters.
 ///
-/// Semantic requirements: `digest` feeds the policy's name and every parameter that changes its result; `reproducible` is
-/// true only if equal inputs give equal bytes on every machine. A policy that reads metadata declares
-/// `static constexpr MetadataFields metadata`.
+/// Semantic requirements: `digest` feeds the policy's name and every parameter that changes its
+/// result; `reproducible` is true only if equal inputs give equal bytes on every machine. A policy
+/// that reads metadata declares `static constexpr MetadataFields metadata`.
 template <class P>
 concept Policy = std::copyable<P> && requires(const P& policy, Hasher& hasher) {
   policy.digest(hasher);
@@ -197,7 +209,8 @@ concept SelectPolicy = Policy<P> && requires(const P& policy, const Source& sour
   { policy.select(source) } -> std::same_as<Result<TokenSet>>;
 };
 
-/// The canonical order of the spans. Semantic requirement: a total order over distinct fragments, whatever their input order.
+/// The canonical order of the spans. Semantic requirement: a total order over distinct fragments,
+/// whatever their input order.
 template <class P>
 concept OrderPolicy = Policy<P> && requires(const P& policy, std::span<const Source> sources) {
   { policy.order(sources) } -> std::same_as<Result<std::vector<std::uint32_t>>>;
@@ -205,25 +218,30 @@ concept OrderPolicy = Policy<P> && requires(const P& policy, std::span<const Sou
 
 /// Which input tokens make which output token, and at which position.
 template <class P>
-concept AlignPolicy = Policy<P> && requires(const P& policy, std::span<const Source> ordered, std::int64_t first_position) {
+concept AlignPolicy = Policy<P> &&
+    requires(const P& policy, std::span<const Source> ordered, std::int64_t first_position) {
   { policy.align(ordered, first_position) } -> std::same_as<Result<Alignment>>;
 };
 
-/// An aligner that also maps fragments of other models into the target's geometry, before anything is aligned.
+/// An aligner that also maps fragments of other models into the target's geometry, before anything
+/// is aligned.
 ///
-/// `accepts(from, to)` is cheap and refuses with the reason. `transform(fragment, p, to)` yields payload p of the fragment in geometry
-/// `to`, in canonical order: keys without position and `positions` all 0, or turned to ascending `positions`. `plan` calls it once a
-/// fragment of another geometry.
+/// `accepts(from, to)` is cheap and refuses with the reason. `transform(fragment, p, to)` yields
+/// payload p of the fragment in geometry `to`, in canonical order: keys without position and
+/// `positions` all 0, or turned to ascending `positions`. `plan` calls it once a fragment of
+/// another geometry.
 template <class P>
-concept TransformForm = requires(const P& policy, const Geometry& geometry, const Fragment& fragment, std::size_t payload) {
+concept TransformForm = requires(const P& policy, const Geometry& geometry,
+                                 const Fragment& fragment, std::size_t payload) {
   { policy.accepts(geometry, geometry) } -> std::same_as<Status>;
   { policy.transform(fragment, payload, geometry) } -> std::same_as<Result<Payload>>;
 };
 
 /// Which output tokens the engine recomputes after the merge: `recompute[o]` is set to nonzero.
 template <class P>
-concept SeamPolicy = Policy<P> && requires(const P& policy, std::span<const Source> ordered, const Alignment& alignment,
-                                           std::span<std::uint8_t> recompute) {
+concept SeamPolicy = Policy<P> &&
+    requires(const P& policy, std::span<const Source> ordered, const Alignment& alignment,
+             std::span<std::uint8_t> recompute) {
   { policy.mark(ordered, alignment, recompute) } -> std::same_as<Status>;
 };
 

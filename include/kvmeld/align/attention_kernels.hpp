@@ -1,22 +1,24 @@
 #pragma once
 
-/// Inner loops of attention on hosts: q · k by the 32-lane rule, softmax of a block, weighted sums of value rows. The same bytes in
-/// every instruction set (docs/numerics.md).
+/// Inner loops of attention on hosts: q · k by the 32-lane rule, softmax of a block, weighted sums
+/// of value rows. The same bytes in every instruction set (docs/numerics.md).
 
 #include <cstddef>
 #include <vector>
 
 #include <kvmeld/config.hpp>
+#include <kvmeld/tensor/element.hpp>
 #include <kvmeld/tensor/isa.hpp>
 #include <kvmeld/tensor/math.hpp>
-#include <kvmeld/tensor/element.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// Tokens whose weights are made together. Sums within a block are f32, sums of blocks f64, so it is part of the result.
+/// Tokens whose weights are made together. Sums within a block are f32, sums of blocks f64, so it
+/// is part of the result.
 inline constexpr std::size_t attended_block = 64;
-/// Value rows that are added in one go, and keys that are multiplied: what is loaded of sums or of queries serves so many.
+/// Value rows that are added in one go, and keys that are multiplied: what is loaded of sums or of
+/// queries serves so many.
 inline constexpr std::size_t added_rows = 4;
 /// Queries that share what is loaded of a row.
 inline constexpr std::size_t paired_queries = 4;
@@ -29,13 +31,16 @@ class AlignedRows {
  public:
   AlignedRows() = default;
   /// @param n zeros.
-  explicit AlignedRows(std::size_t n, T value = T{}) : blocks_((n + Block::size - 1) / Block::size), size_(n) {
+  explicit AlignedRows(std::size_t n, T value = T{})
+      : blocks_((n + Block::size - 1) / Block::size), size_(n) {
     for (std::size_t i = 0; value != T{} && i < n; ++i) data()[i] = value;
   }
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
   [[nodiscard]] T* data() noexcept { return blocks_.empty() ? nullptr : blocks_[0].values; }
-  [[nodiscard]] const T* data() const noexcept { return blocks_.empty() ? nullptr : blocks_[0].values; }
+  [[nodiscard]] const T* data() const noexcept {
+    return blocks_.empty() ? nullptr : blocks_[0].values;
+  }
   [[nodiscard]] T& operator[](std::size_t i) noexcept { return data()[i]; }
   [[nodiscard]] const T& operator[](std::size_t i) const noexcept { return data()[i]; }
 
@@ -48,10 +53,12 @@ class AlignedRows {
   std::size_t size_ = 0;
 };
 
-/// e^x for a weight that f32 will hold: within 2^-33 of it, 0 below −104, where f32 has nothing left; x up to some 700, NaN stays.
+/// e^x for a weight that f32 will hold: within 2^-33 of it, 0 below −104, where f32 has nothing
+/// left; x up to some 700, NaN stays.
 ///
-/// A third of `math::exp`'s operations. e^r = 1 + r p(r), p a Chebyshev fit of degree 6 computed with 60 digits: exactly 1 at 0.
-/// `math::exp` is within an ulp of f64, and so carries low parts and more terms. `short_exp` of gates keeps e^x − 1 apart for tanh.
+/// A third of `math::exp`'s operations. e^r = 1 + r p(r), p a Chebyshev fit of degree 6 computed
+/// with 60 digits: exactly 1 at 0. `math::exp` is within an ulp of f64, and so carries low parts
+/// and more terms. `short_exp` of gates keeps e^x − 1 apart for tanh.
 [[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double weight_exp(double x) noexcept {
   const double bounded = select(x < -104.0, -104.0, x);
   const double magic = fma(bounded, 0x1.71547652b82fep+0, integer_magic);
@@ -64,11 +71,13 @@ class AlignedRows {
   p = fma(p, r, 0x1.000000287f871p-1);
   p = fma(p, r, 1.0);
   const double mantissa = fma(p, r, 1.0);
-  const double value = bits_double(double_bits(mantissa) + (double_bits(magic) << 52));  // times 2^k: the exponent counts up
+  // times 2^k: the exponent counts up
+  const double value = bits_double(double_bits(mantissa) + (double_bits(magic) << 52));
   return select(x == x, select(x < -104.0, 0.0, value), x);
 }
 
-/// Parts of a few rows: `n` elements from `offset` bytes on in each, n a multiple of 32. What lies `ahead` bytes from there is read soon.
+/// Parts of a few rows: `n` elements from `offset` bytes on in each, n a multiple of 32. What lies
+/// `ahead` bytes from there is read soon.
 struct RowParts {
   const std::byte* const* rows = nullptr;
   std::size_t count = 0;  ///< at most `attended_rows`
@@ -79,14 +88,18 @@ struct RowParts {
 
 /// Asks for what will be read later; where nothing is, the address may be anything.
 KVMELD_ALWAYS_INLINE void ask_for(const std::byte* at, std::ptrdiff_t ahead) noexcept {
-  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(at) + static_cast<std::uintptr_t>(ahead)));
+  __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(at) +
+                                                   static_cast<std::uintptr_t>(ahead)));
 }
 
-/// One instruction set's loops. Query rows and accumulators have as many floats as the parts of rows, and follow each other without
-/// gaps. Keys and values are f32, or in the `raw` forms of their own type.
+/// One instruction set's loops. Query rows and accumulators have as many floats as the parts of
+/// rows, and follow each other without gaps. Keys and values are f32, or in the `raw` forms of
+/// their own type.
 struct AttentionSteps {
-  using Dots = void (*)(const float* queries, std::size_t count, const RowParts& keys, float* out, std::size_t stride) noexcept;
-  using Add = void (*)(const float* weights, std::size_t stride, std::size_t count, const RowParts& rows, float* acc) noexcept;
+  using Dots = void (*)(const float* queries, std::size_t count, const RowParts& keys, float* out,
+                        std::size_t stride) noexcept;
+  using Add = void (*)(const float* weights, std::size_t stride, std::size_t count,
+                       const RowParts& rows, float* acc) noexcept;
 
   /// out[q · stride + k] = queries[q] · keys[k], k < keys.count
   Dots dots = nullptr;
@@ -94,7 +107,8 @@ struct AttentionSteps {
   double (*weigh)(const float* dots, double factor, double top, float* weights) noexcept = nullptr;
   /// The largest of one block; −infinity where none is.
   float (*largest)(const float* dots) noexcept = nullptr;
-  /// acc[q] += weights[q · stride + j] · rows[j], j < rows.count in order, a multiple of `added_rows`
+  /// acc[q] += weights[q · stride + j] · rows[j], j < rows.count in order, a multiple of
+  /// `added_rows`
   Add add = nullptr;
   /// total[i] = total[i] · scale + block[i]; block[i] = 0
   void (*carry)(float* block, double scale, std::size_t n, double* total) noexcept = nullptr;
@@ -106,12 +120,14 @@ struct AttentionSteps {
   void (*widen)(const RowParts& rows, float* out) noexcept = nullptr;
 };
 
-KVMELD_ALWAYS_INLINE double weigh_body(const float* __restrict dots, double factor, double top, float* __restrict weights) noexcept {
+KVMELD_ALWAYS_INLINE double weigh_body(const float* __restrict dots, double factor, double top,
+                                       float* __restrict weights) noexcept {
   double sums[8] = {};
   for (std::size_t i = 0; i < attended_block; i += 8) {
     double mass[8];
     KVMELD_KEEP_LOOP
-    for (std::size_t j = 0; j < 8; ++j) mass[j] = weight_exp(fma(static_cast<double>(dots[i + j]), factor, -top));
+    for (std::size_t j = 0; j < 8; ++j)
+      mass[j] = weight_exp(fma(static_cast<double>(dots[i + j]), factor, -top));
     for (std::size_t j = 0; j < 8; ++j) {
       weights[i + j] = static_cast<float>(mass[j]);
       sums[j] += static_cast<double>(weights[i + j]);
@@ -130,13 +146,16 @@ KVMELD_ALWAYS_INLINE float largest_body(const float* dots) noexcept {
   }
   return top[0];
 }
-KVMELD_ALWAYS_INLINE void carry_body(float* __restrict block, double scale, std::size_t n, double* __restrict total) noexcept {
+KVMELD_ALWAYS_INLINE void carry_body(float* __restrict block, double scale, std::size_t n,
+                                     double* __restrict total) noexcept {
   for (std::size_t at = 0; at < n; at += 32) {
-    for (std::size_t c = at; c < at + 32; ++c) total[c] = fma(total[c], scale, static_cast<double>(block[c]));
+    for (std::size_t c = at; c < at + 32; ++c)
+      total[c] = fma(total[c], scale, static_cast<double>(block[c]));
     for (std::size_t c = at; c < at + 32; ++c) block[c] = 0.0F;
   }
 }
-KVMELD_ALWAYS_INLINE void finish_body(const double* __restrict total, double sum, std::size_t n, float* __restrict out) noexcept {
+KVMELD_ALWAYS_INLINE void finish_body(const double* __restrict total, double sum, std::size_t n,
+                                      float* __restrict out) noexcept {
   std::size_t c = 0;
   for (; c + 8 <= n; c += 8) {
     for (std::size_t i = 0; i < 8; ++i) out[c + i] = static_cast<float>(total[c + i] / sum);
@@ -144,13 +163,24 @@ KVMELD_ALWAYS_INLINE void finish_body(const double* __restrict total, double sum
   for (; c < n; ++c) out[c] = static_cast<float>(total[c] / sum);
 }
 
-KVMELD_NOINLINE inline double weigh_baseline(const float* dots, double factor, double top, float* weights) noexcept {
+KVMELD_NOINLINE inline double weigh_baseline(const float* dots, double factor, double top,
+                                             float* weights) noexcept {
   return weigh_body(dots, factor, top, weights);
 }
-KVMELD_NOINLINE inline void carry_baseline(float* block, double scale, std::size_t n, double* total) noexcept { carry_body(block, scale, n, total); }
-KVMELD_NOINLINE inline void finish_baseline(const double* total, double sum, std::size_t n, float* out) noexcept { finish_body(total, sum, n, out); }
-KVMELD_NOINLINE inline float largest_baseline(const float* dots) noexcept { return largest_body(dots); }
-KVMELD_NOINLINE inline void dots_baseline(const float* queries, std::size_t count, const RowParts& keys, float* out, std::size_t stride) noexcept {
+KVMELD_NOINLINE inline void carry_baseline(float* block, double scale, std::size_t n,
+                                           double* total) noexcept {
+  carry_body(block, scale, n, total);
+}
+KVMELD_NOINLINE inline void finish_baseline(const double* total, double sum, std::size_t n,
+                                            float* out) noexcept {
+  finish_body(total, sum, n, out);
+}
+KVMELD_NOINLINE inline float largest_baseline(const float* dots) noexcept {
+  return largest_body(dots);
+}
+KVMELD_NOINLINE inline void dots_baseline(const float* queries, std::size_t count,
+                                          const RowParts& keys, float* out,
+                                          std::size_t stride) noexcept {
   for (std::size_t q = 0; q < count; ++q, queries += keys.n) {
     for (std::size_t k = 0; k < keys.count; ++k) {
       const float* const key = reinterpret_cast<const float*>(keys.rows[k] + keys.offset);
@@ -165,7 +195,9 @@ KVMELD_NOINLINE inline void dots_baseline(const float* queries, std::size_t coun
     }
   }
 }
-KVMELD_NOINLINE inline void add_baseline(const float* weights, std::size_t stride, std::size_t count, const RowParts& rows, float* acc) noexcept {
+KVMELD_NOINLINE inline void add_baseline(const float* weights, std::size_t stride,
+                                         std::size_t count, const RowParts& rows,
+                                         float* acc) noexcept {
   for (std::size_t q = 0; q < count; ++q, acc += rows.n) {
     for (std::size_t j = 0; j < rows.count; ++j) {
       const float* const row = reinterpret_cast<const float*>(rows.rows[j] + rows.offset);

@@ -32,25 +32,29 @@ struct AttendedToken {
   std::uint32_t token = 0;
 };
 
-[[nodiscard]] constexpr std::size_t padded_channels(std::int32_t channels) noexcept { return (static_cast<std::size_t>(channels) + 31) / 32 * 32; }
+[[nodiscard]] constexpr std::size_t padded_channels(std::int32_t channels) noexcept {
+  return (static_cast<std::size_t>(channels) + 31) / 32 * 32;
+}
 
-/// Checked queries and caches; rows as f32 with heads padded to 32 channels, keys in the queries' frame.
+/// Checked queries and caches; rows as f32 with heads padded to 32 channels, keys in the queries'
+/// frame.
 class AttentionReader {
  public:
   struct Layer {
     std::size_t heads = 0;
-    std::size_t key_width = 0;    ///< channels of a head, padded
+    std::size_t key_width = 0;  ///< channels of a head, padded
     std::size_t value_width = 0;
     std::int32_t value_channels = 0;
-    double factor = 0;            ///< logit / (q·k)
+    double factor = 0;  ///< logit / (q·k)
     ElementType key_type = ElementType::f32;
     ElementType value_type = ElementType::f32;
-    AlignedRows<float> queries;   ///< (head, query, key_width)
-    std::int32_t table = -1;      ///< of `tables_`, where keys are turned
+    AlignedRows<float> queries;  ///< (head, query, key_width)
+    std::int32_t table = -1;     ///< of `tables_`, where keys are turned
   };
 
   /// No layers where there are no sources. Both spans, and what they point to, outlive the reader.
-  KVMELD_LAZY static Result<AttentionReader> of(const AttentionQueries& queries, std::span<const AttendSource> sources) {
+  KVMELD_LAZY static Result<AttentionReader> of(const AttentionQueries& queries,
+                                                std::span<const AttendSource> sources) {
     AttentionReader out;
     out.sources_ = sources;
     KVMELD_TRY(check_queries(queries));
@@ -87,21 +91,25 @@ class AttentionReader {
     for (std::int64_t i = 0; i < n; ++i) {
       const std::int64_t t =
           source.selected.all ? i : source.selected.present[static_cast<std::size_t>(i)];
-      if (slots.slot(t) >= 0) out.push_back({static_cast<std::uint32_t>(s), static_cast<std::uint32_t>(t)});
+      if (slots.slot(t) >= 0)
+        out.push_back({static_cast<std::uint32_t>(s), static_cast<std::uint32_t>(t)});
     }
   }
 
-  /// Keys (plane 0, in the queries' frame) or values (plane 1) of some tokens: all heads of each, (head, width). `rows` points to where
-  /// they lie, if they may come raw and all can, and otherwise to f32 copies in `scratch`, which gets room for `attended_rows` tokens. Whether they are raw.
-  KVMELD_LAZY bool gather(std::size_t l, std::size_t p, std::span<const AttendedToken> tokens, bool raw, const std::byte** rows,
-                          AlignedRows<float>& scratch) const {
+  /// Keys (plane 0, in the queries' frame) or values (plane 1) of some tokens: all heads of each,
+  /// (head, width). `rows` points to where they lie, if they may come raw and all can, and
+  /// otherwise to f32 copies in `scratch`, which gets room for `attended_rows` tokens. Whether they
+  /// are raw.
+  KVMELD_LAZY bool gather(std::size_t l, std::size_t p, std::span<const AttendedToken> tokens,
+                          bool raw, const std::byte** rows, AlignedRows<float>& scratch) const {
     const Layer& layer = layers_[l];
     const std::size_t width = p == 0 ? layer.key_width : layer.value_width;
     const bool turned = p == 0 && layer.table >= 0;
     raw = raw && !turned;
     for (std::size_t i = 0; i < tokens.size();) {
       const PlaneRef& plane = sources_[tokens[i].source].cache.plane(l, p);
-      const bool lies = width == static_cast<std::size_t>(plane.shape.channels) && contiguous_heads(plane);
+      const bool lies =
+          width == static_cast<std::size_t>(plane.shape.channels) && contiguous_heads(plane);
       if (raw && !lies) {  // caches of several layouts: all over again
         raw = false;
         i = 0;
@@ -109,13 +117,15 @@ class AttentionReader {
       }
       const bool narrow = block_elements(plane.shape.type) == 1;  // others divide
       const std::int64_t size = block_bytes(plane.shape.type);
-      for (const std::uint32_t source = tokens[i].source; i < tokens.size() && tokens[i].source == source; ++i) {
+      for (const std::uint32_t source = tokens[i].source;
+           i < tokens.size() && tokens[i].source == source; ++i) {
         const std::int64_t row = plane.row_offset(plane.slots.slot(tokens[i].token), 0);
         const std::byte* const from = plane.data + (narrow ? row * size : plane.byte_offset(row));
         rows[i] = from;
         if (raw) continue;
         // The loops ask for what lies behind copies: so here for the rows of later tokens.
-        for (std::int64_t b = 0; lies && narrow && b < plane.shape.heads * plane.shape.channels * size; b += 64) {
+        for (std::int64_t b = 0;
+             lies && narrow && b < plane.shape.heads * plane.shape.channels * size; b += 64) {
           ask_for(from + b, plane.token_stride * size * static_cast<std::int64_t>(attended_rows));
         }
         if (scratch.size() == 0) scratch = AlignedRows<float>(attended_rows * layer.heads * width);
@@ -124,15 +134,17 @@ class AttentionReader {
         Turn turn;
         if (turned) {
           const RopeSpec& rope = sources_[source].cache.geometry().layers[l].rope;
-          turn = {tables_[static_cast<std::size_t>(layer.table)].row(shift_of_[source][tokens[i].token]), plane.shape.channels, rope.first_channel,
-                  rope.rotary_channels, rope.pairing};
+          turn = {tables_[static_cast<std::size_t>(layer.table)].row(
+                      shift_of_[source][tokens[i].token]),
+                  plane.shape.channels, rope.first_channel, rope.rotary_channels, rope.pairing};
         }
         if (!lies) {
           copy(plane, tokens[i].token, width, turned ? &turn : nullptr, to);
         } else if (turned) {
           load_turned(plane.shape.type, isa_, turn, from, plane.shape.heads, to);
         } else {
-          load_row(plane.shape.type, isa_, from, static_cast<std::ptrdiff_t>(width) * plane.shape.heads, to);
+          load_row(plane.shape.type, isa_, from,
+                   static_cast<std::ptrdiff_t>(width) * plane.shape.heads, to);
         }
       }
     }
@@ -141,7 +153,8 @@ class AttentionReader {
 
  private:
   /// One token's rows as f32, head by head, padded with zeros and turned.
-  void copy(const PlaneRef& plane, std::uint32_t token, std::size_t width, const Turn* turn, float* to) const noexcept {
+  void copy(const PlaneRef& plane, std::uint32_t token, std::size_t width, const Turn* turn,
+            float* to) const noexcept {
     const std::int64_t slot = plane.slots.slot(token);
     const PlaneShape& shape = plane.shape;
     for (std::int32_t h = 0; h < shape.heads; ++h, to += width) {
@@ -150,7 +163,8 @@ class AttentionReader {
         load_row(shape.type, isa_, plane.data + plane.byte_offset(row), shape.channels, to);
       } else {
         for (std::int32_t c = 0; c < shape.channels; ++c) {
-          to[c] = load_element(shape.type, plane.data + plane.byte_offset(row + plane.channel_offset(c)), 0);
+          to[c] = load_element(shape.type,
+                               plane.data + plane.byte_offset(row + plane.channel_offset(c)), 0);
         }
       }
       std::fill(to + shape.channels, to + width, 0.0F);
@@ -158,7 +172,8 @@ class AttentionReader {
     }
   }
 
-  KVMELD_LAZY Status add_layer(const AttentionQueries& queries, std::size_t l, std::size_t width, std::size_t& first) {
+  KVMELD_LAZY Status add_layer(const AttentionQueries& queries, std::size_t l, std::size_t width,
+                               std::size_t& first) {
     const LayerShape& shape = sources_[0].cache.geometry().layers[l];
     Layer& layer = layers_.emplace_back();
     if (shape.planes.empty()) return {};
@@ -171,12 +186,15 @@ class AttentionReader {
     layer.value_channels = shape.planes[1].channels;
     layer.key_type = key.type;
     layer.value_type = shape.planes[1].type;
-    const double scale = queries.scale > 0.0F ? static_cast<double>(queries.scale) : 1.0 / math::sqrt(static_cast<double>(key.channels));
+    const double scale = queries.scale > 0.0F ? static_cast<double>(queries.scale)
+                                              : 1.0 / math::sqrt(static_cast<double>(key.channels));
     layer.factor = scale / static_cast<double>(queries.temperature);
     layer.queries = AlignedRows<float>(layer.heads * m * layer.key_width);
     for (std::size_t q = 0; q < m; ++q) {
       for (std::size_t h = 0; h < layer.heads; ++h) {
-        std::memcpy(layer.queries.data() + (h * m + q) * layer.key_width, queries.values.data() + q * width + first + h * channels, channels * sizeof(float));
+        std::memcpy(layer.queries.data() + (h * m + q) * layer.key_width,
+                    queries.values.data() + q * width + first + h * channels,
+                    channels * sizeof(float));
       }
     }
     first += layer.heads * channels;
@@ -186,7 +204,8 @@ class AttentionReader {
       if (!table) return table.error();
       for (std::size_t h = 0; h < layer.heads; ++h) {
         for (std::size_t q = 0; q < m; ++q) {
-          const Turn turn{table->row(q), key.channels, shape.rope.first_channel, shape.rope.rotary_channels, shape.rope.pairing};
+          const Turn turn{table->row(q), key.channels, shape.rope.first_channel,
+                          shape.rope.rotary_channels, shape.rope.pairing};
           turn_row(turn, isa_, layer.queries.data() + (h * m + q) * layer.key_width);
         }
       }
@@ -214,7 +233,8 @@ class AttentionReader {
       for (std::size_t s = 0; s < sources_.size(); ++s) {
         const AttendSource& source = sources_[s];
         if (static_cast<std::int64_t>(source.positions.size()) != source.cache.tokens()) {
-          return error(ErrorCode::token_count_mismatch, "attention: ", source.positions.size(), " positions for ", source.cache.tokens(), " tokens of cache ", s,
+          return error(ErrorCode::token_count_mismatch, "attention: ", source.positions.size(),
+                       " positions for ", source.cache.tokens(), " tokens of cache ", s,
                        ", whose keys have to be turned");
         }
         shifts_.insert(shifts_.end(), source.positions.begin(), source.positions.end());
@@ -224,7 +244,8 @@ class AttentionReader {
       for (const AttendSource& source : sources_) {
         std::vector<std::uint32_t>& index = shift_of_.emplace_back();
         for (const std::int64_t p : source.positions) {
-          index.push_back(static_cast<std::uint32_t>(std::lower_bound(shifts_.begin(), shifts_.end(), p) - shifts_.begin()));
+          index.push_back(static_cast<std::uint32_t>(
+              std::lower_bound(shifts_.begin(), shifts_.end(), p) - shifts_.begin()));
         }
       }
     }
@@ -232,7 +253,9 @@ class AttentionReader {
     if (length_dependent(rope)) {
       for (std::size_t s = 0; s < sources_.size(); ++s) {
         const auto& positions = sources_[s].positions;
-        if (!positions.empty()) KVMELD_TRY(check_shift(rope, *std::max_element(positions.begin(), positions.end()) + 1, 0));
+        if (!positions.empty())
+          KVMELD_TRY(
+              check_shift(rope, *std::max_element(positions.begin(), positions.end()) + 1, 0));
       }
     }
     std::vector<std::int64_t> shifts = shifts_;
@@ -249,8 +272,8 @@ class AttentionReader {
   Isa isa_ = best_isa();
   std::span<const AttendSource> sources_;
   std::vector<Layer> layers_;
-  std::vector<std::int64_t> shifts_;                      // distinct positions, ascending
-  std::vector<std::vector<std::uint32_t>> shift_of_;      // (source)(token)
+  std::vector<std::int64_t> shifts_;                  // distinct positions, ascending
+  std::vector<std::vector<std::uint32_t>> shift_of_;  // (source)(token)
   std::vector<const RopeSpec*> specs_;
   std::vector<std::int64_t> signs_;
   std::vector<RopeTable> tables_;

@@ -11,12 +11,12 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Several alignment policies as one: `Chain{Projection{map}, TokenMatch{}}` maps fragments of another model, then lets matched
-/// tokens share an output token.
+/// Several alignment policies as one: `Chain{Projection{map}, TokenMatch{}}` maps fragments of
+/// another model, then lets matched tokens share an output token.
 ///
-/// Transforms come from the one part that has them (`TransformForm`), the alignment from the last, which sees mapped fragments in the
-/// target's geometry, without token ids where the tokenizers differ. One pass: rows are projected when the plan is made and then
-/// read once.
+/// Transforms come from the one part that has them (`TransformForm`), the alignment from the last,
+/// which sees mapped fragments in the target's geometry, without token ids where the tokenizers
+/// differ. One pass: rows are projected when the plan is made and then read once.
 template <class... Parts>
 class Chain {
   static_assert(sizeof...(Parts) > 0, "kvmeld: a Chain needs at least one part");
@@ -30,11 +30,17 @@ class Chain {
   }();
 
  public:
-  static_assert(AlignPolicy<Last>, "kvmeld: the last part of a Chain aligns, so it must be an AlignPolicy");
-  static_assert(transforms <= 1, "kvmeld: two parts of a Chain transform; compose their maps into one: compose(a, b)");
-  static_assert(transforms + 1 >= sizeof...(Parts), "kvmeld: a part of a Chain before the last neither aligns nor transforms: only the last part aligns");
+  static_assert(AlignPolicy<Last>,
+                "kvmeld: the last part of a Chain aligns, so it must be an AlignPolicy");
+  static_assert(
+      transforms <= 1,
+      "kvmeld: two parts of a Chain transform; compose their maps into one: compose(a, b)");
+  static_assert(transforms + 1 >= sizeof...(Parts),
+                "kvmeld: a part of a Chain before the last neither aligns nor transforms: only the "
+                "last part aligns");
   static_assert(sizeof...(Parts) == 1 || transforms == 0 || which + 1 < sizeof...(Parts),
-                "kvmeld: a part of a Chain before the last does nothing: parts that transform come before the one that aligns");
+                "kvmeld: a part of a Chain before the last does nothing: parts that transform come "
+                "before the one that aligns");
 
   static constexpr bool reproducible = (Parts::reproducible && ...);
   static constexpr MetadataFields metadata = [] {
@@ -52,16 +58,15 @@ class Chain {
   [[nodiscard]] constexpr const std::tuple<Parts...>& parts() const noexcept { return parts_; }
 
   [[nodiscard]] Status accepts(const Geometry& from, const Geometry& to) const
-    requires(transforms == 1)
-  {
+      requires(transforms == 1) {
     return std::get<which>(parts_).accepts(from, to);
   }
-  [[nodiscard]] Result<Payload> transform(const Fragment& fragment, std::size_t payload, const Geometry& to) const
-    requires(transforms == 1)
-  {
+  [[nodiscard]] Result<Payload> transform(const Fragment& fragment, std::size_t payload,
+                                          const Geometry& to) const requires(transforms == 1) {
     return std::get<which>(parts_).transform(fragment, payload, to);
   }
-  [[nodiscard]] Result<Alignment> align(std::span<const Source> ordered, std::int64_t first_position) const {
+  [[nodiscard]] Result<Alignment> align(std::span<const Source> ordered,
+                                        std::int64_t first_position) const {
     return std::get<sizeof...(Parts) - 1>(parts_).align(ordered, first_position);
   }
   void digest(Hasher& hasher) const {

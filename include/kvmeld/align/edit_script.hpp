@@ -15,16 +15,18 @@ KVMELD_NAMESPACE_BEGIN
 
 /// How much of a pair is compared with how much.
 struct EditOptions {
-  std::int64_t exact_tokens = 32768;  ///< pairs of up to its square of cells (tokens · tokens) get the shortest script, larger ones a good one
-  std::int32_t seed_tokens = 16;      ///< length of the grams between which larger pairs are divided
+  /// Pairs of up to its square of cells (tokens · tokens) get the shortest script, larger ones a
+  /// good one.
+  std::int64_t exact_tokens = 32768;
+  std::int32_t seed_tokens = 16;  ///< length of the grams between which larger pairs are divided
 
   bool operator==(const EditOptions&) const = default;
 };
 
 /// How two token sequences differ: the runs of tokens that they share, in order.
 ///
-/// What no run holds was inserted, deleted or substituted; a substituted token has no partner. Runs ascend in both sequences and
-/// no two touch on one diagonal.
+/// What no run holds was inserted, deleted or substituted; a substituted token has no partner. Runs
+/// ascend in both sequences and no two touch on one diagonal.
 struct EditScript {
   std::vector<MatchRun> runs{};
   std::int64_t a_tokens = 0;
@@ -49,7 +51,8 @@ struct EditScript {
   KVMELD_LAZY [[nodiscard]] std::vector<std::int64_t> position_map() const {
     std::vector<std::int64_t> map(static_cast<std::size_t>(a_tokens), -1);
     for (const MatchRun& run : runs) {
-      for (std::int32_t i = 0; i < run.length; ++i) map[static_cast<std::size_t>(run.a_begin + i)] = run.b_begin + i;
+      for (std::int32_t i = 0; i < run.length; ++i)
+        map[static_cast<std::size_t>(run.a_begin + i)] = run.b_begin + i;
     }
     return map;
   }
@@ -76,27 +79,37 @@ namespace detail {
 
 }  // namespace detail
 
-/// A shortest edit script (Levenshtein 1966) between token ids; the script from b to a is its inverse.
+/// A shortest edit script (Levenshtein 1966) between token ids; the script from b to a is its
+/// inverse.
 ///
-/// The pair is put in order first (shorter, then lexicographically smaller) and the result turned back, and of equally short
-/// scripts, read from the end, the one counts that matches before it substitutes, substitutes before it deletes, and deletes
-/// before it inserts. Up to √(cells) / 8 edits by diagonals (Ukkonen 1985), O(n + d²) where sequences are alike; beyond, by 64
-/// cells a word (Myers 1999), O(n · m / 64) and 64 MiB; of pairs so large that only a raised `exact_tokens` lets them in, √m · n / 2
-/// bytes for the shorter n and longer m where that is more (500 MB for a million tokens against a million). Pairs with more cells
-/// than `exact_tokens` squared: grams that both hold once, their longest ascending chain, and shortest scripts in between;
-/// near-linear where sequences are alike.
-/// Errors: `invalid_argument` for options out of range, `oversized` for 2³⁰ tokens or more.
-KVMELD_LAZY [[nodiscard]] Result<EditScript> edit_script(std::span<const TokenId> a, std::span<const TokenId> b, const EditOptions& options = {}) {
+/// The pair is put in order first (shorter, then lexicographically smaller) and the result turned
+/// back, and of equally short scripts, read from the end, the one counts that matches before it
+/// substitutes, substitutes before it deletes, and deletes before it inserts. Up to √(cells) / 8
+/// edits by diagonals (Ukkonen 1985), O(n + d²) where sequences are alike; beyond, by 64 cells a
+/// word (Myers 1999), O(n · m / 64) and 64 MiB; of pairs so large that only a raised `exact_tokens`
+/// lets them in, √m · n / 2 bytes for the shorter n and longer m where that is more (500 MB for a
+/// million tokens against a million). Pairs with more cells than `exact_tokens` squared: grams that
+/// both hold once, their longest ascending chain, and shortest scripts in between; near-linear
+/// where sequences are alike. Errors: `invalid_argument` for options out of range, `oversized` for
+/// 2³⁰ tokens or more.
+KVMELD_LAZY [[nodiscard]] Result<EditScript> edit_script(std::span<const TokenId> a,
+                                                         std::span<const TokenId> b,
+                                                         const EditOptions& options = {}) {
   constexpr std::int64_t most = std::int64_t{1} << 30;
   if (options.exact_tokens < 0 || options.exact_tokens > most) {
-    return detail::error(ErrorCode::invalid_argument, "edit_script: exact_tokens ", options.exact_tokens, " is not in [0, ", most, "]");
+    return detail::error(ErrorCode::invalid_argument, "edit_script: exact_tokens ",
+                         options.exact_tokens, " is not in [0, ", most, "]");
   }
   if (options.seed_tokens < 1 || options.seed_tokens > 1024) {
-    return detail::error(ErrorCode::invalid_argument, "edit_script: seeds of ", options.seed_tokens, " tokens; 1 to 1024 are possible");
+    return detail::error(ErrorCode::invalid_argument, "edit_script: seeds of ", options.seed_tokens,
+                         " tokens; 1 to 1024 are possible");
   }
   const auto n = static_cast<std::int64_t>(a.size()), m = static_cast<std::int64_t>(b.size());
-  if (n >= most || m >= most) return detail::error(ErrorCode::oversized, "edit_script: ", (std::max)(n, m), " tokens; below ", most, " are possible");
-  const bool swapped = n != m ? n > m : std::lexicographical_compare(b.begin(), b.end(), a.begin(), a.end());
+  if (n >= most || m >= most)
+    return detail::error(ErrorCode::oversized, "edit_script: ", (std::max)(n, m), " tokens; below ",
+                         most, " are possible");
+  const bool swapped =
+      n != m ? n > m : std::lexicographical_compare(b.begin(), b.end(), a.begin(), a.end());
   if (swapped) std::swap(a, b);
   const std::int64_t cells = options.exact_tokens * options.exact_tokens;
   EditScript out{{}, std::ssize(a), std::ssize(b), 0, n * m <= cells};

@@ -23,8 +23,10 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// Fills in where the planes of a payload lie, whose token sets are known, and makes memory for them; what lies between is zero.
-KVMELD_LAZY [[nodiscard]] std::shared_ptr<std::byte[]> lay_out(const Geometry& geometry, Payload& payload) {
+/// Fills in where the planes of a payload lie, whose token sets are known, and makes memory for
+/// them; what lies between is zero.
+KVMELD_LAZY [[nodiscard]] std::shared_ptr<std::byte[]> lay_out(const Geometry& geometry,
+                                                               Payload& payload) {
   std::vector<std::pair<std::size_t, std::size_t>> gaps;
   std::size_t total = 0;
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
@@ -65,7 +67,8 @@ class TileProduct {
     }
     multiply(map.inner, input_, tokens, isa, between_.data());
     for (std::int32_t t = 0; t < tokens; ++t) {
-      middle_.put(t, 0, between_.data() + static_cast<std::size_t>(t) * map.inner.padded_outputs(), map.inner.outputs());
+      middle_.put(t, 0, between_.data() + static_cast<std::size_t>(t) * map.inner.padded_outputs(),
+                  map.inner.outputs());
     }
     multiply(map.outer, middle_, tokens, isa, out_.data());
     return out_.data();
@@ -79,24 +82,31 @@ class TileProduct {
 };
 
 /// The tokens that all inputs of a target layer hold.
-KVMELD_LAZY [[nodiscard]] std::vector<std::int32_t> tokens_held(const LayerMap& layer, const Payload& payload, const std::vector<std::vector<std::int32_t>>& rows) {
+KVMELD_LAZY [[nodiscard]] std::vector<std::int32_t> tokens_held(
+    const LayerMap& layer, const Payload& payload,
+    const std::vector<std::vector<std::int32_t>>& rows) {
   std::vector<std::uint8_t> needed(payload.token_sets.size(), 0);
   for (const std::vector<MapBlock>* blocks : {&layer.key, &layer.value}) {
     for (const MapBlock& block : *blocks) {
-      for (const HeadRef& in : block.inputs) needed[payload.layer_set[static_cast<std::size_t>(in.layer)]] = 1;
+      for (const HeadRef& in : block.inputs)
+        needed[payload.layer_set[static_cast<std::size_t>(in.layer)]] = 1;
     }
   }
   std::vector<std::int32_t> out;
   for (std::size_t t = 0; t < payload.positions.size(); ++t) {
     bool all = true;
-    for (std::size_t s = 0; s < rows.size(); ++s) all = all && (needed[s] == 0 || rows[s].empty() || rows[s][t] >= 0);
+    for (std::size_t s = 0; s < rows.size(); ++s)
+      all = all && (needed[s] == 0 || rows[s].empty() || rows[s][t] >= 0);
     if (all) out.push_back(static_cast<std::int32_t>(t));
   }
   return out;
 }
 
-/// A payload through a linear map. `from` and `to` fit the map. Target keys are un-rotated and all positions 0.
-KVMELD_LAZY [[nodiscard]] Result<Payload> project_payload(const ProjectionMap& map, const Geometry& from, const Payload& payload,
+/// A payload through a linear map. `from` and `to` fit the map. Target keys are un-rotated and all
+/// positions 0.
+KVMELD_LAZY [[nodiscard]] Result<Payload> project_payload(const ProjectionMap& map,
+                                                          const Geometry& from,
+                                                          const Payload& payload,
                                                           const Geometry& to, Isa isa) {
   const auto tokens = std::ssize(payload.positions);
   const std::vector<std::vector<std::int32_t>> token_row = token_rows(payload);
@@ -125,20 +135,28 @@ KVMELD_LAZY [[nodiscard]] Result<Payload> project_payload(const ProjectionMap& m
         if (index[l] < 0) continue;
         KVMELD_TRY(rows.need(l));
         const PlaneShape& shape = *find_plane(to.layers[l], plane);
-        std::byte* const bytes = storage.get() + out.plane_offsets[static_cast<std::size_t>(index[l])];
+        std::byte* const bytes =
+            storage.get() + out.plane_offsets[static_cast<std::size_t>(index[l])];
         while (done[l] < held[l].size() && held[l][done[l]] < last) {
           std::size_t count = 1;
-          while (count < tile_tokens && done[l] + count < held[l].size() && held[l][done[l] + count] < last) ++count;
+          while (count < tile_tokens && done[l] + count < held[l].size() &&
+                 held[l][done[l] + count] < last)
+            ++count;
           const std::vector<HeadRef>* loaded = nullptr;
           for (const MapBlock& block : rows.blocks(l)) {
-            if (loaded == nullptr || *loaded != block.inputs) rows.put(block.inputs, std::span(held[l]).subspan(done[l], count), product.input());
+            if (loaded == nullptr || *loaded != block.inputs)
+              rows.put(block.inputs, std::span(held[l]).subspan(done[l], count), product.input());
             loaded = &block.inputs;
             const PackedMap& matrix = map.packed()[block.matrix];
             const float* const y = product(matrix, static_cast<std::int32_t>(count), isa);
             const std::int64_t size = byte_size(shape.type, matrix.outer.outputs());
             for (std::size_t t = 0; t < count; ++t) {
-              std::byte* const to_row = bytes + (static_cast<std::int64_t>(done[l] + t) * shape.heads + block.first_head) * row_bytes(shape);
-              store_row(shape.type, isa, y + t * matrix.outer.padded_outputs(), matrix.outer.outputs(), to_row);
+              std::byte* const to_row =
+                  bytes +
+                  (static_cast<std::int64_t>(done[l] + t) * shape.heads + block.first_head) *
+                      row_bytes(shape);
+              store_row(shape.type, isa, y + t * matrix.outer.padded_outputs(),
+                        matrix.outer.outputs(), to_row);
               if (is_finite(normalise(shape.type, to_row, static_cast<std::size_t>(size))))
                 continue;
               return error(ErrorCode::non_finite, "projection: target layer ", l, ", ",
@@ -157,15 +175,20 @@ KVMELD_LAZY [[nodiscard]] Result<Payload> project_payload(const ProjectionMap& m
   return out;
 }
 
-/// A payload whose keys change the order of their channels from one pairing to another, bit by bit. Positions stay.
-KVMELD_LAZY [[nodiscard]] Result<Payload> permute_payload(const Geometry& from, const Payload& payload, const Geometry& to) {
+/// A payload whose keys change the order of their channels from one pairing to another, bit by bit.
+/// Positions stay.
+KVMELD_LAZY [[nodiscard]] Result<Payload> permute_payload(const Geometry& from,
+                                                          const Payload& payload,
+                                                          const Geometry& to) {
   Payload out = payload;
   out.digest = {};
-  const auto storage = std::make_shared<std::vector<std::byte>>(payload.bytes.get(), payload.bytes.get() + (std::max)(payload.byte_count, std::size_t{1}));
+  const auto storage = std::make_shared<std::vector<std::byte>>(
+      payload.bytes.get(), payload.bytes.get() + (std::max)(payload.byte_count, std::size_t{1}));
   const std::vector<std::ptrdiff_t> index = plane_indices(from, Plane::key);
   for (std::size_t l = 0; l < from.layers.size(); ++l) {
     const RopeSpec& a = from.layers[l].rope;
-    if (index[l] < 0 || a.kind == RopeKind::none || a.pairing == to.layers[l].rope.pairing) continue;
+    if (index[l] < 0 || a.kind == RopeKind::none || a.pairing == to.layers[l].rope.pairing)
+      continue;
     const PlaneShape& shape = *find_plane(from.layers[l], Plane::key);
     if (!shape.rotary) continue;
     const std::size_t offset = payload.plane_offsets[static_cast<std::size_t>(index[l])];
@@ -179,7 +202,8 @@ KVMELD_LAZY [[nodiscard]] Result<Payload> permute_payload(const Geometry& from, 
         const std::int32_t halves = a.first_channel + i;
         const std::int32_t pairs = a.first_channel + (i < half ? 2 * i : 2 * (i - half) + 1);
         const bool to_halves = a.pairing == RopePairing::interleaved;
-        std::memcpy(moved + static_cast<std::size_t>(to_halves ? halves : pairs) * size, in + static_cast<std::size_t>(to_halves ? pairs : halves) * size, size);
+        std::memcpy(moved + static_cast<std::size_t>(to_halves ? halves : pairs) * size,
+                    in + static_cast<std::size_t>(to_halves ? pairs : halves) * size, size);
       }
     }
   }

@@ -49,7 +49,9 @@ KVMELD_LAZY [[nodiscard]] std::vector<MapBlock> read_blocks(ByteReader& r) {
 }
 
 /// Numbers as f32 where that loses nothing, else as f64.
-KVMELD_LAZY void write_numbers(SafetensorsWriter& w, const std::string& name, std::vector<std::uint64_t> shape, const std::vector<double>& numbers) {
+KVMELD_LAZY void write_numbers(SafetensorsWriter& w, const std::string& name,
+                               std::vector<std::uint64_t> shape,
+                               const std::vector<double>& numbers) {
   std::vector<float> narrow;
   for (const double x : numbers) {
     const auto f = static_cast<float>(x);
@@ -59,18 +61,23 @@ KVMELD_LAZY void write_numbers(SafetensorsWriter& w, const std::string& name, st
   w.floats<float>(name, std::move(shape), narrow);
 }
 /// A tensor of a given shape.
-KVMELD_LAZY [[nodiscard]] Result<const StoredTensor*> find_shaped(const Safetensors& file, const std::string& name, std::size_t dimensions) {
+KVMELD_LAZY [[nodiscard]] Result<const StoredTensor*> find_shaped(const Safetensors& file,
+                                                                  const std::string& name,
+                                                                  std::size_t dimensions) {
   const StoredTensor* const tensor = file.find(name);
   if (tensor == nullptr || tensor->shape.size() != dimensions) {
-    return error(ErrorCode::corrupt, "projection file: no tensor '", name, "' of ", dimensions, " dimensions");
+    return error(ErrorCode::corrupt, "projection file: no tensor '", name, "' of ", dimensions,
+                 " dimensions");
   }
   for (const std::uint64_t n : tensor->shape) {
-    if (n > (std::uint64_t{1} << 31U) - 1) return error(ErrorCode::oversized, "projection file: '", name, "' has a dimension of ", n);
+    if (n > (std::uint64_t{1} << 31U) - 1)
+      return error(ErrorCode::oversized, "projection file: '", name, "' has a dimension of ", n);
   }
   return tensor;
 }
 
-KVMELD_LAZY [[nodiscard]] Result<LinearMap> read_matrix(const Safetensors& file, const std::string& prefix) {
+KVMELD_LAZY [[nodiscard]] Result<LinearMap> read_matrix(const Safetensors& file,
+                                                        const std::string& prefix) {
   LinearMap out;
   const bool low_rank = file.find(prefix + "inner") != nullptr;
   const auto weight = find_shaped(file, prefix + "weight", 2);
@@ -100,7 +107,8 @@ KVMELD_LAZY [[nodiscard]] Result<LinearMap> read_matrix(const Safetensors& file,
 }  // namespace detail
 
 /// A map with every number rounded to f32: half the file, and the same bytes when it is applied.
-KVMELD_LAZY [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> rounded_to_f32(const ProjectionMap& map) {
+KVMELD_LAZY [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> rounded_to_f32(
+    const ProjectionMap& map) {
   ProjectionParts parts = map.parts();
   for (LinearMap& m : parts.matrices) {
     for (std::vector<double>* numbers : {&m.weight, &m.inner, &m.bias}) {
@@ -110,8 +118,9 @@ KVMELD_LAZY [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> rounded_t
   return ProjectionMap::make(std::move(parts));
 }
 
-/// A map as a safetensors file: matrices as `matrix.N.weight` (and `.inner`, `.bias`), geometries and blocks as bytes (docs/wire.md
-/// describes geometries), and metadata for people: models, method, data digest, scores. Exact: the digest survives.
+/// A map as a safetensors file: matrices as `matrix.N.weight` (and `.inner`, `.bias`), geometries
+/// and blocks as bytes (docs/wire.md describes geometries), and metadata for people: models,
+/// method, data digest, scores. Exact: the digest survives.
 ///
 /// O(numbers). Errors: those of `SafetensorsWriter::finish`.
 KVMELD_LAZY [[nodiscard]] Result<std::vector<std::byte>> to_safetensors(const ProjectionMap& map) {
@@ -133,7 +142,9 @@ KVMELD_LAZY [[nodiscard]] Result<std::vector<std::byte>> to_safetensors(const Pr
   out.metadata("bar", detail::decimal(record.bar));
   ByteWriter head;
   head.value(parts.kind);
-  detail::visit_record(record, [&](const std::string& text) { head.text(text); }, [&](const auto& value) { head.value(value); });
+  detail::visit_record(
+      record, [&](const std::string& text) { head.text(text); },
+      [&](const auto& value) { head.value(value); });
   detail::write_geometry(head, parts.source);
   detail::write_geometry(head, parts.target);
   head.varint(parts.matrices.size());
@@ -147,8 +158,10 @@ KVMELD_LAZY [[nodiscard]] Result<std::vector<std::byte>> to_safetensors(const Pr
     const LinearMap& m = parts.matrices[i];
     const std::string prefix = "matrix." + detail::decimal(i) + ".";
     const auto size = [](std::int32_t n) { return static_cast<std::uint64_t>(n); };
-    detail::write_numbers(out, prefix + "weight", {size(m.outputs), size(m.rank == 0 ? m.inputs : m.rank)}, m.weight);
-    if (m.rank != 0) detail::write_numbers(out, prefix + "inner", {size(m.rank), size(m.inputs)}, m.inner);
+    detail::write_numbers(out, prefix + "weight",
+                          {size(m.outputs), size(m.rank == 0 ? m.inputs : m.rank)}, m.weight);
+    if (m.rank != 0)
+      detail::write_numbers(out, prefix + "inner", {size(m.rank), size(m.inputs)}, m.inner);
     if (!m.bias.empty()) detail::write_numbers(out, prefix + "bias", {size(m.outputs)}, m.bias);
   }
   return out.finish();
@@ -156,22 +169,29 @@ KVMELD_LAZY [[nodiscard]] Result<std::vector<std::byte>> to_safetensors(const Pr
 
 /// Reads what `to_safetensors` wrote and checks that it is the map that its digest names.
 ///
-/// O(numbers). Errors: those of `parse_safetensors` and `ProjectionMap::make`; `unsupported` for a file that is no map; `id_mismatch`.
-KVMELD_LAZY [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> projection_from_safetensors(std::span<const std::byte> bytes) {
+/// O(numbers). Errors: those of `parse_safetensors` and `ProjectionMap::make`; `unsupported` for a
+/// file that is no map; `id_mismatch`.
+KVMELD_LAZY [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> projection_from_safetensors(
+    std::span<const std::byte> bytes) {
   using detail::error;
   const auto file = parse_safetensors(bytes);
   if (!file) return file.error();
   const std::string* const version = file->find_metadata("kvmeld.projection");
   const std::string* const digest = file->find_metadata("kvmeld.digest");
-  if (version == nullptr || digest == nullptr) return error(ErrorCode::unsupported, "a file of ", file->tensors.size(), " tensors without the metadata of a map");
-  if (*version != "2") return error(ErrorCode::version_mismatch, "a map of version ", *version, "; this build reads 2");
+  if (version == nullptr || digest == nullptr)
+    return error(ErrorCode::unsupported, "a file of ", file->tensors.size(),
+                 " tensors without the metadata of a map");
+  if (*version != "2")
+    return error(ErrorCode::version_mismatch, "a map of version ", *version,
+                 "; this build reads 2");
   const auto head = detail::find_shaped(*file, "kvmeld.head", 1);
   if (!head) return head.error();
   ByteReader in((*head)->bytes);
   ProjectionParts parts;
   parts.kind = detail::read_enum(in, MapKind::permutation);
-  detail::visit_record(parts.record, [&](std::string& text) { text = in.text(); },
-                       [&](auto& value) { value = in.value<std::remove_reference_t<decltype(value)>>(); });
+  detail::visit_record(
+      parts.record, [&](std::string& text) { text = in.text(); },
+      [&](auto& value) { value = in.value<std::remove_reference_t<decltype(value)>>(); });
   parts.source = detail::read_geometry(in);
   parts.target = detail::read_geometry(in);
   const std::uint64_t matrices = in.varint();
@@ -181,7 +201,9 @@ KVMELD_LAZY [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> projectio
     layer.value = detail::read_blocks(in);
   }
   KVMELD_TRY(in.finish("projection file"));
-  if (matrices > file->tensors.size()) return error(ErrorCode::corrupt, "projection file: ", matrices, " matrices in ", file->tensors.size(), " tensors");
+  if (matrices > file->tensors.size())
+    return error(ErrorCode::corrupt, "projection file: ", matrices, " matrices in ",
+                 file->tensors.size(), " tensors");
   for (std::uint64_t i = 0; i < matrices; ++i) {
     auto matrix = detail::read_matrix(*file, "matrix." + detail::decimal(i) + ".");
     if (!matrix) return matrix.error();
@@ -189,7 +211,8 @@ KVMELD_LAZY [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> projectio
   }
   auto map = ProjectionMap::make(std::move(parts));
   if (map && (*map)->digest().hex() != *digest) {
-    return error(ErrorCode::id_mismatch, "projection file: its numbers have the digest ", (*map)->digest().hex(), ", its metadata says ", *digest);
+    return error(ErrorCode::id_mismatch, "projection file: its numbers have the digest ",
+                 (*map)->digest().hex(), ", its metadata says ", *digest);
   }
   return map;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
-/// Linear maps fitted to paired rows that are seen once: sums of products, and what is solved from them. Component kvmeld::eigen.
+/// Linear maps fitted to paired rows that are seen once: sums of products, and what is solved from
+/// them. Component kvmeld::eigen.
 
 #include <algorithm>
 #include <cmath>
@@ -26,57 +27,75 @@ using FitVector = Eigen::VectorXd;
 
 }  // namespace detail
 
-/// Sums of xᵀx, xᵀy and y² over paired rows (x, y), from which a map y ≈ W·x + b is solved in closed form.
+/// Sums of xᵀx, xᵀy and y² over paired rows (x, y), from which a map y ≈ W·x + b is solved in
+/// closed form.
 ///
-/// Rows are added in batches of any size and not kept: memory is (inputs + outputs) · inputs doubles however many rows come. All sums
-/// are f64, of rows less the first row that was added, so that a bias far from zero costs no digits. The order of batches changes
-/// sums in their last bits only. Not thread-safe.
+/// Rows are added in batches of any size and not kept: memory is (inputs + outputs) · inputs
+/// doubles however many rows come. All sums are f64, of rows less the first row that was added, so
+/// that a bias far from zero costs no digits. The order of batches changes sums in their last bits
+/// only. Not thread-safe.
 class NormalEquations {
  public:
   NormalEquations() = default;
-  /// @param bias whether maps get a constant, which is not penalised; without it they go through zero.
+  /// @param bias whether maps get a constant, which is not penalised; without it they go through
+  /// zero.
   NormalEquations(std::int32_t inputs, std::int32_t outputs, bool bias = true)
-      : bias_(bias), xx_(detail::FitMatrix::Zero(inputs, inputs)), xy_(detail::FitMatrix::Zero(inputs, outputs)),
-        x_(detail::FitVector::Zero(inputs)), y_(detail::FitVector::Zero(outputs)), yy_(detail::FitVector::Zero(outputs)),
-        x_origin_(detail::FitVector::Zero(inputs)), y_origin_(detail::FitVector::Zero(outputs)) {}
+      : bias_(bias),
+        xx_(detail::FitMatrix::Zero(inputs, inputs)),
+        xy_(detail::FitMatrix::Zero(inputs, outputs)),
+        x_(detail::FitVector::Zero(inputs)),
+        y_(detail::FitVector::Zero(outputs)),
+        yy_(detail::FitVector::Zero(outputs)),
+        x_origin_(detail::FitVector::Zero(inputs)),
+        y_origin_(detail::FitVector::Zero(outputs)) {}
 
-  [[nodiscard]] std::int32_t inputs() const noexcept { return static_cast<std::int32_t>(xx_.rows()); }
-  [[nodiscard]] std::int32_t outputs() const noexcept { return static_cast<std::int32_t>(xy_.cols()); }
+  [[nodiscard]] std::int32_t inputs() const noexcept {
+    return static_cast<std::int32_t>(xx_.rows());
+  }
+  [[nodiscard]] std::int32_t outputs() const noexcept {
+    return static_cast<std::int32_t>(xy_.cols());
+  }
   [[nodiscard]] std::int64_t rows() const noexcept { return rows_; }
   [[nodiscard]] bool bias() const noexcept { return bias_; }
 
   /// Adds paired rows. O(rows · inputs · (inputs + outputs)).
   ///
-  /// Errors: `invalid_argument` (spans that are no equal number of whole rows), `non_finite`; nothing is added then.
+  /// Errors: `invalid_argument` (spans that are no equal number of whole rows), `non_finite`;
+  /// nothing is added then.
   /// @param x (row, input) @param y (row, output)
   template <class Lazy = void>
   [[nodiscard]] Status add(std::span<const double> x, std::span<const double> y);
 
-  /// The map with the least Σ‖y − W·x − b‖² + strength · Σ_c s_c ‖W_c‖², s_c the sum of squares of input c (about its mean, with a
-  /// bias): ridge regression on inputs of equal variance, so that `strength` has no unit. Solved by Cholesky, f64.
+  /// The map with the least Σ‖y − W·x − b‖² + strength · Σ_c s_c ‖W_c‖², s_c the sum of squares of
+  /// input c (about its mean, with a bias): ridge regression on inputs of equal variance, so that
+  /// `strength` has no unit. Solved by Cholesky, f64.
   ///
-  /// Inputs that never vary get weight 0. Errors: `invalid_argument` (a strength below 0 or not finite; fewer rows than inputs at a
-  /// strength of 0; inputs that depend on each other there).
+  /// Inputs that never vary get weight 0. Errors: `invalid_argument` (a strength below 0 or not
+  /// finite; fewer rows than inputs at a strength of 0; inputs that depend on each other there).
   template <class Lazy = void>
   [[nodiscard]] Result<LinearMap> ridge(double strength) const;
 
-  /// As `ridge`, of the given rank: y ≈ A·(B·x) + b, least in the same sum among all maps of that rank.
+  /// As `ridge`, of the given rank: y ≈ A·(B·x) + b, least in the same sum among all maps of that
+  /// rank.
   ///
-  /// The truncated SVD of W in the metric of the inputs (reduced-rank regression, Izenman 1975). Errors: those of `ridge`;
-  /// `invalid_argument` for a rank outside 1 to min(inputs, outputs).
+  /// The truncated SVD of W in the metric of the inputs (reduced-rank regression, Izenman 1975).
+  /// Errors: those of `ridge`; `invalid_argument` for a rank outside 1 to min(inputs, outputs).
   template <class Lazy = void>
   [[nodiscard]] Result<LinearMap> low_rank(double strength, std::int32_t rank) const;
 
-  /// The map with orthonormal columns that comes nearest: y ≈ Q·x + b, QᵀQ = 1, so that norms and angles of rows stay what they are.
+  /// The map with orthonormal columns that comes nearest: y ≈ Q·x + b, QᵀQ = 1, so that norms and
+  /// angles of rows stay what they are.
   ///
-  /// Schönemann 1966: Q = U·Vᵀ of the SVD of Σ y xᵀ. Errors: `invalid_argument` where there are fewer outputs than inputs (no map
-  /// keeps norms then) or fewer rows than inputs.
+  /// Schönemann 1966: Q = U·Vᵀ of the SVD of Σ y xᵀ. Errors: `invalid_argument` where there are
+  /// fewer outputs than inputs (no map keeps norms then) or fewer rows than inputs.
   template <class Lazy = void>
   [[nodiscard]] Result<LinearMap> procrustes() const;
 
-  /// Σ‖y − W·x − b‖² of a map over the rows added, ÷ Σ‖y − mean‖² (÷ Σ‖y‖² without a bias). O(inputs · (inputs + outputs) · outputs).
+  /// Σ‖y − W·x − b‖² of a map over the rows added, ÷ Σ‖y − mean‖² (÷ Σ‖y‖² without a bias).
+  /// O(inputs · (inputs + outputs) · outputs).
   ///
-  /// Equations of rows that a map was not fitted on say how well it generalises. Errors: `invalid_argument` (shapes; no rows).
+  /// Equations of rows that a map was not fitted on say how well it generalises. Errors:
+  /// `invalid_argument` (shapes; no rows).
   template <class Lazy = void>
   [[nodiscard]] Result<double> relative_error(const LinearMap& map) const;
 
@@ -109,16 +128,20 @@ Status NormalEquations::add(std::span<const double> x, std::span<const double> y
   const auto n = static_cast<std::size_t>(xx_.rows());
   const auto m = static_cast<std::size_t>(xy_.cols());
   if (n == 0 || m == 0 || x.size() % n != 0 || y.size() % m != 0 || x.size() / n != y.size() / m) {
-    return detail::error(ErrorCode::invalid_argument, "fit: ", x.size(), " and ", y.size(), " numbers are no equal count of rows of ", n, " and ", m);
+    return detail::error(ErrorCode::invalid_argument, "fit: ", x.size(), " and ", y.size(),
+                         " numbers are no equal count of rows of ", n, " and ", m);
   }
   // A sum of squares is finite just where all numbers are and none is beyond 1e154.
-  const Eigen::Map<const detail::FitVector> all_x(x.data(), static_cast<Eigen::Index>(x.size())), all_y(y.data(), static_cast<Eigen::Index>(y.size()));
+  const Eigen::Map<const detail::FitVector> all_x(x.data(), static_cast<Eigen::Index>(x.size())),
+      all_y(y.data(), static_cast<Eigen::Index>(y.size()));
   if (!std::isfinite(all_x.squaredNorm()) || !std::isfinite(all_y.squaredNorm())) {
-    return detail::error(ErrorCode::non_finite, "fit: a batch of ", x.size() / n, " rows holds a number that is not finite");
+    return detail::error(ErrorCode::non_finite, "fit: a batch of ", x.size() / n,
+                         " rows holds a number that is not finite");
   }
   const auto rows = static_cast<Eigen::Index>(x.size() / n);
   if (rows == 0) return {};
-  const Eigen::Map<const detail::FitRows> in(x.data(), rows, xx_.rows()), out(y.data(), rows, xy_.cols());
+  const Eigen::Map<const detail::FitRows> in(x.data(), rows, xx_.rows()),
+      out(y.data(), rows, xy_.cols());
   if (bias_ && rows_ == 0) {
     x_origin_ = in.row(0);
     y_origin_ = out.row(0);
@@ -127,8 +150,11 @@ Status NormalEquations::add(std::span<const double> x, std::span<const double> y
   constexpr Eigen::Index piece = 1024;
   for (Eigen::Index at = 0; at < rows; at += piece) {
     const Eigen::Index count = (std::min)(piece, rows - at);
-    const detail::FitMatrix a = (in.middleRows(at, count).rowwise() - x_origin_.transpose()).transpose();  // (input, row)
-    const detail::FitMatrix b = out.middleRows(at, count).rowwise() - y_origin_.transpose();               // (row, output)
+    // (input, row)
+    const detail::FitMatrix a =
+        (in.middleRows(at, count).rowwise() - x_origin_.transpose()).transpose();
+    // (row, output)
+    const detail::FitMatrix b = out.middleRows(at, count).rowwise() - y_origin_.transpose();
     xx_.selfadjointView<Eigen::Lower>().rankUpdate(a);
     xy_.noalias() += a * b;
     x_ += a.rowwise().sum();
@@ -157,7 +183,8 @@ LinearMap NormalEquations::made(const detail::FitMatrix& w, const Centred& sums)
   LinearMap map;
   map.outputs = outputs();
   map.inputs = inputs();
-  map.weight.assign(w.data(), w.data() + w.size());  // (input, output) column by column is (output, input) row by row
+  // (input, output) column by column is (output, input) row by row
+  map.weight.assign(w.data(), w.data() + w.size());
   if (bias_) {
     const detail::FitVector b = sums.y_mean - w.transpose() * sums.x_mean;
     map.bias.assign(b.data(), b.data() + b.size());
@@ -167,12 +194,15 @@ LinearMap NormalEquations::made(const detail::FitMatrix& w, const Centred& sums)
 
 template <class Lazy>
 Result<NormalEquations::Solved> NormalEquations::solve(double strength) const {
-  if (!(strength >= 0.0 && strength <= 1e300)) return detail::error(ErrorCode::invalid_argument, "fit: a ridge of strength ", strength);
+  if (!(strength >= 0.0 && strength <= 1e300))
+    return detail::error(ErrorCode::invalid_argument, "fit: a ridge of strength ", strength);
   if (rows_ == 0 || (strength == 0.0 && rows_ < inputs() + (bias_ ? 1 : 0))) {
-    return detail::error(ErrorCode::invalid_argument, "fit: ", rows_, " rows for ", inputs(), " inputs; add more, or use a ridge above 0");
+    return detail::error(ErrorCode::invalid_argument, "fit: ", rows_, " rows for ", inputs(),
+                         " inputs; add more, or use a ridge above 0");
   }
   Solved solved{centred(), {}, {}};
-  // Rounding leaves some 1e-16 of an input's raw square where it never varies; such an input gets a diagonal of its own.
+  // Rounding leaves some 1e-16 of an input's raw square where it never varies; such an input gets a
+  // diagonal of its own.
   const detail::FitVector raw = xx_.diagonal();
   detail::FitVector scale = solved.sums.xx.diagonal();
   const double largest = scale.maxCoeff();
@@ -190,8 +220,9 @@ Result<NormalEquations::Solved> NormalEquations::solve(double strength) const {
   const Eigen::LLT<Eigen::Ref<detail::FitMatrix>> factor(solved.penalised);
   const double smallest = solved.penalised.diagonal().minCoeff();
   if (factor.info() != Eigen::Success || !(smallest > 1e-7)) {
-    return detail::error(ErrorCode::invalid_argument, "fit: inputs depend on each other (", rows_, " rows, ", inputs(),
-                         " inputs, strength ", strength, "); use a larger ridge");
+    return detail::error(ErrorCode::invalid_argument, "fit: inputs depend on each other (", rows_,
+                         " rows, ", inputs(), " inputs, strength ", strength,
+                         "); use a larger ridge");
   }
   solved.w = factor.solve(unit.asDiagonal() * solved.sums.xy);
   solved.w = unit.asDiagonal() * solved.w;
@@ -210,15 +241,20 @@ Result<LinearMap> NormalEquations::ridge(double strength) const {
 template <class Lazy>
 Result<LinearMap> NormalEquations::low_rank(double strength, std::int32_t rank) const {
   if (rank < 1 || rank > (std::min)(inputs(), outputs())) {
-    return detail::error(ErrorCode::invalid_argument, "fit: rank ", rank, " of a map of ", outputs(), " x ", inputs());
+    return detail::error(ErrorCode::invalid_argument, "fit: rank ", rank, " of a map of ",
+                         outputs(), " x ", inputs());
   }
   const auto solved = solve(strength);
   if (!solved) return solved.error();
   const auto factor = solved->penalised.triangularView<Eigen::Lower>();
   const detail::FitMatrix whitened = factor.transpose() * solved->w;  // (input, output)
   const Eigen::BDCSVD<detail::FitMatrix> svd(whitened, Eigen::ComputeThinU | Eigen::ComputeThinV);
-  const detail::FitMatrix inner = factor.transpose().solve(detail::FitMatrix(svd.matrixU().leftCols(rank)));  // (input, rank): Bᵀ
-  const detail::FitRows outer = svd.matrixV().leftCols(rank) * svd.singularValues().head(rank).asDiagonal();  // (output, rank): A
+  // (input, rank): Bᵀ
+  const detail::FitMatrix inner =
+      factor.transpose().solve(detail::FitMatrix(svd.matrixU().leftCols(rank)));
+  // (output, rank): A
+  const detail::FitRows outer =
+      svd.matrixV().leftCols(rank) * svd.singularValues().head(rank).asDiagonal();
   LinearMap map = made(inner * outer.transpose(), solved->sums);
   map.rank = rank;
   map.weight.assign(outer.data(), outer.data() + outer.size());
@@ -229,9 +265,12 @@ Result<LinearMap> NormalEquations::low_rank(double strength, std::int32_t rank) 
 template <class Lazy>
 Result<LinearMap> NormalEquations::procrustes() const {
   if (outputs() < inputs()) {
-    return detail::error(ErrorCode::invalid_argument, "fit: no map from ", inputs(), " to ", outputs(), " channels keeps norms; fit a ridge");
+    return detail::error(ErrorCode::invalid_argument, "fit: no map from ", inputs(), " to ",
+                         outputs(), " channels keeps norms; fit a ridge");
   }
-  if (rows_ < inputs()) return detail::error(ErrorCode::invalid_argument, "fit: ", rows_, " rows for ", inputs(), " inputs");
+  if (rows_ < inputs())
+    return detail::error(ErrorCode::invalid_argument, "fit: ", rows_, " rows for ", inputs(),
+                         " inputs");
   const Centred sums = centred();
   const Eigen::BDCSVD<detail::FitMatrix> svd(sums.xy, Eigen::ComputeThinU | Eigen::ComputeThinV);
   return made(svd.matrixU() * svd.matrixV().transpose(), sums);
@@ -241,17 +280,20 @@ template <class Lazy>
 Result<double> NormalEquations::relative_error(const LinearMap& map) const {
   KVMELD_TRY(validate(map));
   if (map.inputs != inputs() || map.outputs != outputs() || rows_ == 0) {
-    return detail::error(ErrorCode::invalid_argument, "fit: a map of ", map.outputs, " x ", map.inputs, " against ", rows_, " rows of ", outputs(), " x ", inputs());
+    return detail::error(ErrorCode::invalid_argument, "fit: a map of ", map.outputs, " x ",
+                         map.inputs, " against ", rows_, " rows of ", outputs(), " x ", inputs());
   }
   using RowsView = Eigen::Map<const detail::FitRows>;
-  detail::FitRows w = RowsView(map.weight.data(), map.outputs, map.rank == 0 ? map.inputs : map.rank);
+  detail::FitRows w =
+      RowsView(map.weight.data(), map.outputs, map.rank == 0 ? map.inputs : map.rank);
   if (map.rank != 0) w = (w * RowsView(map.inner.data(), map.rank, map.inputs)).eval();
   const double count = static_cast<double>(rows_);
   // Rows are less their origins here: y − W·x − b = y' − W·x' − (b − y₀ + W·x₀).
   detail::FitVector b = w * x_origin_ - y_origin_;
   if (!map.bias.empty()) b += Eigen::Map<const detail::FitVector>(map.bias.data(), map.outputs);
   const detail::FitMatrix xx = xx_.selfadjointView<Eigen::Lower>();
-  double squares = yy_.sum() - 2.0 * (w.transpose().cwiseProduct(xy_)).sum() + (w * xx).cwiseProduct(w).sum();
+  double squares =
+      yy_.sum() - 2.0 * (w.transpose().cwiseProduct(xy_)).sum() + (w * xx).cwiseProduct(w).sum();
   squares += count * b.squaredNorm() + 2.0 * b.dot(w * x_ - y_);
   const double total = bias_ ? yy_.sum() - y_.squaredNorm() / count : yy_.sum();
   return total > 0.0 ? (std::max)(squares, 0.0) / total : (squares > 0.0 ? 1.0 : 0.0);

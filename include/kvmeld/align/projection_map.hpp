@@ -27,11 +27,13 @@ struct PackedMap {
 
 /// How one model's K/V become another's: immutable, checked, named by its content.
 ///
-/// Source keys are taken without their rotation (turned back from their source positions) and target keys come without.
+/// Source keys are taken without their rotation (turned back from their source positions) and
+/// target keys come without.
 class ProjectionMap {
  public:
-  /// Checks parts and names them. O(numbers). Errors: `invalid_argument`, `unsupported` (latent planes), `non_finite`, those of
-  /// `validate(Geometry)`; for a permutation `geometry_mismatch` where more than pairings and fingerprints differ.
+  /// Checks parts and names them. O(numbers). Errors: `invalid_argument`, `unsupported` (latent
+  /// planes), `non_finite`, those of `validate(Geometry)`; for a permutation `geometry_mismatch`
+  /// where more than pairings and fingerprints differ.
   [[nodiscard]] static Result<std::shared_ptr<const ProjectionMap>> make(ProjectionParts parts);
   /// The same map with another record, e.g. after its score was measured. Copies the numbers.
   [[nodiscard]] Result<std::shared_ptr<const ProjectionMap>> with_record(MapRecord record) const {
@@ -52,10 +54,12 @@ class ProjectionMap {
   [[nodiscard]] std::span<const detail::PackedMap> packed() const noexcept { return packed_; }
 
  private:
-  ProjectionMap(ProjectionParts parts, Digest128 digest) : parts_(std::move(parts)), digest_(digest) {
+  ProjectionMap(ProjectionParts parts, Digest128 digest)
+      : parts_(std::move(parts)), digest_(digest) {
     for (const LinearMap& m : parts_.matrices) {
       detail::PackedMap& packed = packed_.emplace_back();
-      packed.outer = {m.outputs, m.rank == 0 ? m.inputs : m.rank, m.weight.data(), m.bias.empty() ? nullptr : m.bias.data()};
+      packed.outer = {m.outputs, m.rank == 0 ? m.inputs : m.rank, m.weight.data(),
+                      m.bias.empty() ? nullptr : m.bias.data()};
       if (m.rank != 0) packed.inner = {m.rank, m.inputs, m.inner.data(), nullptr};
     }
   }
@@ -97,7 +101,9 @@ KVMELD_LAZY [[nodiscard]] Digest128 projection_digest(const ProjectionParts& par
       }
     }
   }
-  visit_record(parts.record, [&](const std::string& text) { h.text(text); }, [&](const auto& number) { h.value(number); });
+  visit_record(
+      parts.record, [&](const std::string& text) { h.text(text); },
+      [&](const auto& number) { h.value(number); });
   return h.digest();
 }
 
@@ -106,17 +112,23 @@ KVMELD_LAZY [[nodiscard]] Digest128 projection_digest(const ProjectionParts& par
 inline Result<std::shared_ptr<const ProjectionMap>> ProjectionMap::make(ProjectionParts parts) {
   KVMELD_TRY(detail::check_planes(parts.source, "source"));
   KVMELD_TRY(detail::check_planes(parts.target, "target"));
-  if (parts.kind > MapKind::permutation) return detail::error(ErrorCode::unknown_field, "map kind unknown to this build");
+  if (parts.kind > MapKind::permutation)
+    return detail::error(ErrorCode::unknown_field, "map kind unknown to this build");
   if (parts.kind == MapKind::permutation) {
     if (!parts.matrices.empty() || !parts.layers.empty()) {
-      return detail::error(ErrorCode::invalid_argument, "a permutation with ", parts.matrices.size(), " matrices: it has none");
+      return detail::error(ErrorCode::invalid_argument, "a permutation with ",
+                           parts.matrices.size(), " matrices: it has none");
     }
-    KVMELD_TRY(check_same(detail::without_pairing(parts.source), detail::without_pairing(parts.target)));
+    KVMELD_TRY(
+        check_same(detail::without_pairing(parts.source), detail::without_pairing(parts.target)));
   } else if (parts.layers.size() != parts.target.layers.size()) {
-    return detail::error(ErrorCode::invalid_argument, parts.layers.size(), " layer maps for ", parts.target.layers.size(), " target layers");
+    return detail::error(ErrorCode::invalid_argument, parts.layers.size(), " layer maps for ",
+                         parts.target.layers.size(), " target layers");
   }
-  for (const double x : {parts.record.attention_cosine, parts.record.downstream, parts.record.bar}) {
-    if (!(x >= -1e9 && x <= 1e9)) return detail::error(ErrorCode::non_finite, "the record of a map holds a score of ", x);
+  for (const double x :
+       {parts.record.attention_cosine, parts.record.downstream, parts.record.bar}) {
+    if (!(x >= -1e9 && x <= 1e9))
+      return detail::error(ErrorCode::non_finite, "the record of a map holds a score of ", x);
   }
   for (const LinearMap& matrix : parts.matrices) KVMELD_TRY(validate(matrix));
   for (std::size_t l = 0; l < parts.layers.size(); ++l) {

@@ -15,8 +15,10 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// Digest of a token's rows in every layer, scales included; none where the bytes are evicted. O(bytes of a token).
-KVMELD_LAZY [[nodiscard]] std::optional<Digest128> content_of(const Source& source, std::int64_t token) {
+/// Digest of a token's rows in every layer, scales included; none where the bytes are evicted.
+/// O(bytes of a token).
+KVMELD_LAZY [[nodiscard]] std::optional<Digest128> content_of(const Source& source,
+                                                              std::int64_t token) {
   const Payload& payload = *source.payload;
   if (payload.bytes == nullptr) return std::nullopt;
   Hasher hasher;
@@ -27,15 +29,16 @@ KVMELD_LAZY [[nodiscard]] std::optional<Digest128> content_of(const Source& sour
     std::int64_t row = token;
     bool held = true;
     if (!set.all) {
-      const auto at = std::lower_bound(set.present.begin(), set.present.end(), static_cast<std::int32_t>(token));
+      const auto at = std::lower_bound(set.present.begin(), set.present.end(),
+                                       static_cast<std::int32_t>(token));
       held = at != set.present.end() && *at == token;
       row = at - set.present.begin();
     }
     hasher.value(static_cast<std::uint8_t>(held));
     for (const PlaneShape& shape : layers[l].planes) {
       const auto elements = static_cast<std::size_t>(row_bytes(shape) * shape.heads);
-      const auto scales =
-          static_cast<std::size_t>(row_scales(shape)) * sizeof(float) * static_cast<std::size_t>(shape.heads);
+      const auto scales = static_cast<std::size_t>(row_scales(shape)) * sizeof(float) *
+                          static_cast<std::size_t>(shape.heads);
       const std::byte* const base = payload.bytes.get();
       const auto index = static_cast<std::size_t>(row);
       if (held) {
@@ -49,7 +52,8 @@ KVMELD_LAZY [[nodiscard]] std::optional<Digest128> content_of(const Source& sour
 }
 
 /// Whether two tokens are one: by their ids, or, where ids tell nothing, by their rows.
-KVMELD_LAZY [[nodiscard]] bool same_token(const Source& a, std::int64_t i, const Source& b, std::int64_t j) {
+KVMELD_LAZY [[nodiscard]] bool same_token(const Source& a, std::int64_t i, const Source& b,
+                                          std::int64_t j) {
   if (a.fragment == b.fragment && i == j) return true;
   const TokenId id = a.token_id(i);
   if (id != b.token_id(j)) return false;
@@ -58,8 +62,8 @@ KVMELD_LAZY [[nodiscard]] bool same_token(const Source& a, std::int64_t i, const
   return content.has_value() && content == content_of(b, j);
 }
 
-/// Gives tokens of several fragments numbers that are equal where `same_token` says so: ids, and below −1 a number for
-/// each content.
+/// Gives tokens of several fragments numbers that are equal where `same_token` says so: ids, and
+/// below −1 a number for each content.
 class TokenNamer {
  public:
   /// (tokens of the fragment)
@@ -71,7 +75,8 @@ class TokenNamer {
       if (out[t] >= 0) continue;
       out[t] = next_;
       const auto content = content_of(source, token);
-      if (content.has_value()) out[t] = known_.emplace(std::pair(content->high, content->low), next_).first->second;
+      if (content.has_value())
+        out[t] = known_.emplace(std::pair(content->high, content->low), next_).first->second;
       if (out[t] == next_) --next_;
     }
     return out;

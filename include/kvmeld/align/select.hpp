@@ -20,12 +20,15 @@ struct SelectLast {
   std::int64_t tokens = 256;  ///< at most this many a fragment
 
   KVMELD_LAZY [[nodiscard]] Result<TokenSet> select(const Source& source) const {
-    if (tokens < 0) return detail::error(ErrorCode::invalid_argument, "SelectLast: ", tokens, " tokens is negative");
+    if (tokens < 0)
+      return detail::error(ErrorCode::invalid_argument, "SelectLast: ", tokens,
+                           " tokens is negative");
     TokenSet set;
     const std::int64_t count = source.fragment->token_count();
     if (count <= tokens) return set;
     set.all = false;
-    for (std::int64_t t = count - tokens; t < count; ++t) set.present.push_back(static_cast<std::int32_t>(t));
+    for (std::int64_t t = count - tokens; t < count; ++t)
+      set.present.push_back(static_cast<std::int32_t>(t));
     return set;
   }
   KVMELD_LAZY void digest(Hasher& hasher) const {

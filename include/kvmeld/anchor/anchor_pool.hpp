@@ -33,34 +33,39 @@ enum class CommitResult : std::uint8_t {
 
 /// A segment that may be like anchors seen before.
 struct AnchorQuery {
-  const AnchorSpace* space = nullptr;  ///< of the engine that asks; null is a space without names, and matches no other
+  /// Of the engine that asks; null is a space without names, and matches no other.
+  const AnchorSpace* space = nullptr;
   SignatureInput signature{};
-  std::span<const float> vector{};     ///< compared with `Anchor::vector`, L2
-  Digest128 context{};                 ///< where the segment will stand
-  ReuseRequest request{};              ///< `tokens` is the segment's length
+  std::span<const float> vector{};  ///< compared with `Anchor::vector`, L2
+  Digest128 context{};              ///< where the segment will stand
+  ReuseRequest request{};           ///< `tokens` is the segment's length
 };
 
 /// A decision with the anchors that it names; they stay valid whatever the pool does meanwhile.
 struct AnchorLookup {
-  ReuseDecision decision{};                           ///< `chosen` are indices into `anchors`: 0, 1, …
-  std::vector<std::shared_ptr<const Anchor>> anchors{};///< chosen, ascending by id
-  std::uint64_t version = 0;                          ///< of the pool
+  ReuseDecision decision{};  ///< `chosen` are indices into `anchors`: 0, 1, …
+  std::vector<std::shared_ptr<const Anchor>> anchors{};  ///< chosen, ascending by id
+  std::uint64_t version = 0;                             ///< of the pool
 };
 
-/// Segments seen before, shared by the agents of one process: looked up by signature, decided by exact distance, evicted by policy.
+/// Segments seen before, shared by the agents of one process: looked up by signature, decided by
+/// exact distance, evicted by policy.
 ///
-/// Readers take the current version and never wait, for writers or each other; writers publish whole versions one after the other, so
-/// that commits from several threads all survive. What a reader holds stays valid after an eviction.
+/// Readers take the current version and never wait, for writers or each other; writers publish
+/// whole versions one after the other, so that commits from several threads all survive. What a
+/// reader holds stays valid after an eviction.
 /// @tparam Signature models `SignaturePolicy`: which anchors are looked at.
 /// @tparam Eviction  models `EvictionPolicy`: which anchor leaves a full pool.
 template <class Signature = SimHash, class Eviction = LRU>
 class AnchorPool {
  public:
   static_assert(SignaturePolicy<Signature>,
-                "kvmeld: this type is no SignaturePolicy: it needs 'Result<std::uint64_t> sign(const SignatureInput&) const' and "
+                "kvmeld: this type is no SignaturePolicy: it needs 'Result<std::uint64_t> "
+                "sign(const SignatureInput&) const' and "
                 "'void digest(Hasher&) const'");
   static_assert(EvictionPolicy<Eviction>,
-                "kvmeld: this type is no EvictionPolicy: it needs 'std::size_t victim(std::span<const AnchorUse>) const' and "
+                "kvmeld: this type is no EvictionPolicy: it needs 'std::size_t "
+                "victim(std::span<const AnchorUse>) const' and "
                 "'void digest(Hasher&) const'");
 
   /// One version of a pool.
@@ -69,14 +74,24 @@ class AnchorPool {
     std::uint64_t version = 0;
   };
 
-  AnchorPool(AnchorSpace space, AnchorCapacity capacity, Signature signature = {}, Eviction eviction = {})
-      : space_(std::move(space)), capacity_(capacity), signature_(std::move(signature)), eviction_(std::move(eviction)),
+  AnchorPool(AnchorSpace space, AnchorCapacity capacity, Signature signature = {},
+             Eviction eviction = {})
+      : space_(std::move(space)),
+        capacity_(capacity),
+        signature_(std::move(signature)),
+        eviction_(std::move(eviction)),
         published_(std::make_shared<const Snapshot>()) {}
-  /// An agent's own pool: shares with the other's current version all pages that neither changes. O(n log n), no anchor copied.
+  /// An agent's own pool: shares with the other's current version all pages that neither changes.
+  /// O(n log n), no anchor copied.
   ///
-  /// Commits and evictions of one are not the other's; a use counts for both where both have the anchor, on one clock. Reasons count from 0.
+  /// Commits and evictions of one are not the other's; a use counts for both where both have the
+  /// anchor, on one clock. Reasons count from 0.
   AnchorPool(const AnchorPool& other)
-      : space_(other.space_), capacity_(other.capacity_), signature_(other.signature_), eviction_(other.eviction_), published_(other.snapshot()),
+      : space_(other.space_),
+        capacity_(other.capacity_),
+        signature_(other.signature_),
+        eviction_(other.eviction_),
+        published_(other.snapshot()),
         clock_(other.clock_) {
     const auto first = published_.get();
     for (std::size_t i = 0; i < first->table.size(); ++i) numbers_[first->table.anchor(i)->id] = i;
@@ -86,23 +101,33 @@ class AnchorPool {
   [[nodiscard]] const AnchorSpace& space() const noexcept { return space_; }
   [[nodiscard]] const AnchorCapacity& capacity() const noexcept { return capacity_; }
   /// The current version: a value that does not change. Never waits.
-  [[nodiscard]] std::shared_ptr<const Snapshot> snapshot() const noexcept { return published_.get(); }
+  [[nodiscard]] std::shared_ptr<const Snapshot> snapshot() const noexcept {
+    return published_.get();
+  }
   [[nodiscard]] std::size_t size() const noexcept { return snapshot()->table.size(); }
   [[nodiscard]] std::size_t bytes() const noexcept { return snapshot()->table.bytes(); }
   [[nodiscard]] const ReasonCounters& reasons() const noexcept { return reasons_; }
-  [[nodiscard]] std::uint64_t evictions() const noexcept { return evictions_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::uint64_t evictions() const noexcept {
+    return evictions_.load(std::memory_order_relaxed);
+  }
 
-  /// Adds an anchor, or to one of the same id the offsets that it lacks; what is there already stays. Evicts what capacity asks for, never
-  /// the anchor itself, and nothing where it fits. O(pages), O(n) for each eviction.
+  /// Adds an anchor, or to one of the same id the offsets that it lacks; what is there already
+  /// stays. Evicts what capacity asks for, never the anchor itself, and nothing where it fits.
+  /// O(pages), O(n) for each eviction.
   ///
-  /// Errors, the pool unchanged: `geometry_mismatch` for another space; `store_full` for an anchor above the capacity by itself;
-  /// `invalid_argument`; those of the signature policy.
+  /// Errors, the pool unchanged: `geometry_mismatch` for another space; `store_full` for an anchor
+  /// above the capacity by itself; `invalid_argument`; those of the signature policy.
   [[nodiscard]] Result<CommitResult> commit(const Anchor& anchor) {
-    if (!anchor.base.valid() || anchor.id.empty() || anchor.base.token_count() == 0 || !is_unrotated(anchor.base)) {
-      return detail::error(ErrorCode::invalid_argument, "an anchor needs an id and an un-rotated base of at least 1 token; make_anchor makes one");
+    if (!anchor.base.valid() || anchor.id.empty() || anchor.base.token_count() == 0 ||
+        !is_unrotated(anchor.base)) {
+      return detail::error(ErrorCode::invalid_argument,
+                           "an anchor needs an id and an un-rotated base of at least 1 token; "
+                           "make_anchor makes one");
     }
-    if (const ReuseReason differs = compare(space_, AnchorSpace::of(anchor.base)); differs != ReuseReason::reuse) {
-      return detail::error(ErrorCode::geometry_mismatch, "anchor ", anchor.id.hex(), " is of another namespace than the pool: ", to_string(differs));
+    if (const ReuseReason differs = compare(space_, AnchorSpace::of(anchor.base));
+        differs != ReuseReason::reuse) {
+      return detail::error(ErrorCode::geometry_mismatch, "anchor ", anchor.id.hex(),
+                           " is of another namespace than the pool: ", to_string(differs));
     }
     Anchor checked = anchor;
     checked.offsets.clear();
@@ -110,7 +135,8 @@ class AnchorPool {
       const auto added = add_offset(checked, offset);
       if (!added) return added.error();
     }
-    const auto signature = signature_.sign({anchor.base.tokens(), anchor.embedding.empty() ? anchor.vector : anchor.embedding});
+    const auto signature = signature_.sign(
+        {anchor.base.tokens(), anchor.embedding.empty() ? anchor.vector : anchor.embedding});
     if (!signature) return signature.error();
     const std::lock_guard lock(writer_);
     const auto found = numbers_.find(anchor.id);
@@ -122,15 +148,18 @@ class AnchorPool {
     use->inserted = tick();
     use->last_used.store(use->inserted, std::memory_order_relaxed);
     numbers_[anchor.id] = table.size();
-    table.push_back(*signature, {std::make_shared<const Anchor>(std::move(checked)), std::move(use)});
+    table.push_back(*signature,
+                    {std::make_shared<const Anchor>(std::move(checked)), std::move(use)});
     publish(std::move(table));
     return CommitResult::inserted;
   }
-  /// Adds a context's Δ to an anchor. Errors: `not_found` (evicted meanwhile: commit the anchor), those of `add_offset` and `commit`.
+  /// Adds a context's Δ to an anchor. Errors: `not_found` (evicted meanwhile: commit the anchor),
+  /// those of `add_offset` and `commit`.
   [[nodiscard]] Result<CommitResult> commit(const FragmentId& id, const ContextOffset& offset) {
     const std::lock_guard lock(writer_);
     const auto found = numbers_.find(id);
-    if (found == numbers_.end()) return detail::error(ErrorCode::not_found, "anchor ", id.hex(), " is not in the pool");
+    if (found == numbers_.end())
+      return detail::error(ErrorCode::not_found, "anchor ", id.hex(), " is not in the pool");
     Anchor more = *published_.get()->table.anchor(found->second);
     const auto added = add_offset(more, offset);
     if (!added) return added.error();
@@ -147,7 +176,8 @@ class AnchorPool {
     return true;
   }
 
-  /// Looks for anchors like a segment and decides. The answer always has a reason; it is counted. Never waits. O(n / 16) for the scan.
+  /// Looks for anchors like a segment and decides. The answer always has a reason; it is counted.
+  /// Never waits. O(n / 16) for the scan.
   [[nodiscard]] AnchorLookup look_up(const ReuseRule& rule, const AnchorQuery& query) const {
     AnchorLookup out;
     const auto now = snapshot();
@@ -167,12 +197,13 @@ class AnchorPool {
     return out;
   }
 
-  /// The anchor of exactly this content that holds an offset for the context and was never approximate, or null. Never
-  /// waits.
+  /// The anchor of exactly this content that holds an offset for the context and was never
+  /// approximate, or null. Never waits.
   ///
-  /// Tokens are the content where all their ids tell it; where some are placeholders, or there are none, the embedding
-  /// must be the anchor's own number by number.
-  [[nodiscard]] std::shared_ptr<const Anchor> find_exact(const SignatureInput& input, const Digest128& context) const {
+  /// Tokens are the content where all their ids tell it; where some are placeholders, or there are
+  /// none, the embedding must be the anchor's own number by number.
+  [[nodiscard]] std::shared_ptr<const Anchor> find_exact(const SignatureInput& input,
+                                                         const Digest128& context) const {
     const auto signature = signature_.sign(input);
     if (!signature) return nullptr;
     const auto now = snapshot();
@@ -180,17 +211,20 @@ class AnchorPool {
     now->table.scan(*signature, 0, hits);
     for (const HammingHit& hit : hits) {
       const std::shared_ptr<const Anchor>& anchor = now->table.anchor(hit.index);
-      if (!anchor->approximate && anchor->find(context) != nullptr && is_exactly(*anchor, input)) return anchor;
+      if (!anchor->approximate && anchor->find(context) != nullptr && is_exactly(*anchor, input))
+        return anchor;
     }
     return nullptr;
   }
 
   /// The anchor of this id, likewise. O(n).
-  [[nodiscard]] std::shared_ptr<const Anchor> find_exact(const FragmentId& id, const Digest128& context) const {
+  [[nodiscard]] std::shared_ptr<const Anchor> find_exact(const FragmentId& id,
+                                                         const Digest128& context) const {
     const auto now = snapshot();
     for (std::size_t i = 0; i < now->table.size(); ++i) {
       const std::shared_ptr<const Anchor>& anchor = now->table.anchor(i);
-      if (anchor->id == id) return !anchor->approximate && anchor->find(context) != nullptr ? anchor : nullptr;
+      if (anchor->id == id)
+        return !anchor->approximate && anchor->find(context) != nullptr ? anchor : nullptr;
     }
     return nullptr;
   }
@@ -205,10 +239,14 @@ class AnchorPool {
     return !own.empty() && std::ranges::equal(own, input.embedding);
   }
 
-  [[nodiscard]] std::uint64_t tick() const noexcept { return clock_->fetch_add(1, std::memory_order_relaxed) + 1; }
+  [[nodiscard]] std::uint64_t tick() const noexcept {
+    return clock_->fetch_add(1, std::memory_order_relaxed) + 1;
+  }
   [[nodiscard]] Status fits(const Anchor& anchor) const {
     if (capacity_.anchors > 0 && anchor.bytes() <= capacity_.bytes) return {};
-    return detail::error(ErrorCode::store_full, "anchor of ", anchor.bytes(), " bytes in a pool of ", capacity_.anchors, " anchors and ", capacity_.bytes, " bytes");
+    return detail::error(ErrorCode::store_full, "anchor of ", anchor.bytes(),
+                         " bytes in a pool of ", capacity_.anchors, " anchors and ",
+                         capacity_.bytes, " bytes");
   }
   [[nodiscard]] Result<CommitResult> merge(std::size_t number, const Anchor& anchor) {
     AnchorTable table = published_.get()->table;
@@ -231,7 +269,8 @@ class AnchorPool {
     if (gained) publish(std::move(table));
     return gained ? CommitResult::merged : CommitResult::unchanged;
   }
-  /// Evicts until `anchors` more of `bytes` together fit. Anchor `kept` stays; its number may change.
+  /// Evicts until `anchors` more of `bytes` together fit. Anchor `kept` stays; its number may
+  /// change.
   void make_room(AnchorTable& table, std::size_t anchors, std::size_t bytes, std::size_t kept) {
     while (table.size() + anchors > capacity_.anchors || table.bytes() + bytes > capacity_.bytes) {
       std::vector<AnchorUse> uses;
@@ -256,7 +295,9 @@ class AnchorPool {
     const std::uint64_t version = published_.get()->version + 1;
     published_.set(std::make_shared<const Snapshot>(Snapshot{std::move(table), version}));
   }
-  [[nodiscard]] ReuseDecision decide_on(const Snapshot& now, const ReuseRule& rule, const AnchorQuery& query, std::vector<std::uint32_t>& rows) const {
+  [[nodiscard]] ReuseDecision decide_on(const Snapshot& now, const ReuseRule& rule,
+                                        const AnchorQuery& query,
+                                        std::vector<std::uint32_t>& rows) const {
     ReuseDecision refused;
     refused.reason = query.space == nullptr ? compare(space_, {}) : compare(space_, *query.space);
     if (refused.reuses()) refused.reason = detail::refuse_early(rule, query.request);
@@ -267,26 +308,35 @@ class AnchorPool {
     refused.reason = ReuseReason::unsigned_segment;
     if (!signature) return refused;
     std::vector<HammingHit> hits;
-    now.table.scan(*signature, detail::exact_signature<Signature>() ? 0 : max_distance(rule.similarity), hits);
-    // Of equally near signatures those of the smaller id, so that the list does not depend on how the pool came about.
+    now.table.scan(*signature,
+                   detail::exact_signature<Signature>() ? 0 : max_distance(rule.similarity), hits);
+    // Of equally near signatures those of the smaller id, so that the list does not depend on how
+    // the pool came about.
     const auto nearer = [&](const HammingHit& a, const HammingHit& b) {
-      return a.distance != b.distance ? a.distance < b.distance : now.table.anchor(a.index)->id < now.table.anchor(b.index)->id;
+      return a.distance != b.distance
+                 ? a.distance < b.distance
+                 : now.table.anchor(a.index)->id < now.table.anchor(b.index)->id;
     };
     const std::size_t most = (std::min)(hits.size(), static_cast<std::size_t>(rule.short_list));
-    std::partial_sort(hits.begin(), hits.begin() + static_cast<std::ptrdiff_t>(most), hits.end(), nearer);
+    std::partial_sort(hits.begin(), hits.begin() + static_cast<std::ptrdiff_t>(most), hits.end(),
+                      nearer);
     hits.resize(most);
     std::vector<ReuseCandidate> candidates;
     for (const HammingHit& hit : hits) {
       const Anchor& anchor = *now.table.anchor(hit.index);
       const ContextOffset* const offset = anchor.find(query.context);
       rows.push_back(hit.index);
-      candidates.push_back({anchor.id, l2_distance(query.vector, anchor.vector), anchor.base.token_count(), offset != nullptr,
-                            offset == nullptr || complete(offset->segment, anchor.base, query.request.tokens)});
+      candidates.push_back(
+          {anchor.id, l2_distance(query.vector, anchor.vector), anchor.base.token_count(),
+           offset != nullptr,
+           offset == nullptr || complete(offset->segment, anchor.base, query.request.tokens)});
     }
     return decide(rule, query.request, candidates);
   }
-  /// Whether an offset has the first `tokens` tokens in every layer that depends on context, as far as the base has them.
-  [[nodiscard]] static bool complete(const Fragment& offset, const Fragment& base, std::int64_t tokens) {
+  /// Whether an offset has the first `tokens` tokens in every layer that depends on context, as far
+  /// as the base has them.
+  [[nodiscard]] static bool complete(const Fragment& offset, const Fragment& base,
+                                     std::int64_t tokens) {
     const Payload& a = offset.payloads()[0];
     const Payload& b = base.payloads()[0];
     bool leading = true;
@@ -313,7 +363,9 @@ class AnchorPool {
   detail::Published<Snapshot> published_;
   std::mutex writer_;
   std::map<FragmentId, std::size_t> numbers_;  // the writer's
-  const std::shared_ptr<std::atomic<std::uint64_t>> clock_ = std::make_shared<std::atomic<std::uint64_t>>(0);  // with all forks
+  // with all forks
+  const std::shared_ptr<std::atomic<std::uint64_t>> clock_ =
+      std::make_shared<std::atomic<std::uint64_t>>(0);
   mutable ReasonCounters reasons_;
   std::atomic<std::uint64_t> evictions_{0};
 };

@@ -25,7 +25,10 @@ struct UseCell {
   std::atomic<std::uint64_t> last_used{0};
   std::atomic<std::uint64_t> uses{0};
 
-  [[nodiscard]] AnchorUse read() const noexcept { return {inserted, last_used.load(std::memory_order_relaxed), uses.load(std::memory_order_relaxed)}; }
+  [[nodiscard]] AnchorUse read() const noexcept {
+    return {inserted, last_used.load(std::memory_order_relaxed),
+            uses.load(std::memory_order_relaxed)};
+  }
   void touch(std::uint64_t tick) noexcept {
     std::uint64_t seen = last_used.load(std::memory_order_relaxed);
     while (seen < tick && !last_used.compare_exchange_weak(seen, tick, std::memory_order_relaxed)) {
@@ -35,11 +38,13 @@ struct UseCell {
 
 }  // namespace detail
 
-/// Anchors by number, with their signatures side by side for scans: a value whose copies share pages.
+/// Anchors by number, with their signatures side by side for scans: a value whose copies share
+/// pages.
 ///
-/// A copy is one table of pointers; a change replaces the one or two pages that it touches, so copies that differ by a few anchors
-/// share the rest: what a pool publishes, and what an agent keeps and changes for itself. Numbers are dense; erasing moves the last
-/// anchor into the gap. Reading is safe from any thread, changing from one.
+/// A copy is one table of pointers; a change replaces the one or two pages that it touches, so
+/// copies that differ by a few anchors share the rest: what a pool publishes, and what an agent
+/// keeps and changes for itself. Numbers are dense; erasing moves the last anchor into the gap.
+/// Reading is safe from any thread, changing from one.
 class AnchorTable {
  public:
   struct Row {
@@ -48,8 +53,12 @@ class AnchorTable {
   };
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
-  [[nodiscard]] const Row& row(std::size_t i) const noexcept { return (*pages_[i / page_rows])[i % page_rows]; }
-  [[nodiscard]] const std::shared_ptr<const Anchor>& anchor(std::size_t i) const noexcept { return row(i).anchor; }
+  [[nodiscard]] const Row& row(std::size_t i) const noexcept {
+    return (*pages_[i / page_rows])[i % page_rows];
+  }
+  [[nodiscard]] const std::shared_ptr<const Anchor>& anchor(std::size_t i) const noexcept {
+    return row(i).anchor;
+  }
   [[nodiscard]] std::uint64_t signature(std::size_t i) const noexcept {
     const Block& block = *blocks_[i / block_signatures];
     return std::uint64_t{block.high[i % block_signatures]} << 32U | block.low[i % block_signatures];
@@ -68,7 +77,8 @@ class AnchorTable {
   }
   /// Appends many rows at once, each page copied once.
   void append(std::span<const std::uint64_t> signatures, const Row& row) {
-    if (index_ != nullptr && size_ < index_->size()) index_ = nullptr;  // numbers that it knows are given anew
+    // numbers that it knows are given anew
+    if (index_ != nullptr && size_ < index_->size()) index_ = nullptr;
     for (std::size_t at = 0; at < signatures.size();) {
       if (size_ % block_signatures == 0) blocks_.push_back(std::make_shared<const Block>());
       if (size_ % page_rows == 0) pages_.push_back(std::make_shared<const Page>());
@@ -110,9 +120,11 @@ class AnchorTable {
     file();
   }
 
-  /// Appends the numbers of anchors whose signatures differ from `query` in at most `max_distance` bits, ascending. Many signatures are
-  /// filed in a `MultiIndex`, which is asked where it is the faster way; else O(n / 16) vector steps.
-  void scan(std::uint64_t query, int max_distance, std::vector<HammingHit>& hits, ScanIsa isa = best_scan_isa()) const {
+  /// Appends the numbers of anchors whose signatures differ from `query` in at most `max_distance`
+  /// bits, ascending. Many signatures are filed in a `MultiIndex`, which is asked where it is the
+  /// faster way; else O(n / 16) vector steps.
+  void scan(std::uint64_t query, int max_distance, std::vector<HammingHit>& hits,
+            ScanIsa isa = best_scan_isa()) const {
     std::size_t from = 0;
     if (index_ != nullptr) {
       const auto first_hit = static_cast<std::ptrdiff_t>(hits.size());
@@ -122,10 +134,14 @@ class AnchorTable {
       }
     }
     for (std::size_t b = from / block_signatures; b < blocks_.size(); ++b) {
-      const std::size_t first = (std::max)(b * block_signatures, from), skip = first % block_signatures;
-      const auto count = static_cast<std::uint32_t>((std::min)(size_ - first, block_signatures - skip));
-      const std::uint32_t* const next = b + 1 < blocks_.size() ? blocks_[b + 1]->low.data() : nullptr;
-      hamming_scan({blocks_[b]->low.data() + skip, blocks_[b]->high.data() + skip, count}, query, max_distance, hits, static_cast<std::uint32_t>(first), next, isa);
+      const std::size_t first = (std::max)(b * block_signatures, from),
+                        skip = first % block_signatures;
+      const auto count =
+          static_cast<std::uint32_t>((std::min)(size_ - first, block_signatures - skip));
+      const std::uint32_t* const next =
+          b + 1 < blocks_.size() ? blocks_[b + 1]->low.data() : nullptr;
+      hamming_scan({blocks_[b]->low.data() + skip, blocks_[b]->high.data() + skip, count}, query,
+                   max_distance, hits, static_cast<std::uint32_t>(first), next, isa);
     }
   }
 
@@ -137,7 +153,8 @@ class AnchorTable {
     std::array<std::uint32_t, block_signatures> high{};
   };
   using Page = std::array<Row, page_rows>;
-  static constexpr std::size_t index_from = std::size_t{1} << 16U;  // below, a scan takes a few microseconds
+  // below, a scan takes a few microseconds
+  static constexpr std::size_t index_from = std::size_t{1} << 16U;
 
   /// Files all signatures anew where a 32nd of them, or more, stands beside the index.
   KVMELD_LAZY void file() {
@@ -155,15 +172,21 @@ class AnchorTable {
     changed_.clear();
   }
   /// Replaces what the index says of numbers that are gone or signed anew since.
-  KVMELD_LAZY void look_at_changed(std::uint64_t query, int max_distance, std::vector<HammingHit>& hits, std::ptrdiff_t first_hit) const {
+  KVMELD_LAZY void look_at_changed(std::uint64_t query, int max_distance,
+                                   std::vector<HammingHit>& hits, std::ptrdiff_t first_hit) const {
     hits.erase(std::remove_if(hits.begin() + first_hit, hits.end(),
-                              [&](const HammingHit& h) { return h.index >= size_ || std::binary_search(changed_.begin(), changed_.end(), h.index); }),
+                              [&](const HammingHit& h) {
+                                return h.index >= size_ ||
+                                       std::binary_search(changed_.begin(), changed_.end(),
+                                                          h.index);
+                              }),
                hits.end());
     for (const std::uint32_t i : changed_) {
       const int distance = i < size_ ? std::popcount(signature(i) ^ query) : 65;
       if (distance <= max_distance) hits.push_back({i, static_cast<std::uint32_t>(distance)});
     }
-    std::sort(hits.begin() + first_hit, hits.end(), [](const HammingHit& a, const HammingHit& b) { return a.index < b.index; });
+    std::sort(hits.begin() + first_hit, hits.end(),
+              [](const HammingHit& a, const HammingHit& b) { return a.index < b.index; });
   }
 
   void sign(std::size_t i, std::uint64_t signature) {
@@ -187,7 +210,8 @@ class AnchorTable {
   std::vector<std::shared_ptr<const Block>> blocks_;
   std::vector<std::shared_ptr<const Page>> pages_;
   std::shared_ptr<const MultiIndex> index_;  // of the signatures as they were; null: few
-  std::vector<std::uint32_t> changed_;       // ascending; numbers in the index that were signed anew since
+  // ascending; numbers in the index that were signed anew since
+  std::vector<std::uint32_t> changed_;
 };
 
 KVMELD_NAMESPACE_END

@@ -13,7 +13,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// How an anchor was used, in ticks of its pool: a tick is a change of the pool or a look-up that reused something.
+/// How an anchor was used, in ticks of its pool: a tick is a change of the pool or a look-up that
+/// reused something.
 struct AnchorUse {
   std::uint64_t inserted = 0;   ///< tick of its first commit; no two anchors share one
   std::uint64_t last_used = 0;  ///< tick of its last commit or reuse
@@ -22,9 +23,11 @@ struct AnchorUse {
 
 /// Picks the anchor that leaves a full pool: an index into the uses of those that may.
 ///
-/// Semantic requirements: the choice depends on the uses alone, not on their order; `uses` is not empty.
+/// Semantic requirements: the choice depends on the uses alone, not on their order; `uses` is not
+/// empty.
 template <class E>
-concept EvictionPolicy = std::copyable<E> && requires(const E& eviction, std::span<const AnchorUse> uses, Hasher& hasher) {
+concept EvictionPolicy = std::copyable<E> &&
+    requires(const E& eviction, std::span<const AnchorUse> uses, Hasher& hasher) {
   { eviction.victim(uses) } -> std::same_as<std::size_t>;
   eviction.digest(hasher);
 };
@@ -33,7 +36,10 @@ concept EvictionPolicy = std::copyable<E> && requires(const E& eviction, std::sp
 struct LRU {
   [[nodiscard]] std::size_t victim(std::span<const AnchorUse> uses) const noexcept {
     const auto key = [](const AnchorUse& u) { return std::tuple(u.last_used, u.inserted); };
-    return static_cast<std::size_t>(std::min_element(uses.begin(), uses.end(), [&](const auto& a, const auto& b) { return key(a) < key(b); }) - uses.begin());
+    return static_cast<std::size_t>(
+        std::min_element(uses.begin(), uses.end(),
+                         [&](const auto& a, const auto& b) { return key(a) < key(b); }) -
+        uses.begin());
   }
   void digest(Hasher& hasher) const { hasher.text("kvmeld.LRU"); }
 };
@@ -42,7 +48,10 @@ struct LRU {
 struct LFU {
   [[nodiscard]] std::size_t victim(std::span<const AnchorUse> uses) const noexcept {
     const auto key = [](const AnchorUse& u) { return std::tuple(u.uses, u.last_used, u.inserted); };
-    return static_cast<std::size_t>(std::min_element(uses.begin(), uses.end(), [&](const auto& a, const auto& b) { return key(a) < key(b); }) - uses.begin());
+    return static_cast<std::size_t>(
+        std::min_element(uses.begin(), uses.end(),
+                         [&](const auto& a, const auto& b) { return key(a) < key(b); }) -
+        uses.begin());
   }
   void digest(Hasher& hasher) const { hasher.text("kvmeld.LFU"); }
 };
@@ -64,7 +73,9 @@ struct WindowLFU {
     std::size_t best = uses.size();
     for (std::size_t i = 0; i < uses.size(); ++i) {
       if (uses[i].inserted > newest) continue;
-      const auto key = [](const AnchorUse& u) { return std::tuple(u.uses, u.last_used, u.inserted); };
+      const auto key = [](const AnchorUse& u) {
+        return std::tuple(u.uses, u.last_used, u.inserted);
+      };
       if (best == uses.size() || key(uses[i]) < key(uses[best])) best = i;
     }
     return best;

@@ -1,6 +1,7 @@
 #pragma once
 
-/// A small LSTM over the tokens of a run, in f64 in one order of sums: its bytes are the same everywhere.
+/// A small LSTM over the tokens of a run, in f64 in one order of sums: its bytes are the same
+/// everywhere.
 
 #include <cstddef>
 #include <cstdint>
@@ -13,28 +14,35 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// Where the numbers of an LSTM with one output lie: input.weight (4 · hidden, inputs), state.weight (4 · hidden, hidden), bias (4 · hidden),
-/// out.weight (hidden), out.bias (1). Gates in the order input, forget, cell, output.
+/// Where the numbers of an LSTM with one output lie: input.weight (4 · hidden, inputs),
+/// state.weight (4 · hidden, hidden), bias (4 · hidden), out.weight (hidden), out.bias (1). Gates
+/// in the order input, forget, cell, output.
 struct LstmShape {
   std::size_t inputs = 0, hidden = 0;
 
   [[nodiscard]] constexpr std::size_t state_weight() const noexcept { return 4 * hidden * inputs; }
-  [[nodiscard]] constexpr std::size_t bias() const noexcept { return state_weight() + 4 * hidden * hidden; }
+  [[nodiscard]] constexpr std::size_t bias() const noexcept {
+    return state_weight() + 4 * hidden * hidden;
+  }
   [[nodiscard]] constexpr std::size_t out_weight() const noexcept { return bias() + 4 * hidden; }
   [[nodiscard]] constexpr std::size_t out_bias() const noexcept { return out_weight() + hidden; }
   [[nodiscard]] constexpr std::size_t size() const noexcept { return out_bias() + 1; }
 };
 
-/// What a step leaves behind for the way back: gates (4 · hidden), cell, tanh of the cell, state (hidden each).
+/// What a step leaves behind for the way back: gates (4 · hidden), cell, tanh of the cell, state
+/// (hidden each).
 struct LstmTrace {
   std::vector<double> steps;
 };
 
 [[nodiscard]] inline double logistic(double x) noexcept { return 1.0 / (1.0 + math::exp(-x)); }
 
-/// One output for every token: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000.
+/// One output for every token: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al.
+/// 2000.
 /// @param x (token, input) @param out (token)
-KVMELD_LAZY void run_lstm(const LstmShape& shape, std::span<const double> parameters, std::span<const double> x, std::span<double> out, LstmTrace* trace = nullptr) {
+KVMELD_LAZY void run_lstm(const LstmShape& shape, std::span<const double> parameters,
+                          std::span<const double> x, std::span<double> out,
+                          LstmTrace* trace = nullptr) {
   const std::size_t h = shape.hidden, step = 7 * h;
   std::vector<double> storage;
   std::vector<double>& steps = trace != nullptr ? trace->steps : storage;
@@ -46,8 +54,10 @@ KVMELD_LAZY void run_lstm(const LstmShape& shape, std::span<const double> parame
     double* const gates = steps.data() + (trace != nullptr ? t : t % 2) * step;
     for (std::size_t r = 0; r < 4 * h; ++r) {
       double sum = parameters[shape.bias() + r];
-      for (std::size_t k = 0; k < shape.inputs; ++k) sum = fma(parameters[r * shape.inputs + k], x[t * shape.inputs + k], sum);
-      for (std::size_t k = 0; k < h; ++k) sum = fma(parameters[shape.state_weight() + r * h + k], state[k], sum);
+      for (std::size_t k = 0; k < shape.inputs; ++k)
+        sum = fma(parameters[r * shape.inputs + k], x[t * shape.inputs + k], sum);
+      for (std::size_t k = 0; k < h; ++k)
+        sum = fma(parameters[shape.state_weight() + r * h + k], state[k], sum);
       gates[r] = r / h == 2 ? math::tanh(sum) : logistic(sum);
     }
     double* const new_cell = gates + 4 * h;
@@ -64,8 +74,10 @@ KVMELD_LAZY void run_lstm(const LstmShape& shape, std::span<const double> parame
   }
 }
 
-/// Adds the gradient of what `run_lstm` left in the trace, from the outputs' cotangents (token). For trainers: sums as the compiler makes them.
-KVMELD_LAZY void lstm_vjp(const LstmShape& shape, std::span<const double> parameters, std::span<const double> x, const LstmTrace& trace,
+/// Adds the gradient of what `run_lstm` left in the trace, from the outputs' cotangents (token).
+/// For trainers: sums as the compiler makes them.
+KVMELD_LAZY void lstm_vjp(const LstmShape& shape, std::span<const double> parameters,
+                          std::span<const double> x, const LstmTrace& trace,
                           std::span<const double> cotangent, std::span<double> gradient) {
   const std::size_t h = shape.hidden, step = 7 * h;
   std::vector<double> d_state(h), d_cell(h), d_sum(4 * h);
@@ -77,7 +89,8 @@ KVMELD_LAZY void lstm_vjp(const LstmShape& shape, std::span<const double> parame
     for (std::size_t k = 0; k < h; ++k) {
       gradient[shape.out_weight() + k] += cotangent[t] * gates[6 * h + k];
       const double d = d_state[k] + cotangent[t] * parameters[shape.out_weight() + k];
-      const double in = gates[k], forget = gates[h + k], candidate = gates[2 * h + k], out = gates[3 * h + k], squashed = gates[5 * h + k];
+      const double in = gates[k], forget = gates[h + k], candidate = gates[2 * h + k],
+                   out = gates[3 * h + k], squashed = gates[5 * h + k];
       d_cell[k] += d * out * (1 - squashed * squashed);
       d_sum[k] = d_cell[k] * candidate * in * (1 - in);
       d_sum[h + k] = d_cell[k] * before[4 * h + k] * forget * (1 - forget);
@@ -88,7 +101,8 @@ KVMELD_LAZY void lstm_vjp(const LstmShape& shape, std::span<const double> parame
     }
     for (std::size_t r = 0; r < 4 * h; ++r) {
       gradient[shape.bias() + r] += d_sum[r];
-      for (std::size_t k = 0; k < shape.inputs; ++k) gradient[r * shape.inputs + k] += d_sum[r] * x[t * shape.inputs + k];
+      for (std::size_t k = 0; k < shape.inputs; ++k)
+        gradient[r * shape.inputs + k] += d_sum[r] * x[t * shape.inputs + k];
       for (std::size_t k = 0; k < h; ++k) {
         gradient[shape.state_weight() + r * h + k] += d_sum[r] * before[6 * h + k];
         d_state[k] += d_sum[r] * parameters[shape.state_weight() + r * h + k];

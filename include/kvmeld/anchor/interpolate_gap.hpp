@@ -14,13 +14,18 @@ KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
 /// Refuses rows that no monotone map has: outside [−1, held), or not above the row before.
-KVMELD_LAZY [[nodiscard]] Status check_rows_ascend(std::span<const std::int32_t> rows, std::int64_t held, std::size_t part, const char* what) {
+KVMELD_LAZY [[nodiscard]] Status check_rows_ascend(std::span<const std::int32_t> rows,
+                                                   std::int64_t held, std::size_t part,
+                                                   const char* what) {
   std::int32_t last = -1;
   for (std::size_t t = 0; t < rows.size(); ++t) {
     if (rows[t] == -1) continue;
-    if (rows[t] < 0 || rows[t] >= held) return error(ErrorCode::invalid_argument, "part ", part, ": row ", rows[t], " of ", what, " of ", held, " tokens");
+    if (rows[t] < 0 || rows[t] >= held)
+      return error(ErrorCode::invalid_argument, "part ", part, ": row ", rows[t], " of ", what,
+                   " of ", held, " tokens");
     if (rows[t] <= last) {
-      return error(ErrorCode::invalid_argument, "part ", part, ": token ", t, " has row ", rows[t], " of ", what, ", behind row ", last, "; position maps ascend");
+      return error(ErrorCode::invalid_argument, "part ", part, ": token ", t, " has row ", rows[t],
+                   " of ", what, ", behind row ", last, "; position maps ascend");
     }
     last = rows[t];
   }
@@ -40,15 +45,22 @@ class GapCursor {
     if (after_ < token) after_ = token;
     while (after_ < std::ssize(rows_) && rows_[static_cast<std::size_t>(after_)] < 0) ++after_;
   }
-  /// Whether the hole at the current token lies between two matched ones with at most `window` tokens in between, on either side.
+  /// Whether the hole at the current token lies between two matched ones with at most `window`
+  /// tokens in between, on either side.
   [[nodiscard]] bool within(std::int64_t window) const noexcept {
     if (before_ < 0 || after_ >= std::ssize(rows_) || after_ - before_ - 1 > window) return false;
     return row_after() - row_before() - 1 <= window;
   }
-  [[nodiscard]] std::int32_t row_before() const noexcept { return rows_[static_cast<std::size_t>(before_)]; }
-  [[nodiscard]] std::int32_t row_after() const noexcept { return rows_[static_cast<std::size_t>(after_)]; }
+  [[nodiscard]] std::int32_t row_before() const noexcept {
+    return rows_[static_cast<std::size_t>(before_)];
+  }
+  [[nodiscard]] std::int32_t row_after() const noexcept {
+    return rows_[static_cast<std::size_t>(after_)];
+  }
   /// How far the current token is on the way between them, in (0, 1).
-  [[nodiscard]] double share() const noexcept { return static_cast<double>(at_ - before_) / static_cast<double>(after_ - before_); }
+  [[nodiscard]] double share() const noexcept {
+    return static_cast<double>(at_ - before_) / static_cast<double>(after_ - before_);
+  }
 
  private:
   std::span<const std::int32_t> rows_;

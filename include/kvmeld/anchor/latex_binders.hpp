@@ -1,6 +1,7 @@
 #pragma once
 
-// What reads to its right by rules of its own: functions, sums, integrals, quantifiers. Included by latex_parser.hpp.
+// What reads to its right by rules of its own: functions, sums, integrals, quantifiers. Included by
+// latex_parser.hpp.
 
 #include <cstddef>
 #include <cstdint>
@@ -28,7 +29,8 @@ std::uint32_t LatexParser<Lazy>::function() {
 
 /// A function whose bounds are read, of what follows.
 template <class Lazy>
-std::uint32_t LatexParser<Lazy>::applied(const std::string& name, std::uint32_t below, std::uint32_t above) {
+std::uint32_t LatexParser<Lazy>::applied(const std::string& name, std::uint32_t below,
+                                         std::uint32_t above) {
   std::vector<std::uint32_t> children;
   if (next_is(LatexKind::open)) {
     children.push_back(delimited());
@@ -36,13 +38,15 @@ std::uint32_t LatexParser<Lazy>::applied(const std::string& name, std::uint32_t 
     children.push_back(function());
   } else if (begins_operand() && !next_is(LatexKind::big) && !next_is(LatexKind::integral)) {
     std::uint32_t factors = scripted(), grown = none;
-    while (begins_operand() && !next_is(LatexKind::open) && !next_is(LatexKind::function) && !next_is(LatexKind::big) && !next_is(LatexKind::integral)) {
+    while (begins_operand() && !next_is(LatexKind::open) && !next_is(LatexKind::function) &&
+           !next_is(LatexKind::big) && !next_is(LatexKind::integral)) {
       factors = joined("*", factors, scripted(), grown);
     }
     children.push_back(factors);
   }
   if (below != none) children.push_back(operation("base", {below}));
-  const std::uint32_t out = children.empty() ? leaf(Kind::symbol, name) : operation(name, std::move(children));
+  const std::uint32_t out =
+      children.empty() ? leaf(Kind::symbol, name) : operation(name, std::move(children));
   return above == none ? out : operation("^", {out, above});
 }
 
@@ -57,9 +61,11 @@ void LatexParser<Lazy>::bounds(std::uint32_t& below, std::uint32_t& above) {
   }
 }
 
-/// What one condition under a sign binds: i = a and i ∈ S name i apart from what it runs over; a ≤ i ≤ b and i < j hold i itself.
+/// What one condition under a sign binds: i = a and i ∈ S name i apart from what it runs over; a ≤
+/// i ≤ b and i < j hold i itself.
 template <class Lazy>
-void LatexParser<Lazy>::bind(LatexNode& node, std::vector<std::uint32_t>& within, std::uint32_t item) {
+void LatexParser<Lazy>::bind(LatexNode& node, std::vector<std::uint32_t>& within,
+                             std::uint32_t item) {
   if (!status_.ok()) return;
   const LatexNode at = tree_[item];
   const auto symbol = [&](std::size_t i) { return tree_[at.children[i]].kind == Kind::symbol; };
@@ -70,16 +76,21 @@ void LatexParser<Lazy>::bind(LatexNode& node, std::vector<std::uint32_t>& within
     node.words.push_back(at.name);
   } else if (at.kind == Kind::operation && at.name == "list") {
     for (const std::uint32_t c : at.children) {
-      if (tree_[c].kind == Kind::operation && tree_[c].name == "list") within.push_back(c);  // no list of lists, and so no recursion to bound
-      else bind(node, within, c);
+      // no list of lists, and so no recursion to bound
+      if (tree_[c].kind == Kind::operation && tree_[c].name == "list")
+        within.push_back(c);
+      else
+        bind(node, within, c);
     }
   } else if (at.kind == Kind::operation && at.name == "*" && all_symbols) {
     for (std::size_t i = 0; i < at.children.size(); ++i) node.words.push_back(name(i));
   } else if (at.kind == Kind::chain && at.words.size() == 1 && symbol(0)) {
     node.words.push_back(name(0));
     const std::string& relation = at.words[0];
-    if (relation == "=" || relation == "in" || relation == "to") node.children.push_back(operation("over:" + relation, {at.children[1]}));
-    else within.push_back(item);
+    if (relation == "=" || relation == "in" || relation == "to")
+      node.children.push_back(operation("over:" + relation, {at.children[1]}));
+    else
+      within.push_back(item);
   } else {
     if (at.kind == Kind::chain && at.words.size() == 2 && symbol(1)) node.words.push_back(name(1));
     within.push_back(item);
@@ -94,20 +105,23 @@ std::uint32_t LatexParser<Lazy>::big() {
   ++at_;
   std::uint32_t below = none, above = none;
   bounds(below, above);
-  if (below == none && (name == "max" || name == "min" || name == "sup" || name == "inf")) return applied("fn:" + name, below, above);
+  if (below == none && (name == "max" || name == "min" || name == "sup" || name == "inf"))
+    return applied("fn:" + name, below, above);
   LatexNode node{Kind::binder, name};
   std::vector<std::uint32_t> within;
   if (below != none) bind(node, within, below);
   if (above != none) node.children.push_back(operation("upto", {above}));
   node.scope = node.children.size();
-  for (const std::uint32_t condition : within) node.children.push_back(operation("where", {condition}));
+  for (const std::uint32_t condition : within)
+    node.children.push_back(operation("where", {condition}));
   const bool minus = next_is(LatexKind::infix, "-") && below != none;
   if (begins_operand() || minus) node.children.push_back(expression(product_power));
   if (node.children.empty() && node.words.empty()) return leaf(Kind::symbol, "big:" + name);
   return add(std::move(node));
 }
 
-/// The next differential of as many as `pending` integrals of their own want none, or none: dx outside of all parentheses.
+/// The next differential of as many as `pending` integrals of their own want none, or none: dx
+/// outside of all parentheses.
 template <class Lazy>
 std::size_t LatexParser<Lazy>::find_differential(std::size_t pending) const {
   std::size_t depth = 0;
@@ -121,7 +135,9 @@ std::size_t LatexParser<Lazy>::find_differential(std::size_t pending) const {
     if (depth > 0) continue;
     if (token.kind == LatexKind::relation || token.kind == LatexKind::comma) break;
     if (token.kind == LatexKind::integral) pending += dimensions(token.name);
-    if (token.kind != LatexKind::symbol || token.name != "d" || tokens_[i + 1].kind != LatexKind::symbol) continue;
+    if (token.kind != LatexKind::symbol || token.name != "d" ||
+        tokens_[i + 1].kind != LatexKind::symbol)
+      continue;
     if (pending == 0) return i;
     --pending;
     ++i;
@@ -132,7 +148,8 @@ std::size_t LatexParser<Lazy>::find_differential(std::size_t pending) const {
 /// dx, and for double and triple integrals dy and dz.
 template <class Lazy>
 void LatexParser<Lazy>::differentials(LatexNode& node, std::size_t count) {
-  for (; count > 0 && next_is(LatexKind::symbol, "d") && peek(1).kind == LatexKind::symbol; --count) {
+  for (; count > 0 && next_is(LatexKind::symbol, "d") && peek(1).kind == LatexKind::symbol;
+       --count) {
     node.words.push_back(peek(1).name);
     at_ += 2;
     if (take(LatexKind::subscript)) (void)script(true);  // of d x_1: x is what is bound
@@ -181,18 +198,25 @@ std::uint32_t LatexParser<Lazy>::quantified() {
     node.words.push_back(peek().name);
     ++at_;
     if (take(LatexKind::subscript)) (void)script(true);
-    // A comma goes on with another variable where that has a comma or a set behind it, else it begins what is claimed.
+    // A comma goes on with another variable where that has a comma or a set behind it, else it
+    // begins what is claimed.
   } while (status_.ok() && next_is(LatexKind::comma) && peek(1).kind == LatexKind::symbol &&
-           (peek(2).kind == LatexKind::comma || (peek(2).kind == LatexKind::relation && peek(2).name == "in")) && take(LatexKind::comma));
-  if (next_is(LatexKind::relation) && peek().power == relation_power && peek().name != "colon" && peek().name != "mid" && peek().name != "=") {
+           (peek(2).kind == LatexKind::comma ||
+            (peek(2).kind == LatexKind::relation && peek(2).name == "in")) &&
+           take(LatexKind::comma));
+  if (next_is(LatexKind::relation) && peek().power == relation_power && peek().name != "colon" &&
+      peek().name != "mid" && peek().name != "=") {
     const std::string name = "over:" + peek().name;
     ++at_;
     node.children.push_back(operation(name, {expression(relation_power + 1)}));
   }
   node.scope = node.children.size();
-  while (next_is(LatexKind::comma) || next_is(LatexKind::full_stop) || next_is(LatexKind::relation, "colon") || next_is(LatexKind::relation, "mid")) ++at_;
+  while (next_is(LatexKind::comma) || next_is(LatexKind::full_stop) ||
+         next_is(LatexKind::relation, "colon") || next_is(LatexKind::relation, "mid"))
+    ++at_;
   const bool sign = next_is(LatexKind::infix, "-") || next_is(LatexKind::infix, "+");
-  if (begins_operand() || next_is(LatexKind::quantifier) || sign) node.children.push_back(expression(0));
+  if (begins_operand() || next_is(LatexKind::quantifier) || sign)
+    node.children.push_back(expression(0));
   return add(std::move(node));
 }
 

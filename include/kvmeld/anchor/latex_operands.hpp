@@ -1,6 +1,7 @@
 #pragma once
 
-// What stands between operators: letters, numbers, fractions, scripts, parentheses. Included by latex_parser.hpp.
+// What stands between operators: letters, numbers, fractions, scripts, parentheses. Included by
+// latex_parser.hpp.
 
 #include <cstddef>
 #include <cstdint>
@@ -42,7 +43,8 @@ std::uint32_t LatexParser<Lazy>::scripted() {
   }
   if (primes > 0) base = operation("prime:" + detail::decimal(primes), {base});
   if (power != none) base = operation("^", {base, power});
-  if (first.kind == LatexKind::symbol && latex_applied.find(first.name) != std::string_view::npos && first.name.size() == 1 && next_is(LatexKind::open, "(")) {
+  if (first.kind == LatexKind::symbol && latex_applied.find(first.name) != std::string_view::npos &&
+      first.name.size() == 1 && next_is(LatexKind::open, "(")) {
     base = operation("apply", {base, delimited()});
   }
   while (status_.ok() && take(LatexKind::factorial)) base = operation("!", {base});
@@ -55,14 +57,16 @@ std::uint32_t LatexParser<Lazy>::script(bool lower) {
   if (!deeper()) return none;
   const bool before = std::exchange(in_subscript_, lower);
   std::uint32_t out = none;
-  if (next_is(LatexKind::infix, "*") || next_is(LatexKind::infix, "+") || next_is(LatexKind::infix, "circ")) {
+  if (next_is(LatexKind::infix, "*") || next_is(LatexKind::infix, "+") ||
+      next_is(LatexKind::infix, "circ")) {
     const std::string name = peek().name;
     ++at_;
     out = leaf(Kind::symbol, name == "*" ? "star" : name == "+" ? "plus" : "degree");
   } else if (next_is(LatexKind::infix, "-")) {
     ++at_;
     out = operation("neg", {operand()});
-  } else if (next_is(LatexKind::group_open) && peek(1).kind == LatexKind::infix && peek(2).kind == LatexKind::group_close) {
+  } else if (next_is(LatexKind::group_open) && peek(1).kind == LatexKind::infix &&
+             peek(2).kind == LatexKind::group_close) {
     ++at_;
     out = script(lower);
     expect(LatexKind::group_close, "a brace that is not closed");
@@ -84,17 +88,21 @@ std::uint32_t LatexParser<Lazy>::operand() {
       return leaf(Kind::number, token.name);
     case LatexKind::symbol:
       ++at_;
-      if (differential_ != nullptr && differential_->empty() && token.name == "d" && next_is(LatexKind::symbol)) {
+      if (differential_ != nullptr && differential_->empty() && token.name == "d" &&
+          next_is(LatexKind::symbol)) {
         *differential_ = peek().name;
         ++at_;
         return leaf(Kind::number, "1");
       }
       return leaf(Kind::symbol, token.name);
-    case LatexKind::function: return function();
-    case LatexKind::fraction: case LatexKind::binomial: {
+    case LatexKind::function:
+      return function();
+    case LatexKind::fraction:
+    case LatexKind::binomial: {
       ++at_;
       const std::uint32_t above = argument(), below = argument();
-      return token.kind == LatexKind::binomial ? operation("binom", {above, below}) : operation("*", {above, operation("inv", {below})});
+      return token.kind == LatexKind::binomial ? operation("binom", {above, below})
+                                               : operation("*", {above, operation("inv", {below})});
     }
     case LatexKind::root: {
       ++at_;
@@ -112,10 +120,15 @@ std::uint32_t LatexParser<Lazy>::operand() {
     case LatexKind::accent:
       ++at_;
       return operation("accent:" + token.name, {argument()});
-    case LatexKind::group_open: return braced();
-    case LatexKind::open: return delimited();
-    case LatexKind::bar: return between_bars();
-    default: fail("an operand is missing"); return none;
+    case LatexKind::group_open:
+      return braced();
+    case LatexKind::open:
+      return delimited();
+    case LatexKind::bar:
+      return between_bars();
+    default:
+      fail("an operand is missing");
+      return none;
   }
 }
 
@@ -158,7 +171,8 @@ std::uint32_t LatexParser<Lazy>::delimited() {
   }
   ++at_;
   if (!round(opened)) return operation(opened, {inside});
-  const bool several = inside != none && tree_[inside].kind == Kind::operation && tree_[inside].name == "list";
+  const bool several =
+      inside != none && tree_[inside].kind == Kind::operation && tree_[inside].name == "list";
   if (opened == closed && !several) return inside;
   return operation("tuple" + opened + closed, {inside});
 }

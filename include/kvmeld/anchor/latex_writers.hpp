@@ -23,7 +23,8 @@ struct LatexText {
     return out;
   }
   /// Of parts in any order.
-  [[nodiscard]] static std::string call_unordered(std::string_view name, std::vector<std::string>& parts) {
+  [[nodiscard]] static std::string call_unordered(std::string_view name,
+                                                  std::vector<std::string>& parts) {
     std::sort(parts.begin(), parts.end());
     return call(name, parts);
   }
@@ -36,10 +37,12 @@ struct LatexHash {
     return {hash.low64, hash.high64};
   }
   [[nodiscard]] static Digest128 call(std::string_view name, std::span<const Digest128> parts) {
-    const XXH128_hash_t hash = XXH3_128bits_withSeed(parts.data(), parts.size_bytes(), XXH3_64bits(name.data(), name.size()));
+    const XXH128_hash_t hash = XXH3_128bits_withSeed(parts.data(), parts.size_bytes(),
+                                                     XXH3_64bits(name.data(), name.size()));
     return {hash.low64, hash.high64};
   }
-  [[nodiscard]] static Digest128 call_unordered(std::string_view name, std::span<const Digest128> parts) {
+  [[nodiscard]] static Digest128 call_unordered(std::string_view name,
+                                                std::span<const Digest128> parts) {
     Digest128 sums[2] = {{0, parts.size()}, {}};
     for (const Digest128& p : parts) {
       sums[1].low += p.low;

@@ -14,40 +14,55 @@ KVMELD_NAMESPACE_BEGIN
 
 /// How an offset is measured.
 struct OffsetOptions {
-  /// Leading layers whose K/V depend on the token alone, so that their offset is 0 and is not kept. 0 measures every layer.
+  /// Leading layers whose K/V depend on the token alone, so that their offset is 0 and is not kept.
+  /// 0 measures every layer.
   std::int32_t context_free_layers = 1;
-  /// The base's id, by which the caller vouches that `real` is the base's content in a context. Needed where tokens are
-  /// placeholders, whose ids do not tell; latent segments have no ids to go by, and are the caller's word anyway.
+  /// The base's id, by which the caller vouches that `real` is the base's content in a context.
+  /// Needed where tokens are placeholders, whose ids do not tell; latent segments have no ids to go
+  /// by, and are the caller's word anyway.
   FragmentId of{};
-  std::int64_t context_length = 0;  ///< tokens of the contexts, where frequencies depend on it; 0: each one's last position + 1
+  /// Tokens of the contexts, where frequencies depend on it; 0: each one's last position + 1.
+  std::int64_t context_length = 0;
 };
 
-/// Δ = real − base in the local frame: what a context did to a segment, whatever the places where either was recorded.
+/// Δ = real − base in the local frame: what a context did to a segment, whatever the places where
+/// either was recorded.
 ///
-/// `real` and `base` are the same tokens in a context and by themselves (sealed, or `unrotated`). The offset is a
-/// fragment of the cache's geometry with all positions 0, without the context-free layers and without tokens that a
-/// layer of either does not hold. Differences in f32, rounded once to the cache's elements (a step of f16 is 2^-11 of
-/// the offset, which is smaller than K/V): offsets of f32 caches are f32. O(bytes). KVCOMM (2025), equations of the
-/// offset. Errors: `geometry_mismatch`, `token_count_mismatch`, `tokens_required` (ids that do not tell the content,
-/// see `OffsetOptions::of`), `payload_missing`, `unsupported`, `non_finite`, `invalid_argument`.
-KVMELD_LAZY [[nodiscard]] Result<Fragment> measure_offset(const Fragment& real, const Fragment& base, const OffsetOptions& options = {}) {
-  if (!real.valid() || !base.valid()) return detail::error(ErrorCode::invalid_argument, "an offset needs two fragments, one is empty");
+/// `real` and `base` are the same tokens in a context and by themselves (sealed, or `unrotated`).
+/// The offset is a fragment of the cache's geometry with all positions 0, without the context-free
+/// layers and without tokens that a layer of either does not hold. Differences in f32, rounded once
+/// to the cache's elements (a step of f16 is 2^-11 of the offset, which is smaller than K/V):
+/// offsets of f32 caches are f32. O(bytes). KVCOMM (2025), equations of the offset. Errors:
+/// `geometry_mismatch`, `token_count_mismatch`, `tokens_required` (ids that do not tell the
+/// content, see `OffsetOptions::of`), `payload_missing`, `unsupported`, `non_finite`,
+/// `invalid_argument`.
+KVMELD_LAZY [[nodiscard]] Result<Fragment> measure_offset(const Fragment& real,
+                                                          const Fragment& base,
+                                                          const OffsetOptions& options = {}) {
+  if (!real.valid() || !base.valid())
+    return detail::error(ErrorCode::invalid_argument,
+                         "an offset needs two fragments, one is empty");
   KVMELD_TRY(check_same(base.geometry(), real.geometry()));
-  if (real.token_count() != base.token_count() || !std::ranges::equal(real.tokens(), base.tokens())) {
-    return detail::error(ErrorCode::token_count_mismatch, "offset of ", real.token_count(), " tokens against a base of ", base.token_count(),
+  if (real.token_count() != base.token_count() ||
+      !std::ranges::equal(real.tokens(), base.tokens())) {
+    return detail::error(ErrorCode::token_count_mismatch, "offset of ", real.token_count(),
+                         " tokens against a base of ", base.token_count(),
                          "; both must be of the same tokens");
   }
   if (options.of.empty() ? !base.latent() && !base.told_by_ids() : options.of != base.id()) {
-    return detail::error(
-        ErrorCode::tokens_required, "an offset of ", base.token_count(), " tokens from base ", base.id().hex(),
-        options.of.empty() ? ": some are placeholders, whose ids do not say what they are; if it is the same content, "
-                             "name the base in OffsetOptions::of"
-                           : ", and OffsetOptions::of names ",
-        options.of.empty() ? std::string() : options.of.hex());
+    return detail::error(ErrorCode::tokens_required, "an offset of ", base.token_count(),
+                         " tokens from base ", base.id().hex(),
+                         options.of.empty() ? ": some are placeholders, whose ids do not say what "
+                                              "they are; if it is the same content, "
+                                              "name the base in OffsetOptions::of"
+                                            : ", and OffsetOptions::of names ",
+                         options.of.empty() ? std::string() : options.of.hex());
   }
   const Geometry& geometry = base.geometry();
-  if (options.context_free_layers < 0 || options.context_free_layers > std::ssize(geometry.layers)) {
-    return detail::error(ErrorCode::invalid_argument, options.context_free_layers, " context-free layers of ", geometry.layers.size());
+  if (options.context_free_layers < 0 ||
+      options.context_free_layers > std::ssize(geometry.layers)) {
+    return detail::error(ErrorCode::invalid_argument, options.context_free_layers,
+                         " context-free layers of ", geometry.layers.size());
   }
   const FloatEnvironmentGuard guard;
   KVMELD_TRY(check_float_environment());
@@ -106,7 +121,8 @@ KVMELD_LAZY [[nodiscard]] Result<Fragment> measure_offset(const Fragment& real, 
   name.bytes(std::as_bytes(std::span(base.id().bytes)));
   name.value(options.context_free_layers);
   name.value(options.context_length);
-  return detail::derived_fragment(base, std::move(out), {base.tokens().begin(), base.tokens().end()}, name);
+  return detail::derived_fragment(base, std::move(out),
+                                  {base.tokens().begin(), base.tokens().end()}, name);
 }
 
 KVMELD_NAMESPACE_END

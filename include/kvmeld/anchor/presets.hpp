@@ -7,12 +7,14 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Numbers that go together for a load; always under a budget of bytes (docs/anchors.md has the memory that they cost).
+/// Numbers that go together for a load; always under a budget of bytes (docs/anchors.md has the
+/// memory that they cost).
 struct AnchorPreset {
   AnchorCapacity capacity{};
   ReuseRule rule{};
   WindowLFU eviction{};
-  std::int32_t interpolation_window = 3;  ///< longest gap of tokens without counterpart over which offsets are interpolated
+  /// Longest gap of tokens without counterpart over which offsets are interpolated.
+  std::int32_t interpolation_window = 3;
 };
 
 namespace presets {
@@ -29,19 +31,25 @@ namespace presets {
 }  // namespace presets
 
 /// Bytes of K/V that one token of a geometry holds, in layer `first_layer` and above.
-[[nodiscard]] inline std::int64_t kv_bytes_per_token(const Geometry& geometry, std::size_t first_layer = 0) noexcept {
+[[nodiscard]] inline std::int64_t kv_bytes_per_token(const Geometry& geometry,
+                                                     std::size_t first_layer = 0) noexcept {
   std::int64_t bytes = 0;
   for (std::size_t l = first_layer; l < geometry.layers.size(); ++l) {
-    for (const PlaneShape& shape : geometry.layers[l].planes) bytes += detail::row_bytes(shape) * shape.heads;
+    for (const PlaneShape& shape : geometry.layers[l].planes)
+      bytes += detail::row_bytes(shape) * shape.heads;
   }
   return bytes;
 }
 
-/// Bytes of K/V that anchors of `tokens` tokens hold, each with a Δ for each of `contexts` contexts: bases whole, offsets without the
-/// context-free layers. Text that follows segments comes on top.
-[[nodiscard]] inline std::int64_t anchor_memory(const Geometry& geometry, std::int64_t anchors, std::int64_t tokens, std::int64_t contexts,
+/// Bytes of K/V that anchors of `tokens` tokens hold, each with a Δ for each of `contexts`
+/// contexts: bases whole, offsets without the context-free layers. Text that follows segments comes
+/// on top.
+[[nodiscard]] inline std::int64_t anchor_memory(const Geometry& geometry, std::int64_t anchors,
+                                                std::int64_t tokens, std::int64_t contexts,
                                                 std::size_t context_free_layers = 1) noexcept {
-  return anchors * tokens * (kv_bytes_per_token(geometry) + contexts * kv_bytes_per_token(geometry, context_free_layers));
+  return anchors * tokens *
+         (kv_bytes_per_token(geometry) +
+          contexts * kv_bytes_per_token(geometry, context_free_layers));
 }
 
 KVMELD_NAMESPACE_END

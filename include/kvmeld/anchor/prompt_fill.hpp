@@ -17,7 +17,8 @@ KVMELD_NAMESPACE_BEGIN
 /// What one turn of a conversation put into a slot: another agent's output, a document, a question.
 struct SlotValue {
   std::string text{};
-  std::vector<TokenId> tokens{};  ///< as an engine read or wrote them; empty: tokenised when filled in
+  /// As an engine read or wrote them; empty: tokenised when filled in.
+  std::vector<TokenId> tokens{};
 };
 
 /// All values that a name has had, oldest first. `{name}` takes the last.
@@ -42,25 +43,28 @@ struct PromptRun {
   };
 
   Source source = Source::text;
-  std::int32_t index = -1;     ///< −1 for `joined`
-  std::int64_t first = 0;      ///< token of the text's or value's own that it starts with: more than 0 behind joined tokens
-  std::int64_t position = 0;   ///< in the prompt
+  std::int32_t index = -1;  ///< −1 for `joined`
+  /// Token of the text's or value's own that it starts with: more than 0 behind joined tokens.
+  std::int64_t first = 0;
+  std::int64_t position = 0;  ///< in the prompt
   std::int64_t tokens = 0;
-  /// The slot whose anchors hold its offsets: itself, as `ContextOffset::segment`, or the slot that a text directly follows, as
-  /// `ContextOffset::following`. −1: none. Text 0 needs none, it is the same in every prompt; text behind an empty slot is to be
-  /// prefilled, since no anchor was there to measure it by.
+  /// The slot whose anchors hold its offsets: itself, as `ContextOffset::segment`, or the slot that
+  /// a text directly follows, as `ContextOffset::following`. −1: none. Text 0 needs none, it is the
+  /// same in every prompt; text behind an empty slot is to be prefilled, since no anchor was there
+  /// to measure it by.
   std::int32_t slot = -1;
-  Digest128 context{};         ///< the key of those offsets, `PromptTemplate::slot_context`; zero where `slot` is −1
+  /// The key of those offsets, `PromptTemplate::slot_context`; zero where `slot` is −1.
+  Digest128 context{};
 
   bool operator==(const PromptRun&) const = default;
 };
 
 /// A boundary at which pieces tokenised apart are not what the whole text gives.
 struct BoundaryMismatch {
-  std::int32_t slot = -1;          ///< the first slot that touches it
-  std::int64_t position = 0;       ///< in the prompt
-  std::vector<TokenId> apart{};    ///< what the pieces have there
-  std::vector<TokenId> whole{};    ///< what the prompt has there instead
+  std::int32_t slot = -1;        ///< the first slot that touches it
+  std::int64_t position = 0;     ///< in the prompt
+  std::vector<TokenId> apart{};  ///< what the pieces have there
+  std::vector<TokenId> whole{};  ///< what the prompt has there instead
 
   bool operator==(const BoundaryMismatch&) const = default;
 };
@@ -68,10 +72,12 @@ struct BoundaryMismatch {
 /// A template with its slots filled in.
 struct FilledPrompt {
   std::string text{};
-  std::vector<TokenId> tokens{};                 ///< of the text as a whole: what a full prefill reads
-  std::vector<PromptRun> runs{};                 ///< cover `tokens`, ascending; none is empty
-  std::vector<BoundaryMismatch> mismatches{};    ///< ascending; empty: the pieces' tokens are the whole's
-  std::vector<std::vector<TokenId>> values{};    ///< (slots, tokens) what each slot was filled with, by itself
+  std::vector<TokenId> tokens{};  ///< of the text as a whole: what a full prefill reads
+  std::vector<PromptRun> runs{};  ///< cover `tokens`, ascending; none is empty
+  /// Ascending; empty: the pieces' tokens are the whole's.
+  std::vector<BoundaryMismatch> mismatches{};
+  /// (slots, tokens) what each slot was filled with, by itself.
+  std::vector<std::vector<TokenId>> values{};
 };
 
 namespace detail {
@@ -83,24 +89,34 @@ struct KeptPiece {
   std::size_t at = 0;               // in the whole
 };
 
-[[nodiscard]] inline std::size_t common_front(std::span<const TokenId> a, std::span<const TokenId> b) noexcept {
-  return static_cast<std::size_t>(std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin());
+[[nodiscard]] inline std::size_t common_front(std::span<const TokenId> a,
+                                              std::span<const TokenId> b) noexcept {
+  return static_cast<std::size_t>(std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first -
+                                  a.begin());
 }
 
-/// Adds one piece behind a text whose tokens were `before` and are `now`: pieces keep what the front of both agrees on, and the new one
-/// keeps the tokens that the whole ends with. Tokens that agree from an end on stand for the same bytes, so nothing is matched by chance.
-KVMELD_LAZY void keep(std::vector<KeptPiece>& kept, std::span<const TokenId> before, std::span<const TokenId> now, std::size_t piece,
+/// Adds one piece behind a text whose tokens were `before` and are `now`: pieces keep what the
+/// front of both agrees on, and the new one keeps the tokens that the whole ends with. Tokens that
+/// agree from an end on stand for the same bytes, so nothing is matched by chance.
+KVMELD_LAZY void keep(std::vector<KeptPiece>& kept, std::span<const TokenId> before,
+                      std::span<const TokenId> now, std::size_t piece,
                       std::span<const TokenId> own) {
   const std::size_t front = common_front(before, now);
   while (!kept.empty() && kept.back().at >= front) kept.pop_back();
-  if (!kept.empty()) kept.back().last = (std::min)(kept.back().last, kept.back().first + (front - kept.back().at));
+  if (!kept.empty())
+    kept.back().last = (std::min)(kept.back().last, kept.back().first + (front - kept.back().at));
   std::size_t back = 0;
-  while (back < own.size() && back < now.size() - front && own[own.size() - 1 - back] == now[now.size() - 1 - back]) ++back;
+  while (back < own.size() && back < now.size() - front &&
+         own[own.size() - 1 - back] == now[now.size() - 1 - back])
+    ++back;
   if (back > 0) kept.push_back({piece, own.size() - back, own.size(), now.size() - back});
 }
 
-/// Runs of a prompt from what its pieces kept. Positions are `place`'s: whatever is no text of the template fills a slot of its tokens.
-KVMELD_LAZY Status lay_out(std::span<const std::span<const TokenId>> pieces, std::span<const KeptPiece> kept, std::int64_t first_position, FilledPrompt& out) {
+/// Runs of a prompt from what its pieces kept. Positions are `place`'s: whatever is no text of the
+/// template fills a slot of its tokens.
+KVMELD_LAZY Status lay_out(std::span<const std::span<const TokenId>> pieces,
+                           std::span<const KeptPiece> kept, std::int64_t first_position,
+                           FilledPrompt& out) {
   std::vector<TemplateSlot> slots;
   std::vector<SlotFill> fills;
   std::vector<std::int32_t> filled_by;  // (slots) slot of the template; −1: joined tokens
@@ -110,9 +126,9 @@ KVMELD_LAZY Status lay_out(std::span<const std::span<const TokenId>> pieces, std
     text_begin.push_back(template_tokens);
     template_tokens += std::ssize(pieces[p]);
   }
-  std::int64_t text = 0;    // tokens of the template behind which slots stand now
-  std::size_t whole = 0;    // tokens of the prompt so far
-  std::size_t open = 0;     // slots behind the last text that was kept begin here
+  std::int64_t text = 0;  // tokens of the template behind which slots stand now
+  std::size_t whole = 0;  // tokens of the prompt so far
+  std::size_t open = 0;   // slots behind the last text that was kept begin here
   const auto fill = [&](std::int32_t slot, std::int64_t tokens, std::int64_t first) {
     slots.push_back({text, text});
     fills.push_back({tokens, first});
@@ -146,13 +162,16 @@ KVMELD_LAZY Status lay_out(std::span<const std::span<const TokenId>> pieces, std
   const auto placed = place(template_tokens, slots, fills, first_position);
   if (!placed) return placed.error();
   for (const PlacedRun& run : *placed) {
-    PromptRun to{PromptRun::Source::joined, -1, run.source_position, run.position, run.tokens, -1, {}};
+    PromptRun to{
+        PromptRun::Source::joined, -1, run.source_position, run.position, run.tokens, -1, {}};
     if (run.slot < 0) {
-      const auto behind = std::upper_bound(text_begin.begin(), text_begin.end(), run.source_position);
+      const auto behind =
+          std::upper_bound(text_begin.begin(), text_begin.end(), run.source_position);
       to.source = PromptRun::Source::text;
       to.index = static_cast<std::int32_t>(behind - text_begin.begin()) - 1;
       to.first -= text_begin[static_cast<std::size_t>(to.index)];
-      if (to.index > 0 && !pieces[static_cast<std::size_t>(to.index) * 2 - 1].empty()) to.slot = to.index - 1;
+      if (to.index > 0 && !pieces[static_cast<std::size_t>(to.index) * 2 - 1].empty())
+        to.slot = to.index - 1;
     } else if (const std::int32_t slot = filled_by[static_cast<std::size_t>(run.slot)]; slot >= 0) {
       to.source = PromptRun::Source::slot;
       to.index = to.slot = slot;
@@ -163,17 +182,23 @@ KVMELD_LAZY Status lay_out(std::span<const std::span<const TokenId>> pieces, std
 }
 
 /// Where the whole has other tokens than the pieces put side by side.
-KVMELD_LAZY void find_mismatches(std::span<const std::span<const TokenId>> pieces, std::span<const KeptPiece> kept, std::int64_t first_position, FilledPrompt& out) {
+KVMELD_LAZY void find_mismatches(std::span<const std::span<const TokenId>> pieces,
+                                 std::span<const KeptPiece> kept, std::int64_t first_position,
+                                 FilledPrompt& out) {
   std::size_t piece = 0, token = 0, whole = 0;  // behind what was last kept
   const auto gap = [&](std::size_t next_piece, std::size_t next_token, std::size_t next_whole) {
     BoundaryMismatch found;
     found.position = first_position + static_cast<std::int64_t>(whole);
-    found.whole.assign(out.tokens.begin() + static_cast<std::ptrdiff_t>(whole), out.tokens.begin() + static_cast<std::ptrdiff_t>(next_whole));
-    found.slot = pieces.size() > 1 ? static_cast<std::int32_t>((std::min)(piece / 2, pieces.size() / 2 - 1)) : -1;
+    found.whole.assign(out.tokens.begin() + static_cast<std::ptrdiff_t>(whole),
+                       out.tokens.begin() + static_cast<std::ptrdiff_t>(next_whole));
+    found.slot = pieces.size() > 1
+                     ? static_cast<std::int32_t>((std::min)(piece / 2, pieces.size() / 2 - 1))
+                     : -1;
     for (std::size_t p = piece; p <= next_piece && p < pieces.size(); ++p) {
       const std::size_t from = p == piece ? token : 0;
       const std::size_t to = p == next_piece ? next_token : pieces[p].size();
-      found.apart.insert(found.apart.end(), pieces[p].begin() + static_cast<std::ptrdiff_t>(from), pieces[p].begin() + static_cast<std::ptrdiff_t>(to));
+      found.apart.insert(found.apart.end(), pieces[p].begin() + static_cast<std::ptrdiff_t>(from),
+                         pieces[p].begin() + static_cast<std::ptrdiff_t>(to));
     }
     if (!found.apart.empty() || !found.whole.empty()) out.mismatches.push_back(std::move(found));
   };
@@ -188,39 +213,54 @@ KVMELD_LAZY void find_mismatches(std::span<const std::span<const TokenId>> piece
 
 }  // namespace detail
 
-/// Fills a template's slots and says where every token of the prompt comes from, at exact positions.
+/// Fills a template's slots and says where every token of the prompt comes from, at exact
+/// positions.
 ///
-/// The prompt's tokens are those of the finished text as a whole. Where they are the pieces' own, put side by side, each run's K/V can
-/// be taken from what its piece left somewhere else, turned by its shift and corrected by its context's offsets. Where they are not (a
-/// tokenizer that joins "." and "\n", a space kept by neither side, a value whose ids are not what its text gives), the boundary is
-/// reported, the pieces lose the tokens concerned, and the whole's tokens there are `joined`: to be prefilled. O(text) and one call of
-/// the tokenizer for the whole; one for each further piece where a boundary moved.
-/// Errors: `slot_unknown`, `slot_missing`, `history_missing`, `context_exceeded`; `invalid_argument` for a name given twice, tokens
-/// without text, or a position out of range; those of the tokenizer.
+/// The prompt's tokens are those of the finished text as a whole. Where they are the pieces' own,
+/// put side by side, each run's K/V can be taken from what its piece left somewhere else, turned by
+/// its shift and corrected by its context's offsets. Where they are not (a tokenizer that joins "."
+/// and "\n", a space kept by neither side, a value whose ids are not what its text gives), the
+/// boundary is reported, the pieces lose the tokens concerned, and the whole's tokens there are
+/// `joined`: to be prefilled. O(text) and one call of the tokenizer for the whole; one for each
+/// further piece where a boundary moved. Errors: `slot_unknown`, `slot_missing`, `history_missing`,
+/// `context_exceeded`; `invalid_argument` for a name given twice, tokens without text, or a
+/// position out of range; those of the tokenizer.
 template <Tokenizer T>
-[[nodiscard]] Result<FilledPrompt> fill_slots(const PromptTemplate& prompt, std::span<const SlotHistory> values, T&& tokenizer, const FillOptions& options = {}) {
+[[nodiscard]] Result<FilledPrompt> fill_slots(const PromptTemplate& prompt,
+                                              std::span<const SlotHistory> values, T&& tokenizer,
+                                              const FillOptions& options = {}) {
   const std::span<const PromptSlot> slots = prompt.slots();
   for (std::size_t v = 0; v < values.size(); ++v) {
     const auto named = [&](const auto& other) { return other.name == values[v].name; };
     if (std::none_of(slots.begin(), slots.end(), named)) {
-      return detail::error(ErrorCode::slot_unknown, "value ", v, " is for '", values[v].name, "', which none of ", slots.size(), " slots is called");
+      return detail::error(ErrorCode::slot_unknown, "value ", v, " is for '", values[v].name,
+                           "', which none of ", slots.size(), " slots is called");
     }
     if (std::any_of(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(v), named)) {
-      return detail::error(ErrorCode::invalid_argument, "value ", v, ": '", values[v].name, "' is given twice");
+      return detail::error(ErrorCode::invalid_argument, "value ", v, ": '", values[v].name,
+                           "' is given twice");
     }
   }
   FilledPrompt out;
   std::vector<std::string_view> texts;  // text 0, slot 0, text 1, …
   for (std::size_t s = 0; s < slots.size(); ++s) {
-    const auto history = std::find_if(values.begin(), values.end(), [&](const SlotHistory& h) { return h.name == slots[s].name; });
-    if (history == values.end()) return detail::error(ErrorCode::slot_missing, "slot ", s, " {", slots[s].name, "} has no value");
+    const auto history = std::find_if(values.begin(), values.end(), [&](const SlotHistory& h) {
+      return h.name == slots[s].name;
+    });
+    if (history == values.end())
+      return detail::error(ErrorCode::slot_missing, "slot ", s, " {", slots[s].name,
+                           "} has no value");
     if (std::cmp_greater_equal(slots[s].turns_back, history->turns.size())) {
-      return detail::error(slots[s].turns_back == 0 ? ErrorCode::slot_missing : ErrorCode::history_missing, "slot ", s, " {", slots[s].name, "} goes ",
-                           slots[s].turns_back, " turns back from the newest of ", history->turns.size());
+      return detail::error(
+          slots[s].turns_back == 0 ? ErrorCode::slot_missing : ErrorCode::history_missing, "slot ",
+          s, " {", slots[s].name, "} goes ", slots[s].turns_back, " turns back from the newest of ",
+          history->turns.size());
     }
-    const SlotValue& value = history->turns[history->turns.size() - 1 - static_cast<std::size_t>(slots[s].turns_back)];
+    const SlotValue& value =
+        history->turns[history->turns.size() - 1 - static_cast<std::size_t>(slots[s].turns_back)];
     if (value.text.empty() && !value.tokens.empty()) {
-      return detail::error(ErrorCode::invalid_argument, "slot ", s, " {", slots[s].name, "} has ", value.tokens.size(), " tokens and no text");
+      return detail::error(ErrorCode::invalid_argument, "slot ", s, " {", slots[s].name, "} has ",
+                           value.tokens.size(), " tokens and no text");
     }
     texts.push_back(prompt.texts()[s]);
     texts.push_back(value.text);
@@ -240,12 +280,16 @@ template <Tokenizer T>
     pieces.push_back(p % 2 == 0 ? prompt.text_tokens()[p / 2] : out.values[p / 2]);
     apart.insert(apart.end(), pieces.back().begin(), pieces.back().end());
   }
-  Result<std::vector<TokenId>> whole = out.text.empty() ? std::vector<TokenId>{} : tokenizer(std::string_view(out.text));
+  Result<std::vector<TokenId>> whole =
+      out.text.empty() ? std::vector<TokenId>{} : tokenizer(std::string_view(out.text));
   if (!whole) return whole.error();
   out.tokens = *std::move(whole);
-  if (options.trained_context > 0 && options.first_position > options.trained_context - std::ssize(out.tokens)) {
-    return detail::error(ErrorCode::context_exceeded, "a prompt of ", out.tokens.size(), " tokens at position ", options.first_position,
-                         " ends behind the ", options.trained_context, " that the model was trained on; shorten a value");
+  if (options.trained_context > 0 &&
+      options.first_position > options.trained_context - std::ssize(out.tokens)) {
+    return detail::error(ErrorCode::context_exceeded, "a prompt of ", out.tokens.size(),
+                         " tokens at position ", options.first_position, " ends behind the ",
+                         options.trained_context,
+                         " that the model was trained on; shorten a value");
   }
   std::vector<detail::KeptPiece> kept;
   if (out.tokens == apart) {
@@ -260,7 +304,9 @@ template <Tokenizer T>
     for (std::size_t p = 0; p < pieces.size(); ++p) {
       bytes += texts[p].size();
       if (texts[p].empty()) continue;
-      Result<std::vector<TokenId>> now = bytes == out.text.size() ? Result<std::vector<TokenId>>(out.tokens) : tokenizer(std::string_view(out.text).substr(0, bytes));
+      Result<std::vector<TokenId>> now =
+          bytes == out.text.size() ? Result<std::vector<TokenId>>(out.tokens)
+                                   : tokenizer(std::string_view(out.text).substr(0, bytes));
       if (!now) return now.error();
       detail::keep(kept, before, *now, p, pieces[p]);
       before = *std::move(now);
@@ -269,7 +315,9 @@ template <Tokenizer T>
   }
   KVMELD_TRY(detail::lay_out(pieces, kept, options.first_position, out));
   for (PromptRun& run : out.runs) {
-    if (run.slot >= 0) run.context = prompt.slot_context(static_cast<std::size_t>(run.slot), options.before, options.agent);
+    if (run.slot >= 0)
+      run.context =
+          prompt.slot_context(static_cast<std::size_t>(run.slot), options.before, options.agent);
   }
   return out;
 }

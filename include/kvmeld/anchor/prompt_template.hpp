@@ -15,8 +15,9 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Maps text to the ids that an engine would read, as a callback of the caller's.
 ///
-/// Semantic requirements: the same text gives the same ids; nothing is added (no beginning-of-sequence token) and no control token is
-/// recognised, since a value that spells one would become one. Control tokens belong before or behind the template.
+/// Semantic requirements: the same text gives the same ids; nothing is added (no
+/// beginning-of-sequence token) and no control token is recognised, since a value that spells one
+/// would become one. Control tokens belong before or behind the template.
 template <class T>
 concept Tokenizer = requires(T& tokenizer, std::string_view text) {
   { tokenizer(text) } -> std::same_as<Result<std::vector<TokenId>>>;
@@ -30,20 +31,23 @@ struct PromptSlot {
   bool operator==(const PromptSlot&) const = default;
 };
 
-/// Text with named slots, "the task is {question}, the planner said {planner}": n slots between n + 1 texts, any of which may be empty.
+/// Text with named slots, "the task is {question}, the planner said {planner}": n slots between n +
+/// 1 texts, any of which may be empty.
 ///
-/// A name is letters, digits and '_'. `{name@-2}` is the value two turns before the newest. `{{` and `}}` are braces. Slots may be
-/// repeated, adjacent, leading or trailing. The texts' own tokens are made once, here, each text by itself.
+/// A name is letters, digits and '_'. `{name@-2}` is the value two turns before the newest. `{{`
+/// and `}}` are braces. Slots may be repeated, adjacent, leading or trailing. The texts' own tokens
+/// are made once, here, each text by itself.
 class PromptTemplate {
  public:
-  /// Errors: `invalid_argument` for an empty template; `template_syntax`, with the byte, for a brace that does not pair or a slot that is
-  /// no name; those of the tokenizer. O(text).
+  /// Errors: `invalid_argument` for an empty template; `template_syntax`, with the byte, for a
+  /// brace that does not pair or a slot that is no name; those of the tokenizer. O(text).
   template <Tokenizer T>
   [[nodiscard]] static Result<PromptTemplate> parse(std::string_view text, T&& tokenizer) {
     PromptTemplate out;
     KVMELD_TRY(out.split(text));
     for (const std::string& piece : out.texts_) {
-      Result<std::vector<TokenId>> ids = piece.empty() ? std::vector<TokenId>{} : tokenizer(std::string_view(piece));
+      Result<std::vector<TokenId>> ids =
+          piece.empty() ? std::vector<TokenId>{} : tokenizer(std::string_view(piece));
       if (!ids) return ids.error();
       out.text_tokens_.push_back(*std::move(ids));
     }
@@ -54,25 +58,31 @@ class PromptTemplate {
   /// (slots + 1) what stands before each slot, and behind the last.
   [[nodiscard]] std::span<const std::string> texts() const noexcept { return texts_; }
   /// (slots + 1, tokens) each text tokenised by itself.
-  [[nodiscard]] std::span<const std::vector<TokenId>> text_tokens() const noexcept { return text_tokens_; }
+  [[nodiscard]] std::span<const std::vector<TokenId>> text_tokens() const noexcept {
+    return text_tokens_;
+  }
   /// Of texts and slots as they are written.
   [[nodiscard]] const Digest128& digest() const noexcept { return digest_; }
 
-  /// The key of offsets measured in a slot, and in the text behind it: which template, which of its slots, what stood before the
-  /// template, whose prompt it is. What fills the other slots is no part of it, or no context would be met twice.
-  [[nodiscard]] Digest128 slot_context(std::size_t slot, const Context& before = {}, std::string_view agent = {}) const {
+  /// The key of offsets measured in a slot, and in the text behind it: which template, which of its
+  /// slots, what stood before the template, whose prompt it is. What fills the other slots is no
+  /// part of it, or no context would be met twice.
+  [[nodiscard]] Digest128 slot_context(std::size_t slot, const Context& before = {},
+                                       std::string_view agent = {}) const {
     Hasher hasher;
     hasher.text("kvmeld.anchor.template");
     hasher.value(digest_.low);
     hasher.value(digest_.high);
     hasher.value(before.lead_in.low);
     hasher.value(before.lead_in.high);
-    return place_digest({.prefix = before.prefix, .lead_in = hasher.digest()}, agent, static_cast<std::uint32_t>(slot));
+    return place_digest({.prefix = before.prefix, .lead_in = hasher.digest()}, agent,
+                        static_cast<std::uint32_t>(slot));
   }
 
  private:
   KVMELD_LAZY Status split(std::string_view text) {
-    if (text.empty()) return detail::error(ErrorCode::invalid_argument, "a prompt template of 0 bytes");
+    if (text.empty())
+      return detail::error(ErrorCode::invalid_argument, "a prompt template of 0 bytes");
     texts_.emplace_back();
     for (std::size_t at = 0; at < text.size(); ++at) {
       const char c = text[at];
@@ -82,11 +92,13 @@ class PromptTemplate {
         texts_.back() += c;
         ++at;
       } else if (c == '}') {
-        return detail::error(ErrorCode::template_syntax, "byte ", at, ": '}' closes nothing; write '}}' for a brace");
+        return detail::error(ErrorCode::template_syntax, "byte ", at,
+                             ": '}' closes nothing; write '}}' for a brace");
       } else {
         const std::size_t end = text.find_first_of("{}", at + 1);
         if (end == std::string_view::npos || text[end] == '{') {
-          return detail::error(ErrorCode::template_syntax, "byte ", at, ": '{' is never closed; write '{{' for a brace");
+          return detail::error(ErrorCode::template_syntax, "byte ", at,
+                               ": '{' is never closed; write '{{' for a brace");
         }
         auto slot = slot_of(text.substr(at + 1, end - at - 1), at);
         if (!slot) return slot.error();
@@ -111,7 +123,9 @@ class PromptTemplate {
     const std::size_t mark = inside.find('@');
     PromptSlot slot{std::string(inside.substr(0, mark)), 0};
     bool good = !slot.name.empty();
-    for (const char c : slot.name) good = good && ((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_');
+    for (const char c : slot.name)
+      good = good && ((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
+                      c == '_');
     if (mark != std::string_view::npos) {
       const std::string_view back = inside.substr(mark + 1);
       good = good && back.size() >= 2 && back.size() <= 7 && back[0] == '-';
@@ -122,7 +136,8 @@ class PromptTemplate {
       good = good && slot.turns_back > 0;
     }
     if (good) return slot;
-    return detail::error(ErrorCode::template_syntax, "byte ", at, ": '{", inside, "}' is no slot; a slot is {name} or {name@-1}");
+    return detail::error(ErrorCode::template_syntax, "byte ", at, ": '{", inside,
+                         "}' is no slot; a slot is {name} or {name@-1}");
   }
 
   std::vector<PromptSlot> slots_;

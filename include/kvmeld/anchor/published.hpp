@@ -13,13 +13,15 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// A value that one writer at a time replaces and any number of readers take, without a lock: each reader gets one whole version, and
-/// keeps it for as long as it likes.
+/// A value that one writer at a time replaces and any number of readers take, without a lock: each
+/// reader gets one whole version, and keeps it for as long as it likes.
 ///
-/// The version stands in one of two places, and its number is published. A reader marks a place before it looks whether that is still
-/// the current one; a writer changes the other place once nobody marks it, and empties the one before likewise: so no reader ever
-/// copies from a place that is being written, and what was replaced is gone with its last reader. A reader starts again only when a
-/// writer has got further. (std::atomic of a shared_ptr takes a lock in every standard library of today.)
+/// The version stands in one of two places, and its number is published. A reader marks a place
+/// before it looks whether that is still the current one; a writer changes the other place once
+/// nobody marks it, and empties the one before likewise: so no reader ever copies from a place that
+/// is being written, and what was replaced is gone with its last reader. A reader starts again only
+/// when a writer has got further. (std::atomic of a shared_ptr takes a lock in every standard
+/// library of today.)
 template <class T>
 class Published {
  public:

@@ -19,16 +19,19 @@ KVMELD_NAMESPACE_BEGIN
 
 /// What a segment is known by when anchors like it are looked for.
 struct SignatureInput {
-  std::span<const TokenId> tokens{};    ///< the whole segment's
-  std::span<const float> embedding{};   ///< any vector of the caller's that is near for like segments; empty: none
+  std::span<const TokenId> tokens{};  ///< the whole segment's
+  /// Any vector of the caller's that is near for like segments; empty: none.
+  std::span<const float> embedding{};
 };
 
 /// Maps a segment to 64 bits, so that segments alike differ in few of them.
 ///
-/// Semantic requirements: equal inputs give equal bits on every machine; `digest` feeds the name and every parameter. A policy whose
-/// bits mean nothing unless they are equal says `static constexpr bool exact = true`.
+/// Semantic requirements: equal inputs give equal bits on every machine; `digest` feeds the name
+/// and every parameter. A policy whose bits mean nothing unless they are equal says `static
+/// constexpr bool exact = true`.
 template <class S>
-concept SignaturePolicy = std::copyable<S> && requires(const S& signature, const SignatureInput& input, Hasher& hasher) {
+concept SignaturePolicy = std::copyable<S> &&
+    requires(const S& signature, const SignatureInput& input, Hasher& hasher) {
   { signature.sign(input) } -> std::same_as<Result<std::uint64_t>>;
   signature.digest(hasher);
 };
@@ -44,13 +47,15 @@ template <class S>
   }
 }
 
-/// Counts how often each of 64 bits was set: bytes side by side in words, carried over before they could overflow.
+/// Counts how often each of 64 bits was set: bytes side by side in words, carried over before they
+/// could overflow.
 class BitCounts {
  public:
   void add(std::uint64_t bits) noexcept {
     for (std::size_t i = 0; i < 8; ++i) {
       const std::uint64_t byte = (bits >> (8 * i)) & 0xFFU;
-      // One byte for each bit: copies of the byte, each masked to a bit of its own, then brought down to 0 or 1.
+      // One byte for each bit: copies of the byte, each masked to a bit of its own, then brought
+      // down to 0 or 1.
       const std::uint64_t spread = (byte * 0x0101010101010101U) & 0x8040201008040201U;
       bytes_[i] += ((spread + 0x7F7F7F7F7F7F7F7FU) >> 7U) & 0x0101010101010101U;
     }
@@ -82,19 +87,22 @@ class BitCounts {
 
 /// Bits by majority of hashed token n-grams: texts that share most n-grams differ in few bits.
 ///
-/// Every n-gram of the first `first_tokens` tokens counts once for each time it stands there; none is left out, so that one token
-/// inserted at the front of thousands moves all of them and changes few. A gram's hash is XXH3-64, seeded, of its ids as little-endian
-/// i32; a text shorter than a gram is one gram; bit b is 1 where more than half of the hashes have it, so a tie gives 0. O(tokens).
-/// Charikar, Similarity estimation techniques from rounding algorithms, 2002; Manku, Jain, Das Sarma, 2007.
+/// Every n-gram of the first `first_tokens` tokens counts once for each time it stands there; none
+/// is left out, so that one token inserted at the front of thousands moves all of them and changes
+/// few. A gram's hash is XXH3-64, seeded, of its ids as little-endian i32; a text shorter than a
+/// gram is one gram; bit b is 1 where more than half of the hashes have it, so a tie gives 0.
+/// O(tokens). Charikar, Similarity estimation techniques from rounding algorithms, 2002; Manku,
+/// Jain, Das Sarma, 2007.
 struct SimHash {
   std::uint64_t seed = 0x6B766D656C64U;
-  std::int32_t gram_tokens = 3;        ///< in [1, 16]
-  std::int32_t first_tokens = 4096;    ///< of the segment that are looked at
+  std::int32_t gram_tokens = 3;      ///< in [1, 16]
+  std::int32_t first_tokens = 4096;  ///< of the segment that are looked at
 
   /// Errors: `invalid_argument` for parameters outside their range. No tokens: 0.
   [[nodiscard]] Result<std::uint64_t> sign(const SignatureInput& input) const {
     if (gram_tokens < 1 || gram_tokens > 16 || first_tokens < 1) {
-      return detail::error(ErrorCode::invalid_argument, "SimHash of ", gram_tokens, "-grams over ", first_tokens, " tokens");
+      return detail::error(ErrorCode::invalid_argument, "SimHash of ", gram_tokens, "-grams over ",
+                           first_tokens, " tokens");
     }
     const std::size_t n = (std::min)(input.tokens.size(), static_cast<std::size_t>(first_tokens));
     const std::size_t gram = (std::min)(n, static_cast<std::size_t>(gram_tokens));
@@ -112,26 +120,32 @@ struct SimHash {
   }
 };
 
-/// Bits by the side of 64 random hyperplanes on which the caller's embedding lies: vectors at angle a differ in 64·a/π bits on average.
+/// Bits by the side of 64 random hyperplanes on which the caller's embedding lies: vectors at angle
+/// a differ in 64·a/π bits on average.
 ///
-/// A plane's coefficients are popcount − 32 of hashed 64 bits, which is near to normal and exact everywhere; sums in f64, channels
-/// ascending; on the plane itself gives 0. The length of the vector does not matter. O(64 · channels).
-/// Charikar 2002 (as `SimHash`).
+/// A plane's coefficients are popcount − 32 of hashed 64 bits, which is near to normal and exact
+/// everywhere; sums in f64, channels ascending; on the plane itself gives 0. The length of the
+/// vector does not matter. O(64 · channels). Charikar 2002 (as `SimHash`).
 struct EmbeddingHash {
   std::uint64_t seed = 0x6B766D656C64U;
 
   /// Errors: `invalid_argument` without an embedding; `non_finite`.
   [[nodiscard]] Result<std::uint64_t> sign(const SignatureInput& input) const {
-    if (input.embedding.empty()) return detail::error(ErrorCode::invalid_argument, "EmbeddingHash needs an embedding, of 0 channels here");
+    if (input.embedding.empty())
+      return detail::error(ErrorCode::invalid_argument,
+                           "EmbeddingHash needs an embedding, of 0 channels here");
     for (std::size_t c = 0; c < input.embedding.size(); ++c) {
-      if (!std::isfinite(input.embedding[c])) return detail::error(ErrorCode::non_finite, "channel ", c, " of the embedding is not finite");
+      if (!std::isfinite(input.embedding[c]))
+        return detail::error(ErrorCode::non_finite, "channel ", c,
+                             " of the embedding is not finite");
     }
     std::uint64_t out = 0;
     for (std::uint64_t plane = 0; plane < 64; ++plane) {
       const std::uint64_t start = detail::mix_bits(seed + plane);
       double sum = 0;
       for (std::size_t c = 0; c < input.embedding.size(); ++c) {
-        const int coefficient = std::popcount(detail::mix_bits(start + 0x9E3779B97F4A7C15U * (c + 1))) - 32;
+        const int coefficient =
+            std::popcount(detail::mix_bits(start + 0x9E3779B97F4A7C15U * (c + 1))) - 32;
         sum = fma(static_cast<double>(input.embedding[c]), static_cast<double>(coefficient), sum);
       }
       out |= std::uint64_t{sum > 0} << plane;
@@ -150,7 +164,8 @@ struct XxHash {
   std::uint64_t seed = 0;
 
   [[nodiscard]] Result<std::uint64_t> sign(const SignatureInput& input) const {
-    return std::uint64_t{XXH3_64bits_withSeed(input.tokens.data(), input.tokens.size_bytes(), seed)};
+    return std::uint64_t{
+        XXH3_64bits_withSeed(input.tokens.data(), input.tokens.size_bytes(), seed)};
   }
   void digest(Hasher& hasher) const {
     hasher.text("kvmeld.XxHash");
@@ -159,9 +174,12 @@ struct XxHash {
 };
 
 /// 1 − Hamming distance / 64.
-[[nodiscard]] inline double similarity(std::uint64_t a, std::uint64_t b) noexcept { return 1.0 - static_cast<double>(std::popcount(a ^ b)) / 64.0; }
+[[nodiscard]] inline double similarity(std::uint64_t a, std::uint64_t b) noexcept {
+  return 1.0 - static_cast<double>(std::popcount(a ^ b)) / 64.0;
+}
 
-/// The largest Hamming distance whose similarity is at least `threshold`; −1 where none is (above 1, NaN).
+/// The largest Hamming distance whose similarity is at least `threshold`; −1 where none is (above
+/// 1, NaN).
 [[nodiscard]] inline int max_distance(double threshold) noexcept {
   int distance = 64;
   while (distance >= 0 && !(1.0 - static_cast<double>(distance) / 64.0 >= threshold)) --distance;

@@ -15,10 +15,13 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// L2 distances between the vectors of the first `most` anchors, each pair once: how far apart segments lie that are not each other.
+/// L2 distances between the vectors of the first `most` anchors, each pair once: how far apart
+/// segments lie that are not each other.
 ///
-/// Pairs whose distance is not a number (vectors of different length) are left out. O(most² · channels).
-KVMELD_LAZY [[nodiscard]] std::vector<double> anchor_distances(const AnchorTable& table, std::size_t most = 64) {
+/// Pairs whose distance is not a number (vectors of different length) are left out. O(most² ·
+/// channels).
+KVMELD_LAZY [[nodiscard]] std::vector<double> anchor_distances(const AnchorTable& table,
+                                                               std::size_t most = 64) {
   std::vector<double> out;
   const std::size_t count = (std::min)(table.size(), most);
   for (std::size_t i = 0; i < count; ++i) {
@@ -30,15 +33,21 @@ KVMELD_LAZY [[nodiscard]] std::vector<double> anchor_distances(const AnchorTable
   return out;
 }
 
-/// The temperature at which the entropy rule tells like from unlike: one anchor at `like` times the median of `unlike`, among `anchors` in
-/// all whose others lie at the median, has H(w) = γ log |A| exactly. What stands out more is reused, what stands out less is `uncertain`.
+/// The temperature at which the entropy rule tells like from unlike: one anchor at `like` times the
+/// median of `unlike`, among `anchors` in all whose others lie at the median, has H(w) = γ log |A|
+/// exactly. What stands out more is reused, what stands out less is `uncertain`.
 ///
-/// At temperature 1, distances that differ by tenths give nearly equal weights, and γ = .3 asks for new anchors for ever; distances of
-/// hundreds give all weight to one. Between them stands the spread of the distances themselves: measure it on a warm pool
-/// (`anchor_distances`), or on any segments that differ as those of the load do. 1, the default of the rule, where nothing was measured or all
-/// distances are 0; 0 (the nearest alone) at γ = 0; and as for γ .99 above it, where the rule hardly asks.
-/// @param like in [0, 1): how near, in medians, an anchor must be for its offset to be worth taking alone.
-KVMELD_LAZY [[nodiscard]] double spread_temperature(std::span<const double> unlike, double gamma = 0.3, std::size_t anchors = 5, double like = 0.5) {
+/// At temperature 1, distances that differ by tenths give nearly equal weights, and γ = .3 asks for
+/// new anchors for ever; distances of hundreds give all weight to one. Between them stands the
+/// spread of the distances themselves: measure it on a warm pool (`anchor_distances`), or on any
+/// segments that differ as those of the load do. 1, the default of the rule, where nothing was
+/// measured or all distances are 0; 0 (the nearest alone) at γ = 0; and as for γ .99 above it,
+/// where the rule hardly asks.
+/// @param like in [0, 1): how near, in medians, an anchor must be for its offset to be worth taking
+/// alone.
+KVMELD_LAZY [[nodiscard]] double spread_temperature(std::span<const double> unlike,
+                                                    double gamma = 0.3, std::size_t anchors = 5,
+                                                    double like = 0.5) {
   std::vector<double> sorted;
   for (const double d : unlike) {
     if (std::isfinite(d) && d > 0) sorted.push_back(d);

@@ -23,10 +23,15 @@ namespace detail {
 /// Reads rows of one payload as f32, rotary ones turned back to position 0.
 class LocalRows {
  public:
-  /// `context_length` picks frequencies that depend on it; 0: the payload's last position + 1. Keeps references.
-  KVMELD_LAZY [[nodiscard]] static Result<LocalRows> open(const Geometry& geometry, const Payload& payload, std::int64_t context_length) {
+  /// `context_length` picks frequencies that depend on it; 0: the payload's last position + 1.
+  /// Keeps references.
+  KVMELD_LAZY [[nodiscard]] static Result<LocalRows> open(const Geometry& geometry,
+                                                          const Payload& payload,
+                                                          std::int64_t context_length) {
     LocalRows rows(geometry, payload);
-    if (payload.bytes == nullptr) return error(ErrorCode::payload_missing, "an evicted payload of ", payload.positions.size(), " tokens cannot be turned back");
+    if (payload.bytes == nullptr)
+      return error(ErrorCode::payload_missing, "an evicted payload of ", payload.positions.size(),
+                   " tokens cannot be turned back");
     std::vector<std::int64_t> shifts;
     for (const std::int64_t position : payload.positions) shifts.push_back(-position);
     rows.turned_ = std::any_of(shifts.begin(), shifts.end(), [](std::int64_t s) { return s != 0; });
@@ -35,13 +40,21 @@ class LocalRows {
       const LayerShape& layer = geometry.layers[l];
       std::int32_t table = -1;
       for (const PlaneShape& shape : layer.planes) {
-        if (shape.scales != ScaleScheme::none) return error(ErrorCode::unsupported, "layer ", l, ": planes with scales apart have no offsets; seal them as f16 or q8_0");
-        if (shape.channels > 1024) return error(ErrorCode::unsupported, "layer ", l, ": head size ", shape.channels, " is above 1024");
-        const bool turns = rows.turned_ && shape.rotary && layer.rope.kind != RopeKind::none && layer.key_form == KeyForm::post_rope;
+        if (shape.scales != ScaleScheme::none)
+          return error(ErrorCode::unsupported, "layer ", l,
+                       ": planes with scales apart have no offsets; seal them as f16 or q8_0");
+        if (shape.channels > 1024)
+          return error(ErrorCode::unsupported, "layer ", l, ": head size ", shape.channels,
+                       " is above 1024");
+        const bool turns = rows.turned_ && shape.rotary && layer.rope.kind != RopeKind::none &&
+                           layer.key_form == KeyForm::post_rope;
         if (!turns) continue;
-        if (shape.hadamard != 0) return error(ErrorCode::unsupported, "layer ", l, ": keys in a Hadamard basis of ", shape.hadamard, " cannot be turned back");
+        if (shape.hadamard != 0)
+          return error(ErrorCode::unsupported, "layer ", l, ": keys in a Hadamard basis of ",
+                       shape.hadamard, " cannot be turned back");
         for (std::size_t m = 0; m < l && table < 0; ++m) {
-          if (rows.layer_table_[m] >= 0 && geometry.layers[m].rope == layer.rope) table = rows.layer_table_[m];
+          if (rows.layer_table_[m] >= 0 && geometry.layers[m].rope == layer.rope)
+            table = rows.layer_table_[m];
         }
         if (table >= 0) continue;
         auto built = RopeTable::build(layer.rope, shifts, context_length);
@@ -55,32 +68,42 @@ class LocalRows {
   }
 
   /// Whether rows of this plane are other than they lie.
-  [[nodiscard]] bool turns(std::size_t layer, const PlaneShape& shape) const noexcept { return shape.rotary && layer_table_[layer] >= 0; }
-  /// Canonical bytes of one row: `row` counts the tokens that the layer holds, `plane` all planes of all layers.
-  [[nodiscard]] const std::byte* stored(std::size_t plane, const PlaneShape& shape, std::int64_t row, std::int32_t head) const noexcept {
-    return payload_->bytes.get() + payload_->plane_offsets[plane] + (row * shape.heads + head) * row_bytes(shape);
+  [[nodiscard]] bool turns(std::size_t layer, const PlaneShape& shape) const noexcept {
+    return shape.rotary && layer_table_[layer] >= 0;
   }
-  void read(std::size_t layer, std::size_t plane, const PlaneShape& shape, std::int64_t token, std::int64_t row, std::int32_t head, Isa isa,
-            float* out) const noexcept {
+  /// Canonical bytes of one row: `row` counts the tokens that the layer holds, `plane` all planes
+  /// of all layers.
+  [[nodiscard]] const std::byte* stored(std::size_t plane, const PlaneShape& shape,
+                                        std::int64_t row, std::int32_t head) const noexcept {
+    return payload_->bytes.get() + payload_->plane_offsets[plane] +
+           (row * shape.heads + head) * row_bytes(shape);
+  }
+  void read(std::size_t layer, std::size_t plane, const PlaneShape& shape, std::int64_t token,
+            std::int64_t row, std::int32_t head, Isa isa, float* out) const noexcept {
     load_row(shape.type, isa, stored(plane, shape, row, head), shape.channels, out);
     if (!turns(layer, shape)) return;
     const RopeSpec& rope = geometry_->layers[layer].rope;
     const RopeTable& table = tables_[static_cast<std::size_t>(layer_table_[layer])];
-    turn_row({table.row(static_cast<std::size_t>(token)), shape.channels, rope.first_channel, rope.rotary_channels, rope.pairing}, isa, out);
+    turn_row({table.row(static_cast<std::size_t>(token)), shape.channels, rope.first_channel,
+              rope.rotary_channels, rope.pairing},
+             isa, out);
   }
 
  private:
-  LocalRows(const Geometry& geometry, const Payload& payload) : geometry_(&geometry), payload_(&payload) {}
+  LocalRows(const Geometry& geometry, const Payload& payload)
+      : geometry_(&geometry), payload_(&payload) {}
 
   const Geometry* geometry_;
   const Payload* payload_;
   bool turned_ = false;
-  std::vector<RopeTable> tables_;           // a row for each token
-  std::vector<std::int32_t> layer_table_;   // (layers) −1: nothing turns
+  std::vector<RopeTable> tables_;          // a row for each token
+  std::vector<std::int32_t> layer_table_;  // (layers) −1: nothing turns
 };
 
-/// Fills in where the planes of a payload lie, whose token sets are known, and makes zeros for them.
-KVMELD_LAZY [[nodiscard]] std::shared_ptr<std::vector<std::byte>> local_storage(const Geometry& geometry, Payload& payload) {
+/// Fills in where the planes of a payload lie, whose token sets are known, and makes zeros for
+/// them.
+KVMELD_LAZY [[nodiscard]] std::shared_ptr<std::vector<std::byte>> local_storage(
+    const Geometry& geometry, Payload& payload) {
   std::size_t total = 0;
   payload.plane_offsets.clear();
   payload.scale_offsets.clear();
@@ -109,7 +132,8 @@ KVMELD_LAZY Status normalise_plane(const PlaneShape& shape, std::byte* bytes, st
 }
 
 /// Tokens that a set holds, ascending.
-[[nodiscard]] inline std::vector<std::int32_t> held_tokens(const TokenSet& set, std::int64_t tokens) {
+[[nodiscard]] inline std::vector<std::int32_t> held_tokens(const TokenSet& set,
+                                                           std::int64_t tokens) {
   std::vector<std::int32_t> out = set.present;
   if (!set.all) return out;
   out.clear();
@@ -117,8 +141,10 @@ KVMELD_LAZY Status normalise_plane(const PlaneShape& shape, std::byte* bytes, st
   return out;
 }
 
-/// A fragment that is derived from others: the first one's tokens and role, one payload, an id that no sealed fragment has.
-[[nodiscard]] inline Fragment derived_fragment(const Fragment& from, Payload payload, std::vector<TokenId> tokens, const Hasher& name) {
+/// A fragment that is derived from others: the first one's tokens and role, one payload, an id that
+/// no sealed fragment has.
+[[nodiscard]] inline Fragment derived_fragment(const Fragment& from, Payload payload,
+                                               std::vector<TokenId> tokens, const Hasher& name) {
   auto body = std::make_shared<Fragment::Body>();
   body->geometry = from.shared_geometry();
   body->role = Role::span;
@@ -140,15 +166,21 @@ KVMELD_LAZY Status normalise_plane(const PlaneShape& shape, std::byte* bytes, st
   return std::all_of(positions.begin(), positions.end(), [](std::int64_t at) { return at == 0; });
 }
 
-/// The fragment with its keys turned back to no position: every `Payload::positions` is 0, and one turn takes a key to any place.
+/// The fragment with its keys turned back to no position: every `Payload::positions` is 0, and one
+/// turn takes a key to any place.
 ///
-/// Its id is derived from the fragment's, so it is never taken for it; it belongs in anchors and plans, not in a set. Payload 0 is read.
-/// Turned in f32 and rounded once to the cache's elements. O(bytes). Errors: `payload_missing`, `unsupported` (scales apart, Hadamard
-/// bases), `rope_unsupported`, `non_finite`.
-/// @param context_length tokens of the context that it was made in, where frequencies depend on it; 0: its last position + 1.
-KVMELD_LAZY [[nodiscard]] Result<Fragment> unrotated(const Fragment& fragment, std::int64_t context_length = 0) {
-  if (!fragment.valid()) return detail::error(ErrorCode::invalid_argument, "an empty Fragment has no keys to turn back");
-  if (fragment.token_count() > 0 && is_unrotated(fragment) && fragment.token_count() > 1) return fragment;
+/// Its id is derived from the fragment's, so it is never taken for it; it belongs in anchors and
+/// plans, not in a set. Payload 0 is read. Turned in f32 and rounded once to the cache's elements.
+/// O(bytes). Errors: `payload_missing`, `unsupported` (scales apart, Hadamard bases),
+/// `rope_unsupported`, `non_finite`.
+/// @param context_length tokens of the context that it was made in, where frequencies depend on it;
+/// 0: its last position + 1.
+KVMELD_LAZY [[nodiscard]] Result<Fragment> unrotated(const Fragment& fragment,
+                                                     std::int64_t context_length = 0) {
+  if (!fragment.valid())
+    return detail::error(ErrorCode::invalid_argument, "an empty Fragment has no keys to turn back");
+  if (fragment.token_count() > 0 && is_unrotated(fragment) && fragment.token_count() > 1)
+    return fragment;
   const FloatEnvironmentGuard guard;
   const Geometry& geometry = fragment.geometry();
   const Payload& from = fragment.payloads()[0];
@@ -162,7 +194,8 @@ KVMELD_LAZY [[nodiscard]] Result<Fragment> unrotated(const Fragment& fragment, s
   std::size_t plane = 0;
   alignas(64) float row[1024];
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
-    const std::vector<std::int32_t> held = detail::held_tokens(from.token_sets[from.layer_set[l]], fragment.token_count());
+    const std::vector<std::int32_t> held =
+        detail::held_tokens(from.token_sets[from.layer_set[l]], fragment.token_count());
     for (const PlaneShape& shape : geometry.layers[l].planes) {
       std::byte* to = storage->data() + out.plane_offsets[plane];
       const std::int64_t size = detail::row_bytes(shape);
@@ -186,7 +219,8 @@ KVMELD_LAZY [[nodiscard]] Result<Fragment> unrotated(const Fragment& fragment, s
   Hasher name;
   name.text("kvmeld.anchor.base");
   name.bytes(std::as_bytes(std::span(fragment.id().bytes)));
-  return detail::derived_fragment(fragment, std::move(out), {fragment.tokens().begin(), fragment.tokens().end()}, name);
+  return detail::derived_fragment(fragment, std::move(out),
+                                  {fragment.tokens().begin(), fragment.tokens().end()}, name);
 }
 
 KVMELD_NAMESPACE_END

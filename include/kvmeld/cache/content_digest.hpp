@@ -32,7 +32,8 @@ template <class Present>
       rows.resize(heads_bytes);
       each_row(layer, plane, [&](std::int64_t slot) {
         if (contiguous_heads(plane)) {
-          hash.update(detail::span_of(plane.data + plane.byte_offset(plane.row_offset(slot, 0)), heads_bytes));
+          hash.update(detail::span_of(plane.data + plane.byte_offset(plane.row_offset(slot, 0)),
+                                      heads_bytes));
         } else {
           gather_heads(plane, slot, rows.data());
           hash.update(detail::span_of(rows));

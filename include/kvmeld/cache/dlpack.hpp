@@ -1,7 +1,7 @@
 #pragma once
 
-/// Planes from DLPack tensors, read by their fields alone: any type shaped like `DLTensor` will do, and no dlpack.h is
-/// needed.
+/// Planes from DLPack tensors, read by their fields alone: any type shaped like `DLTensor` will do,
+/// and no dlpack.h is needed.
 
 #include <concepts>
 #include <cstddef>
@@ -17,8 +17,8 @@ KVMELD_NAMESPACE_BEGIN
 
 /// A type with the fields of DLPack's `DLTensor` (version 0.6 or later).
 ///
-/// Semantic requirements: `shape` has `ndim` entries; `strides` too, in elements, or is null, which means compact
-/// row-major; the first element lies `byte_offset` bytes behind `data`.
+/// Semantic requirements: `shape` has `ndim` entries; `strides` too, in elements, or is null, which
+/// means compact row-major; the first element lies `byte_offset` bytes behind `data`.
 template <class T>
 concept DlpackTensor = requires(const T& t) {
   { t.data } -> std::convertible_to<void*>;
@@ -32,7 +32,8 @@ concept DlpackTensor = requires(const T& t) {
   t.dtype.lanes;
 };
 
-/// One axis held at one index: 0 for keys and 1 for values in [2, …], say, or one sequence of a batch.
+/// One axis held at one index: 0 for keys and 1 for values in [2, …], say, or one sequence of a
+/// batch.
 struct FixedAxis {
   std::int32_t axis = 0;
   std::int64_t index = 0;
@@ -45,14 +46,16 @@ struct DlpackAxes {
   std::int32_t channel = 2;
   std::int32_t block = -1;          ///< -1: not paged
   std::int32_t channel_outer = -1;  ///< D/x of a split-channel tensor; -1: not split
-  std::int64_t first_channel = 0;  ///< where the plane begins in the channel axis: D for the value of a packed [.., 2D]
+  /// Where the plane begins in the channel axis: D for the value of a packed [.., 2D].
+  std::int64_t first_channel = 0;
   std::vector<FixedAxis> fixed = {};
 };
 
 /// Declares a cache of DLPack tensors.
 struct DlpackOptions {
   PerLayer<TokenPlacement> tokens = {};
-  std::vector<DlpackAxes> axes = {DlpackAxes{}};  ///< one for all planes, or one for each plane of a layer
+  /// One for all planes, or one for each plane of a layer.
+  std::vector<DlpackAxes> axes = {DlpackAxes{}};
   bool raw_bytes = false;  ///< accept uint8 tensors for planes of 8-bit floats, as vLLM stores them
   ScaleTables scales = {};
 };
@@ -60,8 +63,8 @@ struct DlpackOptions {
 namespace detail {
 
 /// The element type that DLPack's (code, bits) names; codes from dlpack.h 1.1.
-[[nodiscard]] inline Result<ElementType> dlpack_type(std::int64_t code, std::int64_t bits, ElementType declared,
-                                                     bool raw_bytes) {
+[[nodiscard]] inline Result<ElementType> dlpack_type(std::int64_t code, std::int64_t bits,
+                                                     ElementType declared, bool raw_bytes) {
   if (code == 2 && bits == 64) return ElementType::f64;
   if (code == 2 && bits == 32) return ElementType::f32;
   if (code == 2 && bits == 16) return ElementType::f16;
@@ -93,7 +96,8 @@ namespace detail {
                "; host (1), CUDA (2), pinned (3) and managed (13) memory can be viewed");
 }
 
-/// A tensor's axes as read and checked: extents, element strides, and the elements it spans around its first.
+/// A tensor's axes as read and checked: extents, element strides, and the elements it spans around
+/// its first.
 struct DlpackShape {
   std::vector<std::int64_t> extents, strides;
   std::int64_t low = 0, high = 0;
@@ -107,7 +111,8 @@ template <DlpackTensor T>
     return error(ErrorCode::invalid_argument, "a tensor of ", static_cast<std::int64_t>(t.ndim),
                  " axes");
   if (static_cast<std::int64_t>(t.dtype.lanes) != 1) {
-    return error(ErrorCode::unsupported, "elements of ", static_cast<std::int64_t>(t.dtype.lanes), " lanes");
+    return error(ErrorCode::unsupported, "elements of ", static_cast<std::int64_t>(t.dtype.lanes),
+                 " lanes");
   }
   const auto n = static_cast<std::size_t>(t.ndim);
   std::int64_t compact = 1;
@@ -118,7 +123,8 @@ template <DlpackTensor T>
     s.strides[a] = t.strides == nullptr ? compact : static_cast<std::int64_t>(t.strides[a]);
     compact = extent_product({compact, s.extents[a]});
     if (compact < 0 || s.extents[a] > max_extent || !sane(s.strides[a])) {
-      return error(ErrorCode::invalid_argument, "axis ", a, " has extent ", s.extents[a], " and stride ", s.strides[a]);
+      return error(ErrorCode::invalid_argument, "axis ", a, " has extent ", s.extents[a],
+                   " and stride ", s.strides[a]);
     }
     s.empty = s.empty || s.extents[a] == 0;
   }
@@ -133,11 +139,15 @@ template <DlpackTensor T>
 }
 
 /// Sorts a tensor's axes into a plane's strides. `slots` receives how many the tensor has.
-[[nodiscard]] inline Result<PlaneStrides> dlpack_strides(const DlpackShape& s, const PlaneShape& shape,
-                                                         const DlpackAxes& axes, std::int64_t& slots) {
+[[nodiscard]] inline Result<PlaneStrides> dlpack_strides(const DlpackShape& s,
+                                                         const PlaneShape& shape,
+                                                         const DlpackAxes& axes,
+                                                         std::int64_t& slots) {
   std::vector<bool> used(s.extents.size());
   const auto take = [&](std::int32_t axis) {
-    if (axis < 0 || static_cast<std::size_t>(axis) >= used.size() || used[static_cast<std::size_t>(axis)]) return false;
+    if (axis < 0 || static_cast<std::size_t>(axis) >= used.size() ||
+        used[static_cast<std::size_t>(axis)])
+      return false;
     used[static_cast<std::size_t>(axis)] = true;
     return true;
   };
@@ -148,8 +158,10 @@ template <DlpackTensor T>
     return axis < 0 ? std::int64_t{0} : s.strides[static_cast<std::size_t>(axis)];
   };
   if (!take(axes.token) || !take(axes.channel) || (axes.head >= 0 && !take(axes.head)) ||
-      (axes.block >= 0 && !take(axes.block)) || (axes.channel_outer >= 0 && !take(axes.channel_outer))) {
-    return error(ErrorCode::invalid_argument, "token, head, channel and block are different axes below ", used.size());
+      (axes.block >= 0 && !take(axes.block)) ||
+      (axes.channel_outer >= 0 && !take(axes.channel_outer))) {
+    return error(ErrorCode::invalid_argument,
+                 "token, head, channel and block are different axes below ", used.size());
   }
   PlaneStrides out{.offset = axes.first_channel * stride(axes.channel),
                    .token = stride(axes.token),
@@ -157,10 +169,11 @@ template <DlpackTensor T>
                    .channel = stride(axes.channel)};
   for (const FixedAxis& f : axes.fixed) {
     if (!take(f.axis))
-      return error(ErrorCode::invalid_argument, "fixed axis ", f.axis, " is none of the tensor's, or named twice");
+      return error(ErrorCode::invalid_argument, "fixed axis ", f.axis,
+                   " is none of the tensor's, or named twice");
     if (f.index < 0 || f.index >= extent(f.axis))
-      return error(ErrorCode::invalid_argument, "index ", f.index, " of fixed axis ", f.axis, " with extent ",
-                   extent(f.axis));
+      return error(ErrorCode::invalid_argument, "index ", f.index, " of fixed axis ", f.axis,
+                   " with extent ", extent(f.axis));
     out.offset += f.index * stride(f.axis);
   }
   for (std::size_t a = 0; a < used.size(); ++a) {
@@ -169,12 +182,13 @@ template <DlpackTensor T>
                    " has no meaning: name it or fix it");
   }
   const std::int64_t channels = extent_product({extent(axes.channel), extent(axes.channel_outer)});
-  const bool fits = axes.channel_outer >= 0
-                        ? axes.first_channel == 0 && channels == shape.channels
-                        : axes.first_channel >= 0 && axes.first_channel <= channels - shape.channels;
+  const bool fits = axes.channel_outer >= 0 ? axes.first_channel == 0 && channels == shape.channels
+                                            : axes.first_channel >= 0 &&
+                                                  axes.first_channel <= channels - shape.channels;
   if (extent(axes.head) != shape.heads || !fits) {
-    return error(ErrorCode::geometry_mismatch, "the tensor has ", extent(axes.head), " heads of ", channels,
-                 " channels, the plane ", shape.heads, " of ", shape.channels, " from channel ", axes.first_channel);
+    return error(ErrorCode::geometry_mismatch, "the tensor has ", extent(axes.head), " heads of ",
+                 channels, " channels, the plane ", shape.heads, " of ", shape.channels,
+                 " from channel ", axes.first_channel);
   }
   if (axes.channel_outer >= 0) {
     out.channel_split = extent(axes.channel);
@@ -186,7 +200,8 @@ template <DlpackTensor T>
     out.block = stride(axes.block);
     slots = extent_product({slots, extent(axes.block)});
     if (slots < 0)
-      return error(ErrorCode::invalid_argument, extent(axes.block), " blocks of ", out.block_size, " tokens");
+      return error(ErrorCode::invalid_argument, extent(axes.block), " blocks of ", out.block_size,
+                   " tokens");
   }
   return out;
 }
@@ -204,7 +219,8 @@ template <DlpackTensor T>
 /// types that this build cannot view; those of `contiguous_view`.
 template <class Byte = const std::byte, DlpackTensor T>
 [[nodiscard]] Result<BasicKvCacheRef<Byte>> dlpack_view(std::shared_ptr<const Geometry> geometry,
-                                                        const std::vector<T>& tensors, const DlpackOptions& options) {
+                                                        const std::vector<T>& tensors,
+                                                        const DlpackOptions& options) {
   detail::LayoutBuilder<Byte> builder(std::move(geometry), options.tokens, options.scales);
   if (!builder.ok()) return builder.finish();
   std::size_t index = 0;
@@ -219,11 +235,13 @@ template <class Byte = const std::byte, DlpackTensor T>
         builder.expect_count(options.axes.size(), p + 1, "axis declarations");
         break;
       }
-      const auto type = detail::dlpack_type(tensor.dtype.code, tensor.dtype.bits, shape.type, options.raw_bytes);
+      const auto type =
+          detail::dlpack_type(tensor.dtype.code, tensor.dtype.bits, shape.type, options.raw_bytes);
       builder.expect(type.status(), l, "tensor");
       if (type.ok() && *type != shape.type) {
-        builder.fail(detail::error(ErrorCode::geometry_mismatch, "layer ", l, " plane ", p, ": the tensor holds ",
-                                   to_string(*type), ", the geometry declares ", to_string(shape.type)));
+        builder.fail(detail::error(ErrorCode::geometry_mismatch, "layer ", l, " plane ", p,
+                                   ": the tensor holds ", to_string(*type),
+                                   ", the geometry declares ", to_string(shape.type)));
       }
       const auto s = detail::dlpack_shape(tensor);
       builder.expect(s.status(), l, "tensor");

@@ -15,7 +15,8 @@ namespace detail {
 
 /// A canonical plane: rows one after the other in the order (token, head), scales likewise.
 template <class Byte>
-[[nodiscard]] BasicPlaneRef<Byte> canonical_plane(const PlaneShape& shape, Byte* data, const float* scales, std::int64_t tokens) {
+[[nodiscard]] BasicPlaneRef<Byte> canonical_plane(const PlaneShape& shape, Byte* data,
+                                                  const float* scales, std::int64_t tokens) {
   BasicPlaneRef<Byte> plane;
   plane.data = data;
   plane.shape = shape;
@@ -24,7 +25,10 @@ template <class Byte>
   plane.token_stride = static_cast<std::int64_t>(shape.channels) * shape.heads;
   if (shape.scales != ScaleScheme::none) {
     const std::int64_t groups = row_scales(shape);
-    plane.scales = {.data = scales, .slot_stride = groups * shape.heads, .head_stride = groups, .group_stride = 1};
+    plane.scales = {.data = scales,
+                    .slot_stride = groups * shape.heads,
+                    .head_stride = groups,
+                    .group_stride = 1};
   }
   return plane;
 }
@@ -39,7 +43,8 @@ template <class Byte>
 /// evicted, `ref().valid()` is false, and whatever is given that view refuses it.
 class FragmentView {
  public:
-  KVMELD_LAZY explicit FragmentView(const Fragment& fragment, std::size_t payload = 0) : fragment_(fragment) {
+  KVMELD_LAZY explicit FragmentView(const Fragment& fragment, std::size_t payload = 0)
+      : fragment_(fragment) {
     if (!fragment.valid() || payload >= fragment.payloads().size() ||
         fragment.payloads()[payload].bytes == nullptr)
       return;
@@ -60,10 +65,12 @@ class FragmentView {
       const std::vector<std::int32_t>& slots = slots_[source.layer_set[l]];
       for (const PlaneShape& shape : geometry.layers[l].planes) {
         const std::size_t index = planes.size();
-        PlaneRef plane = detail::canonical_plane(shape, static_cast<const std::byte*>(source.bytes.get() + source.plane_offsets[index]),
-                                                 reinterpret_cast<const float*>(source.bytes.get() + source.scale_offsets[index]),
-                                                 fragment.token_count());
-        if (!source.token_sets[source.layer_set[l]].all) plane.slots = {.kind = SlotKind::slot_list_i32, .table = slots.data()};
+        PlaneRef plane = detail::canonical_plane(
+            shape, static_cast<const std::byte*>(source.bytes.get() + source.plane_offsets[index]),
+            reinterpret_cast<const float*>(source.bytes.get() + source.scale_offsets[index]),
+            fragment.token_count());
+        if (!source.token_sets[source.layer_set[l]].all)
+          plane.slots = {.kind = SlotKind::slot_list_i32, .table = slots.data()};
         planes.push_back(plane);
       }
     }

@@ -1,6 +1,7 @@
 #pragma once
 
-/// Moving a cache's tokens to new places by a position map: no arithmetic, no rotation, only rows that find their slot.
+/// Moving a cache's tokens to new places by a position map: no arithmetic, no rotation, only rows
+/// that find their slot.
 
 #include <algorithm>
 #include <concepts>
@@ -21,8 +22,9 @@ KVMELD_NAMESPACE_BEGIN
 
 /// What a gather left to the engine.
 struct GatherReport {
-  std::int64_t tokens = 0;          ///< output tokens that the map names, holes included
-  std::vector<std::int64_t> holes{};  ///< output tokens that are to be recomputed in at least one layer, ascending
+  std::int64_t tokens = 0;  ///< output tokens that the map names, holes included
+  /// Output tokens that are to be recomputed in at least one layer, ascending.
+  std::vector<std::int64_t> holes{};
 };
 
 namespace detail {
@@ -64,7 +66,8 @@ struct GatherWork {
       return;
     }
     for (std::int32_t head = 0; head < task.out.shape.heads; ++head) {
-      lane_move(task.in, task.in.row_offset(from, head), task.out, task.out.row_offset(to, head), lane);
+      lane_move(task.in, task.in.row_offset(from, head), task.out, task.out.row_offset(to, head),
+                lane);
     }
   }
 
@@ -82,7 +85,7 @@ struct GatherWork {
  private:
   /// Moves output `o`, or a run of neighbours from it on; returns how many outputs are done.
   [[nodiscard]] std::int64_t host_output(const GatherTask& task, std::int64_t o,
-                                                std::int64_t last) const noexcept {
+                                         std::int64_t last) const noexcept {
     if (map[o] < 0) return 1;
     const std::int64_t from = task.in.slots.slot(map[o]);
     const std::int64_t to = task.out.slots.slot(o);
@@ -109,36 +112,44 @@ struct GatherWork {
   }
 };
 
-[[nodiscard]] inline GatherTask gather_task(const PlaneRef& in, const MutablePlaneRef& out) noexcept {
-  return {in, out, contiguous_heads(in) && contiguous_heads(out), contiguous_tokens(in) && contiguous_tokens(out)};
+[[nodiscard]] inline GatherTask gather_task(const PlaneRef& in,
+                                            const MutablePlaneRef& out) noexcept {
+  return {in, out, contiguous_heads(in) && contiguous_heads(out),
+          contiguous_tokens(in) && contiguous_tokens(out)};
 }
 
 /// What host and device gathers refuse without looking at slot tables.
 template <PositionIndex Int>
-[[nodiscard]] Status check_gather(const KvCacheRef& in, std::span<const Int> map, const MutableKvCacheRef& out) {
-  if (!in.valid() || !out.valid()) return error(ErrorCode::invalid_argument, "gather: a view has no geometry");
+[[nodiscard]] Status check_gather(const KvCacheRef& in, std::span<const Int> map,
+                                  const MutableKvCacheRef& out) {
+  if (!in.valid() || !out.valid())
+    return error(ErrorCode::invalid_argument, "gather: a view has no geometry");
   KVMELD_TRY(validate(in.geometry()));
   KVMELD_TRY(check_same(in.geometry(), out.geometry()));
   const auto outputs = static_cast<std::int64_t>(map.size());
   if (outputs > out.tokens()) {
-    return error(ErrorCode::output_too_small, "the map names ", outputs, " tokens, the output holds ", out.tokens());
+    return error(ErrorCode::output_too_small, "the map names ", outputs,
+                 " tokens, the output holds ", out.tokens());
   }
   for (std::size_t o = 0; o < map.size(); ++o) {
     if (map[o] < -1 || map[o] >= in.tokens()) {
-      return error(ErrorCode::invalid_argument, "map entry ", o, " is ", map[o], "; the input holds tokens 0 to ",
-                   in.tokens() - 1, ", and -1 leaves a row alone");
+      return error(ErrorCode::invalid_argument, "map entry ", o, " is ", map[o],
+                   "; the input holds tokens 0 to ", in.tokens() - 1,
+                   ", and -1 leaves a row alone");
     }
   }
   for (const MutablePlaneRef& plane : out.planes()) {
     if (plane.shape.scales != ScaleScheme::none) {
       return error(ErrorCode::unsupported,
-                   "gather: planes with scales apart cannot be moved; their scales are not writable through a view");
+                   "gather: planes with scales apart cannot be moved; their scales are not "
+                   "writable through a view");
     }
   }
   return {};
 }
 
-/// Output tokens that the map leaves out, or that the input's slot lists and tables leave out in some layer.
+/// Output tokens that the map leaves out, or that the input's slot lists and tables leave out in
+/// some layer.
 ///
 /// @param readable whether the host can read a plane's table.
 template <PositionIndex Int, class Readable>
@@ -150,20 +161,23 @@ template <PositionIndex Int, class Readable>
     const PlaneRef& plane = in.plane(l, 0);  // planes of one layer have the same holes
     if (plane.slots.kind == SlotKind::identity || !readable(plane)) continue;
     const bool known = std::any_of(tables.begin(), tables.end(), [&](const TokenSlots* t) {
-      return t->table == plane.slots.table && t->kind == plane.slots.kind && t->block_size == plane.slots.block_size;
+      return t->table == plane.slots.table && t->kind == plane.slots.kind &&
+             t->block_size == plane.slots.block_size;
     });
     if (!known) tables.push_back(&plane.slots);
   }
   std::vector<std::int64_t> holes;
   for (std::size_t o = 0; o < map.size(); ++o) {
     const auto absent = [&](const TokenSlots* slots) { return slots->slot(map[o]) < 0; };
-    if (map[o] < 0 || std::any_of(tables.begin(), tables.end(), absent)) holes.push_back(static_cast<std::int64_t>(o));
+    if (map[o] < 0 || std::any_of(tables.begin(), tables.end(), absent))
+      holes.push_back(static_cast<std::int64_t>(o));
   }
   return holes;
 }
 
 template <class E, PositionIndex Int>
-[[nodiscard]] Result<GatherReport> gather_on_host(const E& exec, const KvCacheRef& in, std::span<const Int> map,
+[[nodiscard]] Result<GatherReport> gather_on_host(const E& exec, const KvCacheRef& in,
+                                                  std::span<const Int> map,
                                                   const MutableKvCacheRef& out) {
   KVMELD_TRY(check_gather(in, map, out));
   KVMELD_TRY(check_on_host(in, "gather"));
@@ -171,7 +185,8 @@ template <class E, PositionIndex Int>
   const auto outputs = static_cast<std::int64_t>(map.size());
   const MutableKvCacheRef written = out.first(outputs);
   if (overlaps(in, written))
-    return error(ErrorCode::aliasing, "gather: the output shares memory with the input; gather into another cache");
+    return error(ErrorCode::aliasing,
+                 "gather: the output shares memory with the input; gather into another cache");
   std::vector<GatherTask> tasks;
   for (std::size_t p = 0; p < in.planes().size(); ++p) {
     KVMELD_TRY(check_writable(written.planes()[p]));
@@ -193,15 +208,17 @@ template <class E, PositionIndex Int>
 /// `output_too_small`, `invalid_argument` (a map entry out of range), `unsupported` (scales),
 /// `aliasing` (in place, or an output with two names for one row), `memory_space`.
 template <ExecutionPolicy E>
-  requires(!E::on_device)
-[[nodiscard]] Result<GatherReport> gather(const E& exec, const KvCacheRef& in, std::span<const std::int32_t> map,
-                                          const MutableKvCacheRef& out) {
+requires(!E::on_device)
+    [[nodiscard]] Result<GatherReport> gather(const E& exec, const KvCacheRef& in,
+                                              std::span<const std::int32_t> map,
+                                              const MutableKvCacheRef& out) {
   return detail::gather_on_host(exec, in, map, out);
 }
 template <ExecutionPolicy E>
-  requires(!E::on_device)
-[[nodiscard]] Result<GatherReport> gather(const E& exec, const KvCacheRef& in, std::span<const std::int64_t> map,
-                                          const MutableKvCacheRef& out) {
+requires(!E::on_device)
+    [[nodiscard]] Result<GatherReport> gather(const E& exec, const KvCacheRef& in,
+                                              std::span<const std::int64_t> map,
+                                              const MutableKvCacheRef& out) {
   return detail::gather_on_host(exec, in, map, out);
 }
 

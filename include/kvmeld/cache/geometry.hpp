@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <kvmeld/cache/rope.hpp>
@@ -23,12 +23,18 @@ enum class Plane : std::uint8_t { key, value, latent, rope_part, index_key, scal
 /// The name of an enumerator as it is written in this header.
 [[nodiscard]] constexpr std::string_view to_string(Plane value) noexcept {
   switch (value) {
-    case Plane::key: return "key";
-    case Plane::value: return "value";
-    case Plane::latent: return "latent";
-    case Plane::rope_part: return "rope_part";
-    case Plane::index_key: return "index_key";
-    case Plane::scale: return "scale";
+    case Plane::key:
+      return "key";
+    case Plane::value:
+      return "value";
+    case Plane::latent:
+      return "latent";
+    case Plane::rope_part:
+      return "rope_part";
+    case Plane::index_key:
+      return "index_key";
+    case Plane::scale:
+      return "scale";
   }
   return "unknown";
 }
@@ -39,22 +45,29 @@ enum class KeyForm : std::uint8_t { post_rope, pre_rope };
 /// The name of an enumerator as it is written in this header.
 [[nodiscard]] constexpr std::string_view to_string(KeyForm value) noexcept {
   switch (value) {
-    case KeyForm::post_rope: return "post_rope";
-    case KeyForm::pre_rope: return "pre_rope";
+    case KeyForm::post_rope:
+      return "post_rope";
+    case KeyForm::pre_rope:
+      return "pre_rope";
   }
   return "unknown";
 }
 
-/// How integer elements get their magnitude. Block types such as q8_0 hold their scales inside and use `none`.
+/// How integer elements get their magnitude. Block types such as q8_0 hold their scales inside and
+/// use `none`.
 enum class ScaleScheme : std::uint8_t { none, per_tensor, per_token_head, per_channel_group };
 
 /// The name of an enumerator as it is written in this header.
 [[nodiscard]] constexpr std::string_view to_string(ScaleScheme value) noexcept {
   switch (value) {
-    case ScaleScheme::none: return "none";
-    case ScaleScheme::per_tensor: return "per_tensor";
-    case ScaleScheme::per_token_head: return "per_token_head";
-    case ScaleScheme::per_channel_group: return "per_channel_group";
+    case ScaleScheme::none:
+      return "none";
+    case ScaleScheme::per_tensor:
+      return "per_tensor";
+    case ScaleScheme::per_token_head:
+      return "per_token_head";
+    case ScaleScheme::per_channel_group:
+      return "per_channel_group";
   }
   return "unknown";
 }
@@ -64,35 +77,37 @@ struct PlaneShape {
   Plane plane = Plane::key;
   ElementType type = ElementType::f16;
   std::int32_t heads = 0;
-  std::int32_t channels = 0;                ///< per head
+  std::int32_t channels = 0;  ///< per head
   bool rotary = false;  ///< the layer's `RopeSpec` applies to these rows, whatever the key form
   ScaleScheme scales = ScaleScheme::none;
-  std::int32_t scale_group = 0;             ///< channels that share a scale (`per_channel_group`)
-  std::int32_t hadamard = 0;                ///< block size of a Hadamard basis; 0: the model's own basis
+  std::int32_t scale_group = 0;  ///< channels that share a scale (`per_channel_group`)
+  std::int32_t hadamard = 0;     ///< block size of a Hadamard basis; 0: the model's own basis
 
   bool operator==(const PlaneShape&) const = default;
 };
 
-/// One attention layer: its planes in canonical order (ascending `Plane`), its position scheme, its window.
+/// One attention layer: its planes in canonical order (ascending `Plane`), its position scheme, its
+/// window.
 struct LayerShape {
   std::vector<PlaneShape> planes{};
   RopeSpec rope{};  ///< undeclared until said: refused by `validate`
   KeyForm key_form = KeyForm::post_rope;
-  std::int32_t window = 0;                  ///< tokens that a query sees back; 0: all of them
+  std::int32_t window = 0;  ///< tokens that a query sees back; 0: all of them
 
   bool operator==(const LayerShape&) const = default;
 };
 
 /// Everything that must agree before two caches may meet in one context.
 struct Geometry {
-  std::string model{};  ///< fingerprint of weights and quantisation, e.g. a file digest; under
-                        ///< adapters `adapted_model`
-  std::string tokenizer{};                  ///< fingerprint of vocabulary and merges
-  std::string tenant{};                     ///< caches of different tenants never meet
-  TokenId bos = -1;                         ///< beginning-of-sequence id; -1: the model has none
-  std::int64_t trained_context = 0;         ///< positions the model was trained on; 0: unknown
-  /// Ids that stand in place of something else, an image's patches or a second of sound: ascending. Tokens of such an
-  /// id are as many different things; equal ids say nothing, and no engine can compute K/V from them.
+  std::string model{};      ///< fingerprint of weights and quantisation, e.g. a file digest; under
+                            ///< adapters `adapted_model`
+  std::string tokenizer{};  ///< fingerprint of vocabulary and merges
+  std::string tenant{};     ///< caches of different tenants never meet
+  TokenId bos = -1;         ///< beginning-of-sequence id; -1: the model has none
+  std::int64_t trained_context = 0;  ///< positions the model was trained on; 0: unknown
+  /// Ids that stand in place of something else, an image's patches or a second of sound: ascending.
+  /// Tokens of such an id are as many different things; equal ids say nothing, and no engine can
+  /// compute K/V from them.
   std::vector<TokenId> placeholders{};
   std::vector<LayerShape> layers{};
 
@@ -106,7 +121,8 @@ struct Geometry {
 
 /// A key plane and a value plane of equal head count, the shape of most models; the keys rotary
 /// where `rope` says so.
-KVMELD_LAZY [[nodiscard]] LayerShape attention_layer(ElementType type, std::int32_t heads, std::int32_t channels, RopeSpec rope) {
+KVMELD_LAZY [[nodiscard]] LayerShape attention_layer(ElementType type, std::int32_t heads,
+                                                     std::int32_t channels, RopeSpec rope) {
   LayerShape layer;
   layer.planes = {
       PlaneShape{.plane = Plane::key,
@@ -121,22 +137,27 @@ KVMELD_LAZY [[nodiscard]] LayerShape attention_layer(ElementType type, std::int3
 
 namespace detail {
 
-KVMELD_LAZY [[nodiscard]] Status check_plane(const PlaneShape& shape, std::size_t layer, std::size_t plane) {
-  if (shape.plane > Plane::scale || shape.type > ElementType::q8_0 || shape.scales > ScaleScheme::per_channel_group) {
-    return error(ErrorCode::unknown_field, "layer ", layer, " plane ", plane, ": enumerator unknown to this build");
+KVMELD_LAZY [[nodiscard]] Status check_plane(const PlaneShape& shape, std::size_t layer,
+                                             std::size_t plane) {
+  if (shape.plane > Plane::scale || shape.type > ElementType::q8_0 ||
+      shape.scales > ScaleScheme::per_channel_group) {
+    return error(ErrorCode::unknown_field, "layer ", layer, " plane ", plane,
+                 ": enumerator unknown to this build");
   }
   if (shape.heads < 0 || shape.channels < 0 || shape.channels % block_elements(shape.type) != 0) {
-    return error(ErrorCode::invalid_argument, "layer ", layer, " plane ", plane, ": ", shape.heads, " heads of ",
-                 shape.channels, " channels do not fit blocks of ", block_elements(shape.type));
+    return error(ErrorCode::invalid_argument, "layer ", layer, " plane ", plane, ": ", shape.heads,
+                 " heads of ", shape.channels, " channels do not fit blocks of ",
+                 block_elements(shape.type));
   }
   if (shape.hadamard < 0 || (shape.hadamard != 0 && shape.channels % shape.hadamard != 0)) {
-    return error(ErrorCode::invalid_argument, "layer ", layer, " plane ", plane, ": Hadamard block ", shape.hadamard,
-                 " does not divide ", shape.channels, " channels");
+    return error(ErrorCode::invalid_argument, "layer ", layer, " plane ", plane,
+                 ": Hadamard block ", shape.hadamard, " does not divide ", shape.channels,
+                 " channels");
   }
   if (shape.scales == ScaleScheme::per_channel_group &&
       (shape.scale_group <= 0 || shape.channels % shape.scale_group != 0)) {
-    return error(ErrorCode::invalid_argument, "layer ", layer, " plane ", plane, ": scale group ", shape.scale_group,
-                 " does not divide ", shape.channels, " channels");
+    return error(ErrorCode::invalid_argument, "layer ", layer, " plane ", plane, ": scale group ",
+                 shape.scale_group, " does not divide ", shape.channels, " channels");
   }
   return {};
 }
@@ -189,7 +210,8 @@ KVMELD_LAZY [[nodiscard]] Status check_layer_rope(const LayerShape& layer, std::
   return {};
 }
 
-KVMELD_LAZY [[nodiscard]] Status differ(const char* field, const std::string& a, const std::string& b) {
+KVMELD_LAZY [[nodiscard]] Status differ(const char* field, const std::string& a,
+                                        const std::string& b) {
   return error(ErrorCode::geometry_mismatch, field, " differs: '", a, "' against '", b, "'");
 }
 template <class Number>
@@ -198,35 +220,47 @@ template <class Number>
 }
 template <class Number>
 [[nodiscard]] Status differ(const char* field, std::size_t layer, Number a, Number b) {
-  return error(ErrorCode::geometry_mismatch, field, " differs at layer ", layer, ": ", a, " against ", b);
+  return error(ErrorCode::geometry_mismatch, field, " differs at layer ", layer, ": ", a,
+               " against ", b);
 }
 
 /// The factors of two specs: their counts, or the first that differs.
-KVMELD_LAZY [[nodiscard]] Status differ(const char* field, std::size_t layer, const std::vector<float>& a, const std::vector<float>& b) {
+KVMELD_LAZY [[nodiscard]] Status differ(const char* field, std::size_t layer,
+                                        const std::vector<float>& a, const std::vector<float>& b) {
   if (a.size() != b.size()) return differ(field, layer, a.size(), b.size());
   std::size_t i = 0;
   while (a[i] == b[i]) ++i;
   return differ(field, layer, a[i], b[i]);
 }
 
-KVMELD_LAZY [[nodiscard]] Status check_same(const RopeSpec& a, const RopeSpec& b, std::size_t layer) {
+KVMELD_LAZY [[nodiscard]] Status check_same(const RopeSpec& a, const RopeSpec& b,
+                                            std::size_t layer) {
   if (a == b) return {};
   if (a.kind != b.kind) return differ("rope kind", layer, a.kind, b.kind);
   if (a.pairing != b.pairing) return differ("rope pairing", layer, a.pairing, b.pairing);
-  if (a.first_channel != b.first_channel) return differ("rope first channel", layer, a.first_channel, b.first_channel);
-  if (a.rotary_channels != b.rotary_channels) return differ("rope rotary channels", layer, a.rotary_channels, b.rotary_channels);
+  if (a.first_channel != b.first_channel)
+    return differ("rope first channel", layer, a.first_channel, b.first_channel);
+  if (a.rotary_channels != b.rotary_channels)
+    return differ("rope rotary channels", layer, a.rotary_channels, b.rotary_channels);
   if (a.base != b.base) return differ("rope base", layer, a.base, b.base);
   if (a.scaling != b.scaling) return differ("rope scaling", layer, a.scaling, b.scaling);
   if (a.factor != b.factor) return differ("rope factor", layer, a.factor, b.factor);
-  if (a.original_context != b.original_context) return differ("rope original context", layer, a.original_context, b.original_context);
-  if (a.low_freq_factor != b.low_freq_factor) return differ("rope low_freq_factor", layer, a.low_freq_factor, b.low_freq_factor);
-  if (a.high_freq_factor != b.high_freq_factor) return differ("rope high_freq_factor", layer, a.high_freq_factor, b.high_freq_factor);
+  if (a.original_context != b.original_context)
+    return differ("rope original context", layer, a.original_context, b.original_context);
+  if (a.low_freq_factor != b.low_freq_factor)
+    return differ("rope low_freq_factor", layer, a.low_freq_factor, b.low_freq_factor);
+  if (a.high_freq_factor != b.high_freq_factor)
+    return differ("rope high_freq_factor", layer, a.high_freq_factor, b.high_freq_factor);
   if (a.beta_fast != b.beta_fast) return differ("rope beta_fast", layer, a.beta_fast, b.beta_fast);
   if (a.beta_slow != b.beta_slow) return differ("rope beta_slow", layer, a.beta_slow, b.beta_slow);
-  if (a.yarn_truncate != b.yarn_truncate) return differ("rope yarn_truncate", layer, int{a.yarn_truncate}, int{b.yarn_truncate});
-  if (a.attention_factor != b.attention_factor) return differ("rope attention factor", layer, a.attention_factor, b.attention_factor);
-  if (a.short_factors != b.short_factors) return differ("rope short_factors", layer, a.short_factors, b.short_factors);
-  if (a.long_factors != b.long_factors) return differ("rope long_factors", layer, a.long_factors, b.long_factors);
+  if (a.yarn_truncate != b.yarn_truncate)
+    return differ("rope yarn_truncate", layer, int{a.yarn_truncate}, int{b.yarn_truncate});
+  if (a.attention_factor != b.attention_factor)
+    return differ("rope attention factor", layer, a.attention_factor, b.attention_factor);
+  if (a.short_factors != b.short_factors)
+    return differ("rope short_factors", layer, a.short_factors, b.short_factors);
+  if (a.long_factors != b.long_factors)
+    return differ("rope long_factors", layer, a.long_factors, b.long_factors);
   return differ("rope factors", layer, a.factors, b.factors);
 }
 
@@ -243,8 +277,9 @@ KVMELD_LAZY [[nodiscard]] Status validate(const Geometry& geometry) {
   for (std::size_t i = 0; i < geometry.placeholders.size(); ++i) {
     const TokenId id = geometry.placeholders[i];
     if (id >= 0 && (i == 0 || geometry.placeholders[i - 1] < id)) continue;
-    return detail::error(ErrorCode::invalid_argument, "placeholder ", i, " of ", geometry.placeholders.size(),
-                         " is id ", id, ": give ids of 0 or more, ascending, each once");
+    return detail::error(ErrorCode::invalid_argument, "placeholder ", i, " of ",
+                         geometry.placeholders.size(), " is id ", id,
+                         ": give ids of 0 or more, ascending, each once");
   }
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     const LayerShape& layer = geometry.layers[l];
@@ -256,7 +291,8 @@ KVMELD_LAZY [[nodiscard]] Status validate(const Geometry& geometry) {
     for (std::size_t p = 0; p < layer.planes.size(); ++p) {
       KVMELD_TRY(detail::check_plane(layer.planes[p], l, p));
       if (p > 0 && layer.planes[p - 1].plane >= layer.planes[p].plane) {
-        return detail::error(ErrorCode::invalid_argument, "layer ", l, ": plane ", p, " is out of canonical order");
+        return detail::error(ErrorCode::invalid_argument, "layer ", l, ": plane ", p,
+                             " is out of canonical order");
       }
     }
     KVMELD_TRY(detail::check_layer_rope(layer, l));
@@ -264,7 +300,8 @@ KVMELD_LAZY [[nodiscard]] Status validate(const Geometry& geometry) {
   return {};
 }
 
-/// Refuses two geometries that differ, naming the first field that does. `a` is what is there, `b` what is asked.
+/// Refuses two geometries that differ, naming the first field that does. `a` is what is there, `b`
+/// what is asked.
 KVMELD_LAZY [[nodiscard]] Status check_same(const Geometry& a, const Geometry& b) {
   using detail::differ;
   if (a.model != b.model) return differ("model", a.model, b.model);
@@ -279,12 +316,15 @@ KVMELD_LAZY [[nodiscard]] Status check_same(const Geometry& a, const Geometry& b
     while (a.placeholders[i] == b.placeholders[i]) ++i;
     return differ("placeholder id", a.placeholders[i], b.placeholders[i]);
   }
-  if (a.trained_context != b.trained_context) return differ("trained context", a.trained_context, b.trained_context);
-  if (a.layers.size() != b.layers.size()) return differ("layer count", a.layers.size(), b.layers.size());
+  if (a.trained_context != b.trained_context)
+    return differ("trained context", a.trained_context, b.trained_context);
+  if (a.layers.size() != b.layers.size())
+    return differ("layer count", a.layers.size(), b.layers.size());
   for (std::size_t l = 0; l < a.layers.size(); ++l) {
     const LayerShape& x = a.layers[l];
     const LayerShape& y = b.layers[l];
-    if (x.planes.size() != y.planes.size()) return differ("plane count", l, x.planes.size(), y.planes.size());
+    if (x.planes.size() != y.planes.size())
+      return differ("plane count", l, x.planes.size(), y.planes.size());
     if (x.window != y.window) return differ("window", l, x.window, y.window);
     if (x.key_form != y.key_form) return differ("key form", l, x.key_form, y.key_form);
     KVMELD_TRY(detail::check_same(x.rope, y.rope, l));
@@ -297,7 +337,8 @@ KVMELD_LAZY [[nodiscard]] Status check_same(const Geometry& a, const Geometry& b
       if (s.channels != t.channels) return differ("head size", l, s.channels, t.channels);
       if (s.rotary != t.rotary) return differ("rotary flag", l, int{s.rotary}, int{t.rotary});
       if (s.scales != t.scales) return differ("scale scheme", l, s.scales, t.scales);
-      if (s.scale_group != t.scale_group) return differ("scale group", l, s.scale_group, t.scale_group);
+      if (s.scale_group != t.scale_group)
+        return differ("scale group", l, s.scale_group, t.scale_group);
       if (s.hadamard != t.hadamard) return differ("Hadamard basis", l, s.hadamard, t.hadamard);
     }
   }

@@ -1,7 +1,8 @@
 #pragma once
 
 #if !__has_include(<xxhash.h>)
-#error "kvmeld needs xxhash.h: install libxxhash-dev (Debian, Ubuntu), xxhash-devel (Fedora), xxhash (vcpkg, Homebrew, Conan)"
+#error \
+    "kvmeld needs xxhash.h: libxxhash-dev (Debian, Ubuntu), xxhash-devel (Fedora), xxhash (vcpkg)"
 #endif
 
 #include <array>
@@ -29,10 +30,11 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Streams bytes into a digest that names content.
 ///
-/// Semantic requirements: `tag` differs between hashes; `finish()` is 31 bytes, zero-padded; equal bytes give equal digests
-/// however they are cut into updates.
+/// Semantic requirements: `tag` differs between hashes; `finish()` is 31 bytes, zero-padded; equal
+/// bytes give equal digests however they are cut into updates.
 template <class H>
-concept ContentHash = std::default_initializable<H> && requires(H& hash, const H& done, std::span<const std::byte> bytes) {
+concept ContentHash = std::default_initializable<H> &&
+    requires(H& hash, const H& done, std::span<const std::byte> bytes) {
   { H::tag } -> std::convertible_to<std::uint8_t>;
   hash.update(bytes);
   { done.finish() } -> std::same_as<std::array<std::uint8_t, 31>>;
@@ -54,13 +56,16 @@ struct Digest128 {
   }
 };
 
-/// XXH3-128 (xxHash), the default content hash: about memory speed, not collision-resistant against an adversary.
+/// XXH3-128 (xxHash), the default content hash: about memory speed, not collision-resistant against
+/// an adversary.
 class Xxh3_128 {
  public:
   static constexpr std::uint8_t tag = 1;
 
   Xxh3_128() noexcept { (void)XXH3_128bits_reset(&state_); }
-  explicit Xxh3_128(std::uint64_t seed) noexcept { (void)XXH3_128bits_reset_withSeed(&state_, seed); }
+  explicit Xxh3_128(std::uint64_t seed) noexcept {
+    (void)XXH3_128bits_reset_withSeed(&state_, seed);
+  }
 
   void update(std::span<const std::byte> bytes) noexcept {
     if (!bytes.empty()) (void)XXH3_128bits_update(&state_, bytes.data(), bytes.size());
@@ -81,8 +86,8 @@ class Xxh3_128 {
   XXH3_state_t state_{};
 };
 
-/// Feeds values into a digest in one documented form: integers and floats as little-endian bytes, texts behind their
-/// length as u64, so that no two sequences of fields share their bytes.
+/// Feeds values into a digest in one documented form: integers and floats as little-endian bytes,
+/// texts behind their length as u64, so that no two sequences of fields share their bytes.
 template <class Hash>
 class BasicHasher {
  public:
@@ -90,8 +95,7 @@ class BasicHasher {
   explicit BasicHasher(const Hash& hash) : hash_(hash) {}
 
   template <class T>
-    requires(std::is_arithmetic_v<T> || std::is_enum_v<T>)
-  void value(T v) {
+  requires(std::is_arithmetic_v<T> || std::is_enum_v<T>) void value(T v) {
     std::array<std::byte, sizeof(T)> raw;
     std::memcpy(raw.data(), &v, sizeof(T));
     hash_.update(raw);
@@ -101,8 +105,7 @@ class BasicHasher {
     hash_.update(detail::span_of(reinterpret_cast<const std::byte*>(s.data()), s.size()));
   }
   template <class T>
-    requires(std::is_arithmetic_v<T>)
-  void values(std::span<const T> v) {
+  requires(std::is_arithmetic_v<T>) void values(std::span<const T> v) {
     value(static_cast<std::uint64_t>(v.size()));
     hash_.update(std::as_bytes(v));
   }
@@ -111,11 +114,8 @@ class BasicHasher {
     hash_.update(raw);
   }
   [[nodiscard]] const Hash& hash() const noexcept { return hash_; }
-  [[nodiscard]] Digest128 digest() const noexcept
-    requires requires(const Hash& h) { h.digest(); }
-  {
-    return hash_.digest();
-  }
+  [[nodiscard]] Digest128 digest() const noexcept requires requires(const Hash& h) { h.digest(); }
+  { return hash_.digest(); }
 
  private:
   Hash hash_;
@@ -124,7 +124,8 @@ class BasicHasher {
 /// What policies write their name and parameters into (`void digest(Hasher&) const`).
 using Hasher = BasicHasher<Xxh3_128>;
 
-/// The name of a fragment: byte 0 the content hash's tag, then its 31 bytes. All zero names no fragment.
+/// The name of a fragment: byte 0 the content hash's tag, then its 31 bytes. All zero names no
+/// fragment.
 struct FragmentId {
   std::array<std::uint8_t, 32> bytes{};
 

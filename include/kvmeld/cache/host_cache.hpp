@@ -12,8 +12,9 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Owns a cache in host memory, in canonical order (layer, plane, token, head, channel), zero-filled. Planes begin at multiples of 64
-/// bytes, as whole lines can be written past the processor's caches.
+/// Owns a cache in host memory, in canonical order (layer, plane, token, head, channel),
+/// zero-filled. Planes begin at multiples of 64 bytes, as whole lines can be written past the
+/// processor's caches.
 ///
 /// For hosts that have no cache of their own to render into, and for tests. O(bytes) to build. More
 /// bytes than can be counted fail as an allocation does.
@@ -48,8 +49,9 @@ class HostCache {
     std::size_t index = 0;
     for (const LayerShape& layer : geometry->layers) {
       for (const PlaneShape& shape : layer.planes) {
-        planes.push_back(detail::canonical_plane(shape, used_.data() + offsets[index],
-                                                 reinterpret_cast<const float*>(used_.data() + offsets[index + 1]), tokens));
+        planes.push_back(detail::canonical_plane(
+            shape, used_.data() + offsets[index],
+            reinterpret_cast<const float*>(used_.data() + offsets[index + 1]), tokens));
         index += 2;
       }
     }
@@ -57,13 +59,17 @@ class HostCache {
   }
   HostCache(const HostCache&) = delete;
   HostCache& operator=(const HostCache&) = delete;
-  HostCache(HostCache&&) noexcept = default;             // the buffer does not move, so the views stay true
+  HostCache(HostCache&&) noexcept = default;  // the buffer does not move, so the views stay true
   HostCache& operator=(HostCache&&) noexcept = default;
 
   KVMELD_LAZY [[nodiscard]] KvCacheRef kv_cache_ref() const { return ref_; }
   [[nodiscard]] const MutableKvCacheRef& mutable_ref() noexcept { return ref_; }
-  KVMELD_LAZY [[nodiscard]] std::span<std::byte> bytes() noexcept { return bytes_.empty() ? std::span<std::byte>() : used_; }
-  KVMELD_LAZY [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return bytes_.empty() ? std::span<std::byte>() : used_; }
+  KVMELD_LAZY [[nodiscard]] std::span<std::byte> bytes() noexcept {
+    return bytes_.empty() ? std::span<std::byte>() : used_;
+  }
+  KVMELD_LAZY [[nodiscard]] std::span<const std::byte> bytes() const noexcept {
+    return bytes_.empty() ? std::span<std::byte>() : used_;
+  }
 
  private:
   std::vector<std::byte> bytes_;

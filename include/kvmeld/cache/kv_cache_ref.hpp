@@ -28,7 +28,8 @@ class BasicKvCacheRef {
 
   BasicKvCacheRef() = default;
   /// @param planes layer-major, in the order of `geometry->layers[l].planes`.
-  BasicKvCacheRef(std::shared_ptr<const Geometry> geometry, std::vector<plane_type> planes, std::int64_t tokens)
+  BasicKvCacheRef(std::shared_ptr<const Geometry> geometry, std::vector<plane_type> planes,
+                  std::int64_t tokens)
       : geometry_(std::move(geometry)), planes_(std::move(planes)), tokens_(tokens) {
     std::size_t first = 0;
     for (const LayerShape& layer : geometry_->layers) {
@@ -37,12 +38,16 @@ class BasicKvCacheRef {
     }
   }
   template <class Other>
-    requires(std::is_const_v<Byte> && !std::is_const_v<Other>)
-  BasicKvCacheRef(const BasicKvCacheRef<Other>& o)  // NOLINT: implicit on purpose
-      : BasicKvCacheRef(o.shared_geometry(), std::vector<plane_type>(o.planes().begin(), o.planes().end()), o.tokens()) {}
+  requires(std::is_const_v<Byte> && !std::is_const_v<Other>)
+      BasicKvCacheRef(const BasicKvCacheRef<Other>& o)  // NOLINT: implicit on purpose
+      : BasicKvCacheRef(o.shared_geometry(),
+                        std::vector<plane_type>(o.planes().begin(), o.planes().end()), o.tokens()) {
+  }
 
   [[nodiscard]] const Geometry& geometry() const noexcept { return *geometry_; }
-  [[nodiscard]] const std::shared_ptr<const Geometry>& shared_geometry() const noexcept { return geometry_; }
+  [[nodiscard]] const std::shared_ptr<const Geometry>& shared_geometry() const noexcept {
+    return geometry_;
+  }
   [[nodiscard]] std::int64_t tokens() const noexcept { return tokens_; }
   [[nodiscard]] std::span<const plane_type> planes() const noexcept { return planes_; }
   [[nodiscard]] const plane_type& plane(std::size_t layer, std::size_t index) const noexcept {
@@ -161,7 +166,8 @@ template <class Byte>
 
 /// A cache that can be read in place: it hands out plane views over its own memory.
 ///
-/// Semantic requirements: `kv_cache_ref()` costs no copy of elements and stays valid while the cache lives unchanged.
+/// Semantic requirements: `kv_cache_ref()` costs no copy of elements and stays valid while the
+/// cache lives unchanged.
 template <class C>
 concept KvCacheView = std::convertible_to<const C&, KvCacheRef> || requires(const C& cache) {
   { cache.kv_cache_ref() } -> std::convertible_to<KvCacheRef>;

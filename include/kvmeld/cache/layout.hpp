@@ -1,6 +1,7 @@
 #pragma once
 
-/// Every layout of a cache that this build can view: docs/layouts.md says which engine has which, and what to declare.
+/// Every layout of a cache that this build can view: docs/layouts.md says which engine has which,
+/// and what to declare.
 
 #include <kvmeld/cache/dlpack.hpp>
 #include <kvmeld/cache/layout_contiguous.hpp>

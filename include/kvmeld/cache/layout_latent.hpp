@@ -19,10 +19,11 @@ enum class LatentRow : std::uint8_t {
   latent_scales_rope,  ///< vLLM's 656 bytes: 512 e4m3, 4 f32 scales of 128 channels each, 64 bf16
 };
 
-/// Declares tensors [blocks, block_size, row], or with `layers_in_block` one tensor [blocks, layers, block_size, row].
+/// Declares tensors [blocks, block_size, row], or with `layers_in_block` one tensor [blocks,
+/// layers, block_size, row].
 ///
-/// The geometry declares per layer a `latent` and a `rope_part` plane of one head each. Where slots are single, as in
-/// SGLang's and llama.cpp's caches, blocks hold one token.
+/// The geometry declares per layer a `latent` and a `rope_part` plane of one head each. Where slots
+/// are single, as in SGLang's and llama.cpp's caches, blocks hold one token.
 struct LatentOptions {
   PerLayer<TokenPlacement> tokens = {};
   LatentRow row = LatentRow::latent_rope;
@@ -40,7 +41,8 @@ struct LatentBytes {
 
   LatentBytes(const LayerShape& layer, LatentRow order) noexcept {
     const std::int64_t l = row_bytes(layer.planes[0]), r = row_bytes(layer.planes[1]);
-    const std::int64_t s = order == LatentRow::latent_scales_rope ? row_scales(layer.planes[0]) * 4 : 0;
+    const std::int64_t s =
+        order == LatentRow::latent_scales_rope ? row_scales(layer.planes[0]) * 4 : 0;
     row = l + r + s;
     scales = l;
     latent = order == LatentRow::rope_latent ? r : 0;
@@ -50,11 +52,11 @@ struct LatentBytes {
 
 [[nodiscard]] inline Status expect_latent(const LayerShape& layer, LatentRow order) {
   const auto& p = layer.planes;
-  if (p.size() != 2 || p[0].plane != Plane::latent || p[1].plane != Plane::rope_part || p[0].heads != 1 ||
-      p[1].heads != 1) {
+  if (p.size() != 2 || p[0].plane != Plane::latent || p[1].plane != Plane::rope_part ||
+      p[0].heads != 1 || p[1].heads != 1) {
     return error(ErrorCode::unsupported,
-                 "this layout holds a latent and a rope part of one head; the geometry declares ", p.size(),
-                 " planes, or others");
+                 "this layout holds a latent and a rope part of one head; the geometry declares ",
+                 p.size(), " planes, or others");
   }
   if (order == LatentRow::latent_scales_rope && p[0].scales != ScaleScheme::per_channel_group) {
     return error(ErrorCode::geometry_mismatch,
@@ -62,7 +64,8 @@ struct LatentBytes {
   }
   const LatentBytes bytes(layer, order);
   for (const PlaneShape& plane : p) {
-    const std::int64_t unit = block_bytes(plane.type), at = plane.plane == Plane::latent ? bytes.latent : bytes.rope;
+    const std::int64_t unit = block_bytes(plane.type),
+                       at = plane.plane == Plane::latent ? bytes.latent : bytes.rope;
     if (bytes.row % unit != 0 || at % unit != 0) {
       return error(ErrorCode::unsupported, "a row of ", bytes.row, " bytes with a part at ", at,
                    " does not count in elements of ", unit);
@@ -75,15 +78,17 @@ struct LatentBytes {
 
 /// Views a sequence of latent rows. O(layers + table entries).
 ///
-/// Errors: those of `contiguous_view`; `geometry_mismatch` where the row and the planes' scales disagree, or layers of
-/// one tensor differ; `invalid_argument` for scales inside rows that are not aligned to 4 bytes.
+/// Errors: those of `contiguous_view`; `geometry_mismatch` where the row and the planes' scales
+/// disagree, or layers of one tensor differ; `invalid_argument` for scales inside rows that are not
+/// aligned to 4 bytes.
 template <class Byte>
 [[nodiscard]] Result<BasicKvCacheRef<Byte>> latent_view(std::shared_ptr<const Geometry> geometry,
-                                                        const Buffers<Byte>& buffers, const LatentOptions& options) {
+                                                        const Buffers<Byte>& buffers,
+                                                        const LatentOptions& options) {
   detail::LayoutBuilder<Byte> builder(std::move(geometry), options.tokens, options.scales);
   if (options.row > LatentRow::latent_scales_rope) {
-    builder.fail(detail::error(ErrorCode::unknown_layout, "latent row ", static_cast<int>(options.row),
-                               " is none that this build knows"));
+    builder.fail(detail::error(ErrorCode::unknown_layout, "latent row ",
+                               static_cast<int>(options.row), " is none that this build knows"));
   }
   detail::expect_block_size(builder, options.block_size);
   detail::expect_per_layer(builder, options.blocks, "block counts");
@@ -93,10 +98,10 @@ template <class Byte>
   builder.expect_apart({&buffers});
   for (std::size_t l = 0; l < builder.layers() && builder.ok(); ++l) {
     builder.expect(detail::expect_latent(builder.layer(l), options.row), l, "planes");
-    if (options.layers_in_block &&
-        (builder.layer(l).planes != builder.layer(0).planes || options.blocks[l] != options.blocks[0])) {
-      builder.fail(
-          detail::error(ErrorCode::geometry_mismatch, "layer ", l, " differs from layer 0, and one tensor holds both"));
+    if (options.layers_in_block && (builder.layer(l).planes != builder.layer(0).planes ||
+                                    options.blocks[l] != options.blocks[0])) {
+      builder.fail(detail::error(ErrorCode::geometry_mismatch, "layer ", l,
+                                 " differs from layer 0, and one tensor holds both"));
     }
     if (!builder.ok()) break;
     const detail::LatentBytes bytes(builder.layer(l), options.row);
@@ -104,19 +109,24 @@ template <class Byte>
     const std::int64_t in_block = options.layers_in_block ? layers : 1, n = options.block_size;
     const std::int64_t page = detail::extent_product({bytes.row, n});
     builder.expect(
-        detail::expect_elements(buffer, ElementType::i8, detail::extent_product({options.blocks[l], in_block, page})),
+        detail::expect_elements(buffer, ElementType::i8,
+                                detail::extent_product({options.blocks[l], in_block, page})),
         l, "tensor");
     if (!builder.ok()) break;
     const std::int64_t first = options.layers_in_block ? static_cast<std::int64_t>(l) * page : 0;
     for (std::size_t p = 0; p < 2; ++p) {
       const PlaneShape& shape = builder.layer(l).planes[p];
-      const auto elements = [&](std::int64_t b) { return b / block_bytes(shape.type) * block_elements(shape.type); };
+      const auto elements = [&](std::int64_t b) {
+        return b / block_bytes(shape.type) * block_elements(shape.type);
+      };
       const std::int64_t token = elements(bytes.row);
       ScaleRef inner;
       if (p == 0 && options.row == LatentRow::latent_scales_rope) {
         const auto* scales = reinterpret_cast<const float*>(buffer.data() + first + bytes.scales);
-        if (reinterpret_cast<std::uintptr_t>(scales) % alignof(float) != 0 || bytes.row % 4 != 0 || in_block != 1) {
-          builder.fail(detail::error(ErrorCode::invalid_argument, "layer ", l, ": scales inside rows of ", bytes.row,
+        if (reinterpret_cast<std::uintptr_t>(scales) % alignof(float) != 0 || bytes.row % 4 != 0 ||
+            in_block != 1) {
+          builder.fail(detail::error(ErrorCode::invalid_argument, "layer ", l,
+                                     ": scales inside rows of ", bytes.row,
                                      " bytes must be aligned to 4 and evenly spaced"));
           break;
         }

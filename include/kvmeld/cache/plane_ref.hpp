@@ -48,15 +48,15 @@ enum class SlotKind : std::uint8_t {
   identity,         ///< slot = first + token
   block_table_i32,  ///< slot = table[token / block_size] * block_size + token % block_size
   block_table_i64,
-  slot_list_i32,    ///< slot = table[token]; negative: this token has no row here
+  slot_list_i32,  ///< slot = table[token]; negative: this token has no row here
   slot_list_i64,
 };
 
 /// The token axis of a plane: identity, block table, or slot list; unordered, with holes.
 ///
-/// The table is the caller's and outlives the view. A slot lies at
-/// `(slot / block_size) * block_stride + (slot % block_size) * token_stride` elements, or at `slot * token_stride`
-/// where `block_size` is 0.
+/// The table is the caller's and outlives the view. A slot lies at `(slot / block_size) *
+/// block_stride + (slot % block_size) * token_stride` elements, or at `slot * token_stride` where
+/// `block_size` is 0.
 struct TokenSlots {
   SlotKind kind = SlotKind::identity;
   const void* table = nullptr;
@@ -67,17 +67,23 @@ struct TokenSlots {
   /// The slot of a token, or a negative number for a hole.
   [[nodiscard]] KVMELD_HD std::int64_t slot(std::int64_t token) const noexcept {
     switch (kind) {
-      case SlotKind::identity: return first + token;
-      case SlotKind::block_table_i32: return paged(static_cast<const std::int32_t*>(table)[token / block_size], token);
-      case SlotKind::block_table_i64: return paged(static_cast<const std::int64_t*>(table)[token / block_size], token);
-      case SlotKind::slot_list_i32: return static_cast<const std::int32_t*>(table)[token];
-      case SlotKind::slot_list_i64: return static_cast<const std::int64_t*>(table)[token];
+      case SlotKind::identity:
+        return first + token;
+      case SlotKind::block_table_i32:
+        return paged(static_cast<const std::int32_t*>(table)[token / block_size], token);
+      case SlotKind::block_table_i64:
+        return paged(static_cast<const std::int64_t*>(table)[token / block_size], token);
+      case SlotKind::slot_list_i32:
+        return static_cast<const std::int32_t*>(table)[token];
+      case SlotKind::slot_list_i64:
+        return static_cast<const std::int64_t*>(table)[token];
     }
     return -1;
   }
 
  private:
-  [[nodiscard]] KVMELD_HD std::int64_t paged(std::int64_t block, std::int64_t token) const noexcept {
+  [[nodiscard]] KVMELD_HD std::int64_t paged(std::int64_t block,
+                                             std::int64_t token) const noexcept {
     return block < 0 ? -1 : block * block_size + token % block_size;
   }
 };
@@ -85,19 +91,22 @@ struct TokenSlots {
 /// Scales of an integer plane, f32: element = stored * scale.
 struct ScaleRef {
   const float* data = nullptr;
-  std::int64_t slot_stride = 0;   ///< floats from one slot to the next (0: `per_tensor`)
+  std::int64_t slot_stride = 0;  ///< floats from one slot to the next (0: `per_tensor`)
   std::int64_t head_stride = 0;
   std::int64_t group_stride = 0;  ///< floats from one channel group to the next
 
-  [[nodiscard]] KVMELD_HD float at(std::int64_t slot, std::int64_t head, std::int64_t group) const noexcept {
+  [[nodiscard]] KVMELD_HD float at(std::int64_t slot, std::int64_t head,
+                                   std::int64_t group) const noexcept {
     return data[slot * slot_stride + head * head_stride + group * group_stride];
   }
 };
 
-/// A non-owning view of one plane of one layer: rows of `channels` elements, addressed by (token, head).
+/// A non-owning view of one plane of one layer: rows of `channels` elements, addressed by (token,
+/// head).
 ///
-/// Strides are signed and count elements. Copying the view copies no elements. Channels lie `channel_stride` apart; in
-/// split-channel layouts ([B, H, D/x, N, x]) channel c lies at `(c / channel_split) * split_stride + c % channel_split`.
+/// Strides are signed and count elements. Copying the view copies no elements. Channels lie
+/// `channel_stride` apart; in split-channel layouts ([B, H, D/x, N, x]) channel c lies at `(c /
+/// channel_split) * split_stride + c % channel_split`.
 /// @tparam Byte `std::byte` for views that may be written, `const std::byte` otherwise.
 template <class Byte>
 struct BasicPlaneRef {
@@ -131,19 +140,24 @@ struct BasicPlaneRef {
         scales(o.scales) {}
 
   /// Element offset of slot `slot`, head `head`, channel 0.
-  [[nodiscard]] KVMELD_HD std::int64_t row_offset(std::int64_t slot, std::int64_t head) const noexcept {
-    const std::int64_t token_part = slots.block_size == 0 ? slot * token_stride
-                                                          : (slot / slots.block_size) * slots.block_stride +
-                                                                (slot % slots.block_size) * token_stride;
+  [[nodiscard]] KVMELD_HD std::int64_t row_offset(std::int64_t slot,
+                                                  std::int64_t head) const noexcept {
+    const std::int64_t token_part = slots.block_size == 0
+                                        ? slot * token_stride
+                                        : (slot / slots.block_size) * slots.block_stride +
+                                              (slot % slots.block_size) * token_stride;
     return token_part + head * head_stride;
   }
   /// Element offset of a channel inside its row.
   [[nodiscard]] KVMELD_HD std::int64_t channel_offset(std::int64_t channel) const noexcept {
     return channel_split == 0 ? channel * channel_stride
-                              : (channel / channel_split) * split_stride + (channel % channel_split) * channel_stride;
+                              : (channel / channel_split) * split_stride +
+                                    (channel % channel_split) * channel_stride;
   }
   /// Whether a row's channels lie one after the other in memory.
-  [[nodiscard]] KVMELD_HD bool contiguous_rows() const noexcept { return channel_split == 0 && channel_stride == 1; }
+  [[nodiscard]] KVMELD_HD bool contiguous_rows() const noexcept {
+    return channel_split == 0 && channel_stride == 1;
+  }
   /// Bytes of one element, or of one block of a block type.
   [[nodiscard]] KVMELD_HD std::int64_t byte_offset(std::int64_t elements) const noexcept {
     return elements / block_elements(shape.type) * block_bytes(shape.type);

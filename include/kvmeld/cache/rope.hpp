@@ -1,10 +1,11 @@
 #pragma once
 
-/// How an engine rotates its keys by position, which declarations are sound, and which keys may be shifted.
+/// How an engine rotates its keys by position, which declarations are sound, and which keys may be
+/// shifted.
 
 #include <cstdint>
-#include <utility>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <kvmeld/config.hpp>
@@ -15,8 +16,9 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Which two channels turn together.
 ///
-/// The same model is `interleaved` in a Llama-family GGUF and `half_split` in HF and vLLM (the rows of its key
-/// projection are permuted): take the pairing from the engine that wrote the bytes, not from the model's name.
+/// The same model is `interleaved` in a Llama-family GGUF and `half_split` in HF and vLLM (the rows
+/// of its key projection are permuted): take the pairing from the engine that wrote the bytes, not
+/// from the model's name.
 enum class RopePairing : std::uint8_t {
   interleaved,  ///< channels 2i and 2i + 1 of the rotary part
   half_split,   ///< channels i and i + rotary / 2 of the rotary part
@@ -25,8 +27,10 @@ enum class RopePairing : std::uint8_t {
 /// The name of an enumerator as it is written in this header.
 [[nodiscard]] constexpr std::string_view to_string(RopePairing value) noexcept {
   switch (value) {
-    case RopePairing::interleaved: return "interleaved";
-    case RopePairing::half_split: return "half_split";
+    case RopePairing::interleaved:
+      return "interleaved";
+    case RopePairing::half_split:
+      return "half_split";
   }
   return "unknown";
 }
@@ -43,35 +47,50 @@ enum class RopeKind : std::uint8_t {
 /// The name of an enumerator as it is written in this header.
 [[nodiscard]] constexpr std::string_view to_string(RopeKind value) noexcept {
   switch (value) {
-    case RopeKind::none: return "none";
-    case RopeKind::rotary: return "rotary";
-    case RopeKind::multi_axis: return "multi_axis";
-    case RopeKind::undeclared: return "undeclared";
+    case RopeKind::none:
+      return "none";
+    case RopeKind::rotary:
+      return "rotary";
+    case RopeKind::multi_axis:
+      return "multi_axis";
+    case RopeKind::undeclared:
+      return "undeclared";
   }
   return "unknown";
 }
 
 /// How frequencies depart from `base^(-2i / rotary)`.
 enum class RopeScaling : std::uint8_t {
-  none,         ///< as they are
-  linear,       ///< position interpolation: all divided by `factor` (Chen et al. 2023, arXiv:2306.15595)
-  llama3,       ///< Llama 3.1: long wavelengths divided by `factor`, short kept, a linear blend between
-  yarn,         ///< NTK-by-parts with the index ramp that engines run (Peng et al. 2023, arXiv:2309.00071)
-  longrope,     ///< a divisor for each pair, other ones beyond `original_context` (Ding et al. 2024, arXiv:2402.13753)
-  dynamic_ntk,  ///< the base grows with the length beyond `original_context` (dynamic NTK, arXiv:2309.00071)
-  explicit_factors,  ///< a divisor for each pair, whatever the length, as llama.cpp's `rope_freqs` tensor
+  none,    ///< as they are
+  linear,  ///< position interpolation: all divided by `factor` (Chen et al. 2023, arXiv:2306.15595)
+  llama3,  ///< Llama 3.1: long wavelengths divided by `factor`, short kept, a linear blend between
+  yarn,  ///< NTK-by-parts with the index ramp that engines run (Peng et al. 2023, arXiv:2309.00071)
+  /// A divisor for each pair, other ones beyond `original_context` (Ding et al. 2024,
+  /// arXiv:2402.13753).
+  longrope,
+  /// The base grows with the length beyond `original_context` (dynamic NTK, arXiv:2309.00071).
+  dynamic_ntk,
+  /// A divisor for each pair, whatever the length, as llama.cpp's `rope_freqs` tensor.
+  explicit_factors,
 };
 
 /// The name of an enumerator as it is written in this header.
 [[nodiscard]] constexpr std::string_view to_string(RopeScaling value) noexcept {
   switch (value) {
-    case RopeScaling::none: return "none";
-    case RopeScaling::linear: return "linear";
-    case RopeScaling::llama3: return "llama3";
-    case RopeScaling::yarn: return "yarn";
-    case RopeScaling::longrope: return "longrope";
-    case RopeScaling::dynamic_ntk: return "dynamic_ntk";
-    case RopeScaling::explicit_factors: return "explicit_factors";
+    case RopeScaling::none:
+      return "none";
+    case RopeScaling::linear:
+      return "linear";
+    case RopeScaling::llama3:
+      return "llama3";
+    case RopeScaling::yarn:
+      return "yarn";
+    case RopeScaling::longrope:
+      return "longrope";
+    case RopeScaling::dynamic_ntk:
+      return "dynamic_ntk";
+    case RopeScaling::explicit_factors:
+      return "explicit_factors";
   }
   return "unknown";
 }
@@ -89,18 +108,24 @@ enum class RopeScaling : std::uint8_t {
 struct RopeSpec {
   RopeKind kind = RopeKind::undeclared;  ///< `none` rotates nothing and wants 0 rotary channels.
   RopePairing pairing = RopePairing::half_split;  ///< Which channels turn together.
-  std::int32_t first_channel = 0;                 ///< First rotated channel of a head; those before pass through.
-  std::int32_t rotary_channels = 0;               ///< Even number of rotated channels; those behind pass through.
-  double base = 10000.0;                          ///< Theta, > 1: pair i of r/2 turns by base^(-2i/r) a position.
-  RopeScaling scaling = RopeScaling::none;        ///< Which of the fields below count.
-  double factor = 1.0;                            ///< Context extension, read by all but `none` and `longrope`.
-  std::int32_t original_context = 0;      ///< Tokens of the pre-training context; linear and explicit do not read it.
-  double low_freq_factor = 1.0;           ///< llama3: turns over the original context up to which all is divided.
-  double high_freq_factor = 4.0;          ///< llama3: turns over the original context from which nothing is.
-  double beta_fast = 32.0;                ///< yarn: turns over the original context from which nothing is divided.
-  double beta_slow = 1.0;                 ///< yarn: turns over the original context up to which all is divided.
-  bool yarn_truncate = true;              ///< yarn: round the ramp's ends to whole pairs (false: gpt-oss).
-  double attention_factor = 1.0;          ///< Magnitude that the engine's keys carry; recorded, never applied again.
+  std::int32_t first_channel = 0;  ///< First rotated channel of a head; those before pass through.
+  /// Even number of rotated channels; those behind pass through.
+  std::int32_t rotary_channels = 0;
+  double base = 10000.0;  ///< Theta, > 1: pair i of r/2 turns by base^(-2i/r) a position.
+  RopeScaling scaling = RopeScaling::none;  ///< Which of the fields below count.
+  double factor = 1.0;  ///< Context extension, read by all but `none` and `longrope`.
+  /// Tokens of the pre-training context; linear and explicit do not read it.
+  std::int32_t original_context = 0;
+  /// Llama3: turns over the original context up to which all is divided.
+  double low_freq_factor = 1.0;
+  /// Llama3: turns over the original context from which nothing is.
+  double high_freq_factor = 4.0;
+  /// Yarn: turns over the original context from which nothing is divided.
+  double beta_fast = 32.0;
+  double beta_slow = 1.0;     ///< yarn: turns over the original context up to which all is divided.
+  bool yarn_truncate = true;  ///< yarn: round the ramp's ends to whole pairs (false: gpt-oss).
+  /// Magnitude that the engine's keys carry; recorded, never applied again.
+  double attention_factor = 1.0;
   std::vector<float> short_factors = {};  ///< longrope up to `original_context`. (rotary / 2)
   std::vector<float> long_factors = {};   ///< longrope beyond `original_context`. (rotary / 2)
   std::vector<float> factors = {};        ///< explicit_factors. (rotary / 2)
@@ -186,12 +211,15 @@ KVMELD_LAZY [[nodiscard]] Status check_declared(const RopeSpec& rope) {
 }
 
 /// True for numbers above zero and below infinity; false for NaN.
-[[nodiscard]] constexpr bool finite_positive(double x) noexcept { return x > 0.0 && x <= 1.7976931348623157e308; }
+[[nodiscard]] constexpr bool finite_positive(double x) noexcept {
+  return x > 0.0 && x <= 1.7976931348623157e308;
+}
 
-KVMELD_LAZY [[nodiscard]] Status check_factors(const std::vector<float>& factors, std::int32_t pairs, const char* name) {
+KVMELD_LAZY [[nodiscard]] Status check_factors(const std::vector<float>& factors,
+                                               std::int32_t pairs, const char* name) {
   if (factors.size() != static_cast<std::size_t>(pairs))
-    return error(ErrorCode::invalid_argument, "rope: ", name, " holds ", factors.size(), " values for ", pairs,
-                 " channel pairs; give one for each pair");
+    return error(ErrorCode::invalid_argument, "rope: ", name, " holds ", factors.size(),
+                 " values for ", pairs, " channel pairs; give one for each pair");
   for (std::size_t i = 0; i < factors.size(); ++i)
     if (!finite_positive(static_cast<double>(factors[i])))
       return error(ErrorCode::invalid_argument, "rope: ", name, "[", i, "] is ", factors[i],
@@ -207,8 +235,10 @@ KVMELD_LAZY [[nodiscard]] Status check_scaling(const RopeSpec& rope) {
                  "; it is finite and above 0");
   if (s == RopeScaling::none) return {};
   if (s != RopeScaling::longrope && !finite_positive(rope.factor))
-    return error(ErrorCode::invalid_argument, "rope: factor is ", rope.factor, "; it is finite and above 0");
-  if ((s == RopeScaling::llama3 || s == RopeScaling::yarn || s == RopeScaling::dynamic_ntk) && rope.factor < 1.0)
+    return error(ErrorCode::invalid_argument, "rope: factor is ", rope.factor,
+                 "; it is finite and above 0");
+  if ((s == RopeScaling::llama3 || s == RopeScaling::yarn || s == RopeScaling::dynamic_ntk) &&
+      rope.factor < 1.0)
     return error(ErrorCode::invalid_argument, "rope: factor is ", rope.factor,
                  "; this scaling extends, so it is at least 1");
   if (s != RopeScaling::linear && s != RopeScaling::explicit_factors && rope.original_context <= 0)
@@ -218,20 +248,24 @@ KVMELD_LAZY [[nodiscard]] Status check_scaling(const RopeSpec& rope) {
     case RopeScaling::llama3:
       if (!finite_positive(rope.low_freq_factor) || !finite_positive(rope.high_freq_factor) ||
           rope.low_freq_factor >= rope.high_freq_factor)
-        return error(ErrorCode::invalid_argument, "rope: llama3 needs 0 < low_freq_factor < high_freq_factor, got ",
+        return error(ErrorCode::invalid_argument,
+                     "rope: llama3 needs 0 < low_freq_factor < high_freq_factor, got ",
                      rope.low_freq_factor, " and ", rope.high_freq_factor);
       return {};
     case RopeScaling::yarn:
-      if (!finite_positive(rope.beta_slow) || !finite_positive(rope.beta_fast) || rope.beta_slow >= rope.beta_fast)
-        return error(ErrorCode::invalid_argument, "rope: yarn needs 0 < beta_slow < beta_fast, got ", rope.beta_slow,
-                     " and ", rope.beta_fast);
+      if (!finite_positive(rope.beta_slow) || !finite_positive(rope.beta_fast) ||
+          rope.beta_slow >= rope.beta_fast)
+        return error(ErrorCode::invalid_argument,
+                     "rope: yarn needs 0 < beta_slow < beta_fast, got ", rope.beta_slow, " and ",
+                     rope.beta_fast);
       return {};
     case RopeScaling::longrope:
       KVMELD_TRY(check_factors(rope.short_factors, pairs, "short_factors"));
       return check_factors(rope.long_factors, pairs, "long_factors");
     case RopeScaling::dynamic_ntk:
       if (rope.rotary_channels <= 2)
-        return error(ErrorCode::invalid_argument, "rope: dynamic_ntk needs more than 2 rotary channels, got ",
+        return error(ErrorCode::invalid_argument,
+                     "rope: dynamic_ntk needs more than 2 rotary channels, got ",
                      rope.rotary_channels);
       return {};
     case RopeScaling::explicit_factors:
@@ -240,12 +274,14 @@ KVMELD_LAZY [[nodiscard]] Status check_scaling(const RopeSpec& rope) {
     case RopeScaling::linear:
       return {};
   }
-  return error(ErrorCode::unknown_field, "rope: scaling ", static_cast<int>(s), " is none that this build knows");
+  return error(ErrorCode::unknown_field, "rope: scaling ", static_cast<int>(s),
+               " is none that this build knows");
 }
 
 }  // namespace detail
 
-/// Whether frequencies depend on how long the context is, so that a stored key does not say by which it was turned.
+/// Whether frequencies depend on how long the context is, so that a stored key does not say by
+/// which it was turned.
 [[nodiscard]] inline bool length_dependent(const RopeSpec& rope) noexcept {
   return rope.kind == RopeKind::rotary &&
          (rope.scaling == RopeScaling::longrope || rope.scaling == RopeScaling::dynamic_ntk);
@@ -259,7 +295,8 @@ KVMELD_LAZY [[nodiscard]] Status check_scaling(const RopeSpec& rope) {
 /// build), `invalid_argument`.
 KVMELD_LAZY [[nodiscard]] Status validate(const RopeSpec& rope, std::int32_t channels) {
   using detail::error;
-  if (channels <= 0) return error(ErrorCode::invalid_argument, "rope: a head of ", channels, " channels");
+  if (channels <= 0)
+    return error(ErrorCode::invalid_argument, "rope: a head of ", channels, " channels");
   KVMELD_TRY(detail::check_declared(rope));
   if (rope.kind == RopeKind::multi_axis)
     return error(ErrorCode::rope_unsupported,
@@ -286,12 +323,14 @@ KVMELD_LAZY [[nodiscard]] Status validate(const RopeSpec& rope, std::int32_t cha
   if (rope.rotary_channels <= 0 || rope.rotary_channels % 2 != 0)
     return error(ErrorCode::invalid_argument, "rope: rotary_channels is ", rope.rotary_channels,
                  "; it is even and above 0");
-  if (rope.first_channel < 0 || rope.rotary_channels > channels || rope.first_channel > channels - rope.rotary_channels)
+  if (rope.first_channel < 0 || rope.rotary_channels > channels ||
+      rope.first_channel > channels - rope.rotary_channels)
     return error(ErrorCode::invalid_argument, "rope: channels ", rope.first_channel, " to ",
-                 static_cast<std::int64_t>(rope.first_channel) + rope.rotary_channels, " do not fit a head of ",
-                 channels);
+                 static_cast<std::int64_t>(rope.first_channel) + rope.rotary_channels,
+                 " do not fit a head of ", channels);
   if (!detail::finite_positive(rope.base) || rope.base <= 1.0)
-    return error(ErrorCode::invalid_argument, "rope: base is ", rope.base, "; it is finite and above 1");
+    return error(ErrorCode::invalid_argument, "rope: base is ", rope.base,
+                 "; it is finite and above 1");
   return detail::check_scaling(rope);
 }
 
@@ -306,15 +345,16 @@ KVMELD_LAZY [[nodiscard]] Status validate(const RopeSpec& rope, std::int32_t cha
 /// either is beyond `original_context`; LongRoPE: they lie on different sides of it),
 /// `rope_unsupported` (several axes), `invalid_argument` (a negative length, a spec that nobody
 /// declared).
-KVMELD_LAZY [[nodiscard]] Status check_shift(const RopeSpec& rope, std::int64_t source_length, std::int64_t target_length) {
+KVMELD_LAZY [[nodiscard]] Status check_shift(const RopeSpec& rope, std::int64_t source_length,
+                                             std::int64_t target_length) {
   using detail::error;
   KVMELD_TRY(detail::check_declared(rope));
   if (rope.kind == RopeKind::multi_axis)
     return error(ErrorCode::rope_unsupported,
                  "rope: keys with several position axes (M-RoPE) cannot be shifted by one number");
   if (source_length < 0 || target_length < 0)
-    return error(ErrorCode::invalid_argument, "rope: context lengths ", source_length, " and ", target_length,
-                 "; neither may be negative");
+    return error(ErrorCode::invalid_argument, "rope: context lengths ", source_length, " and ",
+                 target_length, "; neither may be negative");
   if (!length_dependent(rope)) return {};
   const std::int64_t original = rope.original_context;
   const bool source_beyond = source_length > original;
@@ -323,8 +363,8 @@ KVMELD_LAZY [[nodiscard]] Status check_shift(const RopeSpec& rope, std::int64_t 
                         ? source_beyond == target_beyond
                         : (!source_beyond && !target_beyond) || source_length == target_length;
   if (same) return {};
-  return error(ErrorCode::rope_length_dependent, "rope: frequencies change between contexts of ", source_length,
-               " and ", target_length, " tokens (original context ", original,
+  return error(ErrorCode::rope_length_dependent, "rope: frequencies change between contexts of ",
+               source_length, " and ", target_length, " tokens (original context ", original,
                "), so stored keys cannot be shifted; recompute them, or seal them before rotation");
 }
 

@@ -12,11 +12,12 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Farthest that keys are turned, in positions; with `max_rope_frequency` it keeps f64 angles below 1e9, where they are
-/// sharp.
+/// Farthest that keys are turned, in positions; with `max_rope_frequency` it keeps f64 angles below
+/// 1e9, where they are sharp.
 inline constexpr std::int64_t max_rope_shift = std::int64_t{1} << 24;
 
-/// Fastest pair that is believed, in radians a position: a plain rope has 1, and stored divisors hardly go below 1.
+/// Fastest pair that is believed, in radians a position: a plain rope has 1, and stored divisors
+/// hardly go below 1.
 inline constexpr double max_rope_frequency = 32.0;
 
 namespace detail {
@@ -28,14 +29,16 @@ inline constexpr double two_pi = 6.283185307179586476925;
   return static_cast<double>(rope.original_context) * frequency / two_pi;
 }
 
-/// Llama 3.1 (the `llama3` rope type of its published configuration): pairs that turn fewer than `low_freq_factor`
-/// times over the original context are slowed by `factor`, those that turn more than `high_freq_factor` times are kept,
-/// and between them the frequency is blended linearly in the number of turns.
+/// Llama 3.1 (the `llama3` rope type of its published configuration): pairs that turn fewer than
+/// `low_freq_factor` times over the original context are slowed by `factor`, those that turn more
+/// than `high_freq_factor` times are kept, and between them the frequency is blended linearly in
+/// the number of turns.
 KVMELD_LAZY [[nodiscard]] double llama3_frequency(const RopeSpec& rope, double f) noexcept {
   const double turns = turns_over_context(rope, f);
   if (turns > rope.high_freq_factor) return f;
   if (turns < rope.low_freq_factor) return f / rope.factor;
-  const double keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor);
+  const double keep =
+      (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor);
   return fma(f, keep, (f / rope.factor) * (1.0 - keep));
 }
 
@@ -43,12 +46,13 @@ KVMELD_LAZY [[nodiscard]] double llama3_frequency(const RopeSpec& rope, double f
 /// base^(-2x/r) * context = 2 pi turns, solved for x (YaRN, arXiv:2309.00071, appendix A.2).
 KVMELD_LAZY [[nodiscard]] double yarn_index(const RopeSpec& rope, double turns) noexcept {
   const double r = static_cast<double>(rope.rotary_channels);
-  return r * math::log(static_cast<double>(rope.original_context) / (turns * two_pi)) / (2.0 * math::log(rope.base));
+  return r * math::log(static_cast<double>(rope.original_context) / (turns * two_pi)) /
+         (2.0 * math::log(rope.base));
 }
 
-/// Where YaRN's blend begins and ends, in pairs. The paper's ramp is linear in the number of turns; the code published
-/// with it, and every engine since, makes it linear in the pair's index between ends rounded outwards, and cached keys
-/// follow the engines.
+/// Where YaRN's blend begins and ends, in pairs. The paper's ramp is linear in the number of turns;
+/// the code published with it, and every engine since, makes it linear in the pair's index between
+/// ends rounded outwards, and cached keys follow the engines.
 struct YarnRamp {
   double low = 0.0;
   double high = 0.0;
@@ -62,7 +66,8 @@ struct YarnRamp {
       high = __builtin_ceil(high);
     }
     const double last =
-        static_cast<double>(rope.rotary_channels - 1);  // channels, not pairs: as the published code has it
+        // channels, not pairs: as the published code has it
+        static_cast<double>(rope.rotary_channels - 1);
     if (low < 0.0) low = 0.0;
     if (high > last) high = last;
     if (high - low < 0.001) high = low + 0.001;
@@ -75,12 +80,14 @@ struct YarnRamp {
   }
 };
 
-/// Dynamic NTK: the base for which the slowest pair turns over the longer context as often as it did over the original
-/// one.
-KVMELD_LAZY [[nodiscard]] double dynamic_base(const RopeSpec& rope, std::int64_t context_length) noexcept {
+/// Dynamic NTK: the base for which the slowest pair turns over the longer context as often as it
+/// did over the original one.
+KVMELD_LAZY [[nodiscard]] double dynamic_base(const RopeSpec& rope,
+                                              std::int64_t context_length) noexcept {
   if (context_length <= rope.original_context) return rope.base;
   const double r = static_cast<double>(rope.rotary_channels);
-  const double stretch = rope.factor * static_cast<double>(context_length) / static_cast<double>(rope.original_context);
+  const double stretch = rope.factor * static_cast<double>(context_length) /
+                         static_cast<double>(rope.original_context);
   return rope.base * math::pow(stretch - (rope.factor - 1.0), r / (r - 2.0));
 }
 
@@ -88,32 +95,36 @@ KVMELD_LAZY [[nodiscard]] double dynamic_base(const RopeSpec& rope, std::int64_t
 
 /// Radians a position for every channel pair, in f64. (rotary_channels / 2)
 ///
-/// `context_length` picks the frequencies of `dynamic_ntk` and `longrope` (the total length in tokens, or the context
-/// size where the engine decides by that) and must be above 0 for them; the others ignore it. `kind == none` yields an
-/// empty vector. Engines compute these in f32, often as a running product, and may be off by some 1e-6 relative; angles
-/// then differ by that times the position. Errors: those of `validate`; `invalid_argument` without a length where one
-/// is needed. One power a pair.
-KVMELD_LAZY [[nodiscard]] Result<std::vector<double>> inverse_frequencies(const RopeSpec& rope,
-                                                                     std::int64_t context_length) {
+/// `context_length` picks the frequencies of `dynamic_ntk` and `longrope` (the total length in
+/// tokens, or the context size where the engine decides by that) and must be above 0 for them; the
+/// others ignore it. `kind == none` yields an empty vector. Engines compute these in f32, often as
+/// a running product, and may be off by some 1e-6 relative; angles then differ by that times the
+/// position. Errors: those of `validate`; `invalid_argument` without a length where one is needed.
+/// One power a pair.
+KVMELD_LAZY [[nodiscard]] Result<std::vector<double>> inverse_frequencies(
+    const RopeSpec& rope, std::int64_t context_length) {
   // The head size is not known here and does not matter: any that holds the rotary part will do.
   const std::int64_t end = static_cast<std::int64_t>(rope.first_channel) + rope.rotary_channels;
   const bool fits = end > 0 && end <= 0x7fffffff;
-  if (Status status = validate(rope, fits ? static_cast<std::int32_t>(end) : 1); !status) return status;
+  if (Status status = validate(rope, fits ? static_cast<std::int32_t>(end) : 1); !status)
+    return status;
   if (length_dependent(rope) && context_length <= 0)
     return detail::error(ErrorCode::invalid_argument,
-                         "rope: frequencies depend on the context length, which is given as ", context_length,
-                         "; pass the length that the keys were made for");
+                         "rope: frequencies depend on the context length, which is given as ",
+                         context_length, "; pass the length that the keys were made for");
   std::vector<double> result;
   if (rope.kind == RopeKind::none) return result;
   const std::int32_t pairs = rope.rotary_channels / 2;
   const bool dynamic = rope.scaling == RopeScaling::dynamic_ntk;
   const double base = dynamic ? detail::dynamic_base(rope, context_length) : rope.base;
-  const std::vector<float>& stretch = context_length > rope.original_context ? rope.long_factors : rope.short_factors;
+  const std::vector<float>& stretch =
+      context_length > rope.original_context ? rope.long_factors : rope.short_factors;
   const detail::YarnRamp ramp(rope);
   result.reserve(static_cast<std::size_t>(pairs));
   for (std::int32_t i = 0; i < pairs; ++i) {
     const auto index = static_cast<std::size_t>(i);
-    double f = math::pow(base, -2.0 * static_cast<double>(i) / static_cast<double>(rope.rotary_channels));
+    double f =
+        math::pow(base, -2.0 * static_cast<double>(i) / static_cast<double>(rope.rotary_channels));
     switch (rope.scaling) {
       case RopeScaling::none:
       case RopeScaling::dynamic_ntk:
@@ -138,7 +149,8 @@ KVMELD_LAZY [[nodiscard]] Result<std::vector<double>> inverse_frequencies(const 
     }
     if (!(f >= 0.0 && f <= max_rope_frequency))
       return detail::error(ErrorCode::invalid_argument, "rope: pair ", i, " turns by ", f,
-                           " radians a position, more than ", max_rope_frequency, "; check factor and divisors");
+                           " radians a position, more than ", max_rope_frequency,
+                           "; check factor and divisors");
     result.push_back(f);
   }
   return result;

@@ -40,34 +40,38 @@ KVMELD_ALWAYS_INLINE void fill_rope_row(double shift, const double* frequencies,
   }
 }
 
-inline void fill_rope_row_baseline(double shift, const double* frequencies, std::size_t pairs, float* row) noexcept {
+inline void fill_rope_row_baseline(double shift, const double* frequencies, std::size_t pairs,
+                                   float* row) noexcept {
   fill_rope_row(shift, frequencies, pairs, row);
 }
-KVMELD_TARGET_AVX2 inline void fill_rope_row_avx2(double shift, const double* frequencies, std::size_t pairs,
-                                                  float* row) noexcept {
+KVMELD_TARGET_AVX2 inline void fill_rope_row_avx2(double shift, const double* frequencies,
+                                                  std::size_t pairs, float* row) noexcept {
   fill_rope_row(shift, frequencies, pairs, row);
 }
-KVMELD_TARGET_AVX512 inline void fill_rope_row_avx512(double shift, const double* frequencies, std::size_t pairs,
-                                                      float* row) noexcept {
+KVMELD_TARGET_AVX512 inline void fill_rope_row_avx512(double shift, const double* frequencies,
+                                                      std::size_t pairs, float* row) noexcept {
   fill_rope_row(shift, frequencies, pairs, row);
 }
 
 /// The row filler for an instruction set; bytes are the same for each.
 [[nodiscard]] inline auto rope_row_filler(Isa isa) noexcept {
-  return isa == Isa::avx512 ? fill_rope_row_avx512 : isa == Isa::avx2 ? fill_rope_row_avx2 : fill_rope_row_baseline;
+  return isa == Isa::avx512 ? fill_rope_row_avx512
+         : isa == Isa::avx2 ? fill_rope_row_avx2
+                            : fill_rope_row_baseline;
 }
 
 }  // namespace detail
 
 /// Rows of cosines and sines in f32, one row a shift, of unit magnitude whatever the scaling.
 ///
-/// Row s: `pairs()` cosines, then `pairs()` sines; each row starts on a 64-byte boundary, `row_stride()` floats apart,
-/// so `data()` can be copied to a device as it lies. YaRN's attention factor is not in it: keys carry that already, and
-/// a shift that applies it again scales them (by 1.1386 for factor 4).
+/// Row s: `pairs()` cosines, then `pairs()` sines; each row starts on a 64-byte boundary,
+/// `row_stride()` floats apart, so `data()` can be copied to a device as it lies. YaRN's attention
+/// factor is not in it: keys carry that already, and a shift that applies it again scales them (by
+/// 1.1386 for factor 4).
 ///
-/// Accuracy: the angle is shift * frequency in f64, its cosine and sine are rounded once to f32, so an entry is within
-/// 2^-25 + |angle| * 2^-50 of the exact one, and cos^2 + sin^2 within 2^-23 of 1. Bytes do not depend on compiler or
-/// processor.
+/// Accuracy: the angle is shift * frequency in f64, its cosine and sine are rounded once to f32, so
+/// an entry is within 2^-25 + |angle| * 2^-50 of the exact one, and cos^2 + sin^2 within 2^-23 of
+/// 1. Bytes do not depend on compiler or processor.
 class RopeTable {
  public:
   /// A table without rows, as of layers whose keys carry no position.
@@ -75,15 +79,17 @@ class RopeTable {
 
   /// Computes one row for each shift, in the order given; the caller keeps them distinct.
   ///
-  /// `context_length` picks the frequencies where they depend on it (see `inverse_frequencies`); `check_shift` says
-  /// whether the shift is sound there at all. O(shifts * pairs). Errors: those of `validate`; `invalid_argument` for
+  /// `context_length` picks the frequencies where they depend on it (see `inverse_frequencies`);
+  /// `check_shift` says whether the shift is sound there at all. O(shifts * pairs). Errors: those
+  /// of `validate`; `invalid_argument` for
   /// |shift| above `max_rope_shift` or a missing length.
-  KVMELD_LAZY [[nodiscard]] static Result<RopeTable> build(const RopeSpec& rope, std::span<const std::int64_t> shifts,
-                                               std::int64_t context_length = 0) {
+  KVMELD_LAZY [[nodiscard]] static Result<RopeTable> build(const RopeSpec& rope,
+                                                           std::span<const std::int64_t> shifts,
+                                                           std::int64_t context_length = 0) {
     for (std::size_t s = 0; s < shifts.size(); ++s)
       if (shifts[s] > max_rope_shift || shifts[s] < -max_rope_shift)
-        return detail::error(ErrorCode::invalid_argument, "rope: shift ", s, " is ", shifts[s], ", beyond ",
-                             max_rope_shift, " positions");
+        return detail::error(ErrorCode::invalid_argument, "rope: shift ", s, " is ", shifts[s],
+                             ", beyond ", max_rope_shift, " positions");
     const Result<std::vector<double>> frequencies = inverse_frequencies(rope, context_length);
     if (!frequencies) return frequencies.error();
     RopeTable table;
@@ -103,7 +109,8 @@ class RopeTable {
     return blocks_.empty() ? nullptr : blocks_[shift_index * blocks_per_row_].values;
   }
 
-  /// Shifts, channel pairs, floats from one row to the next, and everything that a device needs copied.
+  /// Shifts, channel pairs, floats from one row to the next, and everything that a device needs
+  /// copied.
   [[nodiscard]] std::size_t rows() const noexcept { return rows_; }
   [[nodiscard]] std::size_t pairs() const noexcept { return pairs_; }
   [[nodiscard]] std::size_t row_stride() const noexcept { return blocks_per_row_ * Block::size; }
@@ -116,7 +123,9 @@ class RopeTable {
     float values[size] = {};
   };
   // std::vector aligns its elements and not its rows, hence whole blocks.
-  [[nodiscard]] float* mutable_row(std::size_t s) noexcept { return blocks_.data()[s * blocks_per_row_].values; }
+  [[nodiscard]] float* mutable_row(std::size_t s) noexcept {
+    return blocks_.data()[s * blocks_per_row_].values;
+  }
 
   std::size_t rows_ = 0;
   std::size_t pairs_ = 0;

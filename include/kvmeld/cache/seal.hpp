@@ -19,10 +19,11 @@ KVMELD_NAMESPACE_BEGIN
 /// What `seal` needs to know beside the bytes.
 struct SealOptions {
   Role role = Role::span;
-  std::span<const TokenId> tokens{};        ///< one for each token of the view; empty: a latent fragment
-  std::span<const std::int64_t> positions{};///< one for each token of the view, strictly ascending; empty: 0, 1, 2, …
-  std::int64_t drop_first = 0;              ///< leading tokens (prefix, lead-in) that are context, not content
-  Context context{};                        ///< what the dropped tokens were
+  std::span<const TokenId> tokens{};  ///< one for each token of the view; empty: a latent fragment
+  /// One for each token of the view, strictly ascending; empty: 0, 1, 2, ….
+  std::span<const std::int64_t> positions{};
+  std::int64_t drop_first = 0;  ///< leading tokens (prefix, lead-in) that are context, not content
+  Context context{};            ///< what the dropped tokens were
 };
 
 namespace detail {
@@ -31,34 +32,43 @@ KVMELD_LAZY [[nodiscard]] Status check_seal(const KvCacheRef& view, const SealOp
   KVMELD_TRY(check_on_host(view, "seal"));
   const auto n = static_cast<std::size_t>(view.tokens());
   if (!options.tokens.empty() && options.tokens.size() != n) {
-    return error(ErrorCode::token_count_mismatch, options.tokens.size(), " token ids for ", n, " rows of K/V");
+    return error(ErrorCode::token_count_mismatch, options.tokens.size(), " token ids for ", n,
+                 " rows of K/V");
   }
   if (!options.positions.empty() && options.positions.size() != n) {
-    return error(ErrorCode::token_count_mismatch, options.positions.size(), " positions for ", n, " rows of K/V");
+    return error(ErrorCode::token_count_mismatch, options.positions.size(), " positions for ", n,
+                 " rows of K/V");
   }
   for (std::size_t i = 1; i < options.positions.size(); ++i) {
     if (options.positions[i] <= options.positions[i - 1]) {
-      return error(ErrorCode::duplicate_position, "position ", options.positions[i], " of token ", i, " follows position ",
-                   options.positions[i - 1], "; source positions must ascend strictly");
+      return error(ErrorCode::duplicate_position, "position ", options.positions[i], " of token ",
+                   i, " follows position ", options.positions[i - 1],
+                   "; source positions must ascend strictly");
     }
   }
-  if (!options.positions.empty() && (options.positions.front() < 0 || options.positions.back() > max_position)) {
-    return error(ErrorCode::invalid_argument, "positions ", options.positions.front(), " to ", options.positions.back(),
-                 " are not in [0, ", max_position, "]");
+  if (!options.positions.empty() &&
+      (options.positions.front() < 0 || options.positions.back() > max_position)) {
+    return error(ErrorCode::invalid_argument, "positions ", options.positions.front(), " to ",
+                 options.positions.back(), " are not in [0, ", max_position, "]");
   }
   if (options.drop_first < 0 || options.drop_first > view.tokens()) {
-    return error(ErrorCode::invalid_argument, "drop_first ", options.drop_first, " of ", n, " tokens");
+    return error(ErrorCode::invalid_argument, "drop_first ", options.drop_first, " of ", n,
+                 " tokens");
   }
-  if (options.role > Role::span) return error(ErrorCode::unknown_field, "role unknown to this build");
-  if (options.role == Role::prefix && (options.drop_first != 0 || !options.context.prefix.empty())) {
-    return error(ErrorCode::invalid_argument, "a prefix stands first: it drops nothing and names no prefix");
+  if (options.role > Role::span)
+    return error(ErrorCode::unknown_field, "role unknown to this build");
+  if (options.role == Role::prefix &&
+      (options.drop_first != 0 || !options.context.prefix.empty())) {
+    return error(ErrorCode::invalid_argument,
+                 "a prefix stands first: it drops nothing and names no prefix");
   }
   for (const PlaneRef& plane : view.planes()) KVMELD_TRY(check_scales(plane, "seal"));
   return validate(view.geometry());
 }
 
 /// Which of the tokens from `first` on a layer holds; its planes must agree.
-KVMELD_LAZY [[nodiscard]] Result<TokenSet> present_tokens(const KvCacheRef& view, std::size_t layer, std::int64_t first) {
+KVMELD_LAZY [[nodiscard]] Result<TokenSet> present_tokens(const KvCacheRef& view, std::size_t layer,
+                                                          std::int64_t first) {
   const std::size_t planes = view.geometry().layers[layer].planes.size();
   TokenSet set;
   if (planes == 0) return set;
@@ -68,7 +78,8 @@ KVMELD_LAZY [[nodiscard]] Result<TokenSet> present_tokens(const KvCacheRef& view
     const bool here = view.plane(layer, 0).slots.slot(t) >= 0;
     for (std::size_t p = 1; p < planes; ++p) {
       if ((view.plane(layer, p).slots.slot(t) >= 0) != here) {
-        return error(ErrorCode::token_count_mismatch, "layer ", layer, ": plane ", p, " and plane 0 disagree about token ", t);
+        return error(ErrorCode::token_count_mismatch, "layer ", layer, ": plane ", p,
+                     " and plane 0 disagree about token ", t);
       }
     }
     if (here) present.push_back(static_cast<std::int32_t>(t - first));
@@ -80,12 +91,15 @@ KVMELD_LAZY [[nodiscard]] Result<TokenSet> present_tokens(const KvCacheRef& view
 }
 
 /// Copies a view into a payload; digest and context are the caller's.
-KVMELD_LAZY [[nodiscard]] Result<Payload> gather_payload(const KvCacheRef& view, const SealOptions& options) {
+KVMELD_LAZY [[nodiscard]] Result<Payload> gather_payload(const KvCacheRef& view,
+                                                         const SealOptions& options) {
   Payload payload;
   const std::int64_t first = options.drop_first;
   const std::int64_t count = view.tokens() - first;
   for (std::int64_t t = 0; t < count; ++t) {
-    payload.positions.push_back(options.positions.empty() ? first + t : options.positions[static_cast<std::size_t>(first + t)]);
+    payload.positions.push_back(options.positions.empty()
+                                    ? first + t
+                                    : options.positions[static_cast<std::size_t>(first + t)]);
   }
   const Geometry& geometry = view.geometry();
   std::size_t total = 0;
@@ -103,7 +117,8 @@ KVMELD_LAZY [[nodiscard]] Result<Payload> gather_payload(const KvCacheRef& view,
       total += rows * static_cast<std::size_t>(row_scales(shape)) * sizeof(float);
     }
   }
-  // Zero-filled, so that padding hashes alike; never empty, since null bytes mean an evicted payload.
+  // Zero-filled, so that padding hashes alike; never empty, since null bytes mean an evicted
+  // payload.
   const auto storage = std::make_shared<std::vector<std::byte>>(std::max<std::size_t>(total, 1));
   std::vector<double> peaks;
   std::size_t index = 0;
@@ -130,7 +145,8 @@ KVMELD_LAZY [[nodiscard]] Result<Payload> gather_payload(const KvCacheRef& view,
                     static_cast<std::size_t>(scales - scales_begin) * sizeof(float));
       peaks.push_back(normalise(plane.shape.type, begin, static_cast<std::size_t>(out - begin)));
       if (!is_finite(peaks.back()) || !is_finite(scale)) {
-        return error(ErrorCode::non_finite, "layer ", l, " plane ", p, " holds a NaN or an infinity");
+        return error(ErrorCode::non_finite, "layer ", l, " plane ", p,
+                     " holds a NaN or an infinity");
       }
     }
   }
@@ -173,7 +189,8 @@ template <ContentHash Hash>
   return h.hash().finish();
 }
 
-/// Names a body: geometry, role, context, tokens, and each payload's own digest, so that either is fetched alone.
+/// Names a body: geometry, role, context, tokens, and each payload's own digest, so that either is
+/// fetched alone.
 template <ContentHash Hash>
 [[nodiscard]] FragmentId fragment_id(const Fragment::Body& body) {
   BasicHasher<Hash> h;
@@ -222,29 +239,37 @@ template <ContentHash Hash = Xxh3_128>
   return Fragment(std::move(body));
 }
 
-/// Adds a second encoding of the same tokens to a fragment: the one without lead-in, for whichever span renders first.
+/// Adds a second encoding of the same tokens to a fragment: the one without lead-in, for whichever
+/// span renders first.
 ///
 /// Ids are compared; that placeholders of both stand for the same picture, and that latent tokens
 /// are the same, is the caller's word. Errors: those of `seal`; `geometry_mismatch`,
 /// `token_count_mismatch` or `invalid_argument` where the encodings are not of the same tokens
 /// behind the same prefix; `hash_mismatch` where `fragment` was named by another hash.
 template <ContentHash Hash = Xxh3_128>
-[[nodiscard]] Result<Fragment> with_variant(const Fragment& fragment, const KvCacheRef& view, const SealOptions& options) {
+[[nodiscard]] Result<Fragment> with_variant(const Fragment& fragment, const KvCacheRef& view,
+                                            const SealOptions& options) {
   if (options.context.lead_in != Digest128{}) {
-    return detail::error(ErrorCode::invalid_argument, "the variant is the encoding without lead-in, and a lead-in is named");
+    return detail::error(ErrorCode::invalid_argument,
+                         "the variant is the encoding without lead-in, and a lead-in is named");
   }
   if (fragment.payloads().size() != 1) {
-    return detail::error(ErrorCode::invalid_argument, "a fragment has at most 2 payloads, this one has ", fragment.payloads().size());
+    return detail::error(ErrorCode::invalid_argument,
+                         "a fragment has at most 2 payloads, this one has ",
+                         fragment.payloads().size());
   }
   if (fragment.id().tag() != Hash::tag) {
-    return detail::error(ErrorCode::hash_mismatch, "fragment named by hash ", fragment.id().tag(), ", variant by ", Hash::tag);
+    return detail::error(ErrorCode::hash_mismatch, "fragment named by hash ", fragment.id().tag(),
+                         ", variant by ", Hash::tag);
   }
   auto other = seal<Hash>(view, options);
   if (!other) return other.error();
   KVMELD_TRY(check_same(fragment.geometry(), other->geometry()));
   const std::span<const TokenId> tokens = fragment.tokens(), others = other->tokens();
-  if (!std::equal(tokens.begin(), tokens.end(), others.begin(), others.end()) || fragment.token_count() != other->token_count()) {
-    return detail::error(ErrorCode::token_count_mismatch, "the variant encodes ", other->token_count(), " tokens that are not the fragment's ",
+  if (!std::equal(tokens.begin(), tokens.end(), others.begin(), others.end()) ||
+      fragment.token_count() != other->token_count()) {
+    return detail::error(ErrorCode::token_count_mismatch, "the variant encodes ",
+                         other->token_count(), " tokens that are not the fragment's ",
                          fragment.token_count());
   }
   if (fragment.prefix() != other->prefix() || fragment.role() != other->role()) {

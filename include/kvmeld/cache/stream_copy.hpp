@@ -56,7 +56,8 @@ KVMELD_ALWAYS_INLINE void stream_line(std::byte* out, const std::byte* in) noexc
 }
 
 /// Streams whole lines, four stretches in turn; returns the bytes that are done.
-KVMELD_LAZY std::size_t stream_four_pages(std::byte* out, const std::byte* in, std::size_t bytes) noexcept {
+KVMELD_LAZY std::size_t stream_four_pages(std::byte* out, const std::byte* in,
+                                          std::size_t bytes) noexcept {
   constexpr std::size_t stretch = stream_stretch, line = 64;
   std::size_t at = 0;
   for (; at + 4 * stretch <= bytes; at += 4 * stretch) {
@@ -73,8 +74,8 @@ KVMELD_LAZY std::size_t stream_four_pages(std::byte* out, const std::byte* in, s
 }
 
 /// Streams whole lines one after the other in vectors of 32 bytes; returns the bytes that are done.
-KVMELD_LAZY KVMELD_TARGET_AVX2 KVMELD_NOINLINE std::size_t stream_one_page(std::byte* out, const std::byte* in,
-                                                                           std::size_t bytes) noexcept {
+KVMELD_LAZY KVMELD_TARGET_AVX2 KVMELD_NOINLINE std::size_t stream_one_page(
+    std::byte* out, const std::byte* in, std::size_t bytes) noexcept {
   typedef vector_t<long long, 32> Chunk;
   std::size_t at = 0;
   for (; at + 64 <= bytes; at += 64) {
@@ -93,8 +94,10 @@ KVMELD_LAZY KVMELD_TARGET_AVX2 KVMELD_NOINLINE std::size_t stream_one_page(std::
   return at;
 }
 
-/// Copies bytes without keeping their destination in the caches, whatever their number; `stream_fence` orders the stores. No overlap.
-KVMELD_LAZY inline void stream_copy(std::byte* out, const std::byte* in, std::size_t bytes) noexcept {
+/// Copies bytes without keeping their destination in the caches, whatever their number;
+/// `stream_fence` orders the stores. No overlap.
+KVMELD_LAZY inline void stream_copy(std::byte* out, const std::byte* in,
+                                    std::size_t bytes) noexcept {
   std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(out) % 64) % 64;
   if (head > bytes) head = bytes;
   std::memcpy(out, in, head);
@@ -108,24 +111,29 @@ inline void stream_fence() noexcept { __builtin_ia32_sfence(); }
 
 #else
 
-inline void stream_copy(std::byte* out, const std::byte* in, std::size_t bytes) noexcept { std::memcpy(out, in, bytes); }
+inline void stream_copy(std::byte* out, const std::byte* in, std::size_t bytes) noexcept {
+  std::memcpy(out, in, bytes);
+}
 inline void stream_fence() noexcept {}
 
 #endif  // KVMELD_X86_DISPATCH
 
 }  // namespace detail
 
-/// Measures which way to stream is the fastest here, in the caller's memory: copies of half of `scratch` to its other half by `memcpy`
-/// and by both ways, the best of three each. Neither chooses nor allocates: give the result to `set_streaming`.
+/// Measures which way to stream is the fastest here, in the caller's memory: copies of half of
+/// `scratch` to its other half by `memcpy` and by both ways, the best of three each. Neither
+/// chooses nor allocates: give the result to `set_streaming`.
 ///
-/// The way is `off` where `memcpy` was the fastest; the threshold stays that of `default_streaming`.
-/// Takes some 30 ms for 64 MiB, which should be several times the threshold: what fits the caches is
-/// copied through them the fastest. Errors: `invalid_argument` (less than 2 MiB).
+/// The way is `off` where `memcpy` was the fastest; the threshold stays that of
+/// `default_streaming`. Takes some 30 ms for 64 MiB, which should be several times the threshold:
+/// what fits the caches is copied through them the fastest. Errors: `invalid_argument` (less than 2
+/// MiB).
 KVMELD_LAZY [[nodiscard]] Result<Streaming> measure_streaming(std::span<std::byte> scratch) {
   constexpr std::size_t least = std::size_t{2} << 20;
   if (scratch.size() < least) {
-    return detail::error(ErrorCode::invalid_argument, "measuring in ", scratch.size(), " bytes; give ", least,
-                         " or more, and several times the last-level cache for a figure that means something");
+    return detail::error(
+        ErrorCode::invalid_argument, "measuring in ", scratch.size(), " bytes; give ", least,
+        " or more, and several times the last-level cache for a figure that means something");
   }
   const std::size_t bytes = scratch.size() / 2;
   std::byte* const out = scratch.data();

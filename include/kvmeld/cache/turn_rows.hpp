@@ -26,7 +26,8 @@ struct TurnTables {
 
   /// Half split: the cosines and sines of each 16 pairs in `Lanes16` order.
   template <ElementType type>
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void halves(const float* cos, const float* sin, std::int32_t half) noexcept {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void halves(const float* cos, const float* sin,
+                                                      std::int32_t half) noexcept {
     for (std::int32_t i = 0; i + 16 <= half; i += 16) {
       order<type>(cos + i, first + i);
       order<type>(sin + i, second + i);
@@ -59,7 +60,8 @@ struct TurnTables {
 
 /// The pairs of one row from `i` on that vectors do not fill.
 template <ElementType type>
-KVMELD_NOINLINE void turn_rest(Turn turn, std::int32_t i, const std::byte* in, std::byte* out) noexcept {
+KVMELD_NOINLINE void turn_rest(Turn turn, std::int32_t i, const std::byte* in,
+                               std::byte* out) noexcept {
   const std::int32_t half = turn.rotary_channels / 2;
   const bool halves = turn.pairing == RopePairing::half_split;
   for (; i < half; ++i) {
@@ -75,7 +77,8 @@ KVMELD_NOINLINE void turn_rest(Turn turn, std::int32_t i, const std::byte* in, s
 
 /// Writes one vector past the caches; `out` is a multiple of its size.
 template <int bytes>
-KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void stream_piece(const std::byte* in, std::byte* out) noexcept {
+KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void stream_piece(const std::byte* in,
+                                                          std::byte* out) noexcept {
   typedef vector_t<long long, bytes> Stored;
   const Stored piece = *reinterpret_cast<const unaligned_vector_t<long long, bytes>*>(in);
 #if defined(__clang__)
@@ -89,9 +92,11 @@ KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void stream_piece(const std::byte* in, s
 #endif
 }
 
-/// Writes vectors as `Lanes` stores them, past the caches where they stream. What is stored stays in registers.
+/// Writes vectors as `Lanes` stores them, past the caches where they stream. What is stored stays
+/// in registers.
 template <class Lanes, int piece, bool streams, int bytes = piece, class... Vectors>
-KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void put_lanes(std::byte* out, Vectors... vectors) noexcept {
+KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void put_lanes(std::byte* out,
+                                                       Vectors... vectors) noexcept {
   if constexpr (streams) {
     alignas(32) std::byte stored[std::size_t{bytes}];
     Lanes::store(vectors..., stored);
@@ -103,7 +108,10 @@ KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void put_lanes(std::byte* out, Vectors..
 
 /// Turns one row: `rotate_pair`, lane by lane.
 template <ElementType type, bool streams>
-KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void turn_row_lanes(const Turn& turn, const TurnTables& tables, const std::byte* in, std::byte* out) noexcept {
+KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void turn_row_lanes(const Turn& turn,
+                                                            const TurnTables& tables,
+                                                            const std::byte* in,
+                                                            std::byte* out) noexcept {
   using Lanes = Lanes16<type>;
   constexpr std::int64_t size = block_bytes(type);
   constexpr int piece = type == ElementType::f16 ? 16 : 32;  // bytes of one vector as it is stored
@@ -127,8 +135,10 @@ KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void turn_row_lanes(const Turn& turn, co
       const FloatLanes s = load_lanes(tables.second + i), s2 = load_lanes(tables.second + i + 8);
       Lanes::load(a_in + i * size, a, a2);
       Lanes::load(b_in + i * size, b, b2);
-      put_lanes<Lanes, piece, streams, 16 * size>(a_out + i * size, fma_lanes(a, c, -(b * s)), fma_lanes(a2, c2, -(b2 * s2)));
-      put_lanes<Lanes, piece, streams, 16 * size>(b_out + i * size, fma_lanes(a, s, b * c), fma_lanes(a2, s2, b2 * c2));
+      put_lanes<Lanes, piece, streams, 16 * size>(a_out + i * size, fma_lanes(a, c, -(b * s)),
+                                                  fma_lanes(a2, c2, -(b2 * s2)));
+      put_lanes<Lanes, piece, streams, 16 * size>(b_out + i * size, fma_lanes(a, s, b * c),
+                                                  fma_lanes(a2, s2, b2 * c2));
     }
     if (!streams && i + 8 <= half) {
       const FloatLanes c = load_lanes(cos + i), s = load_lanes(sin + i);
@@ -142,24 +152,29 @@ KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void turn_row_lanes(const Turn& turn, co
     for (; i + 8 <= half; i += 8) {
       const FloatLanes c = load_lanes(cos + i), s = load_lanes(sin + i);
       Lanes::load(in + first + 2 * i * size, a, b);
-      put_lanes<Lanes, piece, streams>(out + first + 2 * i * size, fma_lanes(a, c, -(b * s)), fma_lanes(a, s, b * c));
+      put_lanes<Lanes, piece, streams>(out + first + 2 * i * size, fma_lanes(a, c, -(b * s)),
+                                       fma_lanes(a, s, b * c));
     }
   } else {
     for (; i + 4 <= half; i += 4) {
       const FloatLanes v = Lanes8<type>::load(in + first + 2 * i * size);
       a = __builtin_shufflevector(v, v, 0, 0, 2, 2, 4, 4, 6, 6);
       b = __builtin_shufflevector(v, v, 1, 1, 3, 3, 5, 5, 7, 7);
-      put_lanes<Lanes8<type>, piece, streams>(out + first + 2 * i * size,
-                                              fma_lanes(a, load_lanes(tables.first + 2 * i), b * load_lanes(tables.second + 2 * i)));
+      put_lanes<Lanes8<type>, piece, streams>(
+          out + first + 2 * i * size,
+          fma_lanes(a, load_lanes(tables.first + 2 * i), b * load_lanes(tables.second + 2 * i)));
     }
   }
   if (!streams && i < half) turn_rest<type>(turn, i, in, out);
 }
 
-/// Turns `rows` rows by one angle. Strides count bytes; the ranges do not overlap. Rows that stream are those of `streams_whole`.
+/// Turns `rows` rows by one angle. Strides count bytes; the ranges do not overlap. Rows that stream
+/// are those of `streams_whole`.
 template <ElementType type, bool streams>
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE void turn_rows_avx2(const Turn& given, const std::byte* in, std::int64_t in_stride, std::byte* out,
-                                                       std::int64_t out_stride, std::int64_t rows) noexcept {
+KVMELD_TARGET_AVX2 KVMELD_NOINLINE void turn_rows_avx2(const Turn& given, const std::byte* in,
+                                                       std::int64_t in_stride, std::byte* out,
+                                                       std::int64_t out_stride,
+                                                       std::int64_t rows) noexcept {
   const Turn turn = given;  // whose address nobody has: rows that are written do not change it
   const std::int32_t half = turn.rotary_channels / 2;
   TurnTables tables;
@@ -176,14 +191,16 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE void turn_rows_avx2(const Turn& given, const 
       const std::int64_t ahead = row + 8 * stretch <= rows ? 4 * stretch * bytes : 0;
       for (std::int64_t k = row; k < row + stretch; ++k) {
         for (std::int64_t at = k * bytes, i = 0; i < 4; ++i, at += stretch * bytes) {
-          for (std::int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(in + at + ahead + line);
+          for (std::int64_t line = 0; line < bytes; line += 64)
+            __builtin_prefetch(in + at + ahead + line);
           turn_row_lanes<type, true>(turn, tables, in + at, out + at);
         }
       }
     }
     for (; row < rows; ++row) {
       const std::int64_t at = row * bytes;
-      for (std::int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(in + at + stream_ahead + line);
+      for (std::int64_t line = 0; line < bytes; line += 64)
+        __builtin_prefetch(in + at + stream_ahead + line);
       turn_row_lanes<type, true>(turn, tables, in + at, out + at);
     }
     return;
@@ -199,26 +216,34 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE void turn_rows_avx2(const Turn& given, const 
   }
 }
 
-/// Whether rows that follow each other can stream straight from registers: they are whole lines, and vectors fill them.
-[[nodiscard]] inline bool streams_whole(ElementType type, const Turn& turn, const std::byte* out) noexcept {
-  return (type == ElementType::f16 || type == ElementType::bf16 || type == ElementType::f32) && turn.first_channel == 0 &&
-         turn.rotary_channels == turn.channels && turn.channels % 32 == 0 && reinterpret_cast<std::uintptr_t>(out) % 64 == 0;
+/// Whether rows that follow each other can stream straight from registers: they are whole lines,
+/// and vectors fill them.
+[[nodiscard]] inline bool streams_whole(ElementType type, const Turn& turn,
+                                        const std::byte* out) noexcept {
+  return (type == ElementType::f16 || type == ElementType::bf16 || type == ElementType::f32) &&
+         turn.first_channel == 0 && turn.rotary_channels == turn.channels &&
+         turn.channels % 32 == 0 && reinterpret_cast<std::uintptr_t>(out) % 64 == 0;
 }
 
 /// Turns rows that follow each other on both sides past the caches.
-KVMELD_LAZY inline void stream_turned_rows(ElementType type, Isa isa, const Turn& turn, const std::byte* in, std::byte* out,
+KVMELD_LAZY inline void stream_turned_rows(ElementType type, Isa isa, const Turn& turn,
+                                           const std::byte* in, std::byte* out,
                                            std::int64_t rows) noexcept {
   const std::int64_t bytes = byte_size(type, turn.channels);
-  if (isa == Isa::avx512 && type == ElementType::bf16 && turns_wide(turn)) return turn_rows_wide(turn, in, out, rows, true);
-  if (type == ElementType::f16) return turn_rows_avx2<ElementType::f16, true>(turn, in, bytes, out, bytes, rows);
-  if (type == ElementType::bf16) return turn_rows_avx2<ElementType::bf16, true>(turn, in, bytes, out, bytes, rows);
+  if (isa == Isa::avx512 && type == ElementType::bf16 && turns_wide(turn))
+    return turn_rows_wide(turn, in, out, rows, true);
+  if (type == ElementType::f16)
+    return turn_rows_avx2<ElementType::f16, true>(turn, in, bytes, out, bytes, rows);
+  if (type == ElementType::bf16)
+    return turn_rows_avx2<ElementType::bf16, true>(turn, in, bytes, out, bytes, rows);
   turn_rows_avx2<ElementType::f32, true>(turn, in, bytes, out, bytes, rows);
 }
 
 #endif  // KVMELD_X86_DISPATCH
 
 /// Turns one f32 row in place.
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void turn_row_avx2(const Turn& turn, float* row) noexcept {
+KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void turn_row_avx2(const Turn& turn,
+                                                             float* row) noexcept {
   rotate_row(turn.pairing, turn.first_channel, turn.rotary_channels, turn.table, row);
 }
 KVMELD_NOINLINE inline void turn_row_baseline(const Turn& turn, float* row) noexcept {
@@ -228,17 +253,23 @@ inline void turn_row(const Turn& turn, Isa isa, float* row) noexcept {
   isa == Isa::baseline ? turn_row_baseline(turn, row) : turn_row_avx2(turn, row);
 }
 
-/// Turns contiguous rows of `type`, reading each once: the vector code where there is one, `rotate_row` elsewhere.
-KVMELD_LAZY inline void turn_rows(ElementType type, Isa isa, const Turn& turn, const std::byte* in, std::int64_t in_stride, std::byte* out,
-                      std::int64_t out_stride, std::int64_t rows) noexcept {
+/// Turns contiguous rows of `type`, reading each once: the vector code where there is one,
+/// `rotate_row` elsewhere.
+KVMELD_LAZY inline void turn_rows(ElementType type, Isa isa, const Turn& turn, const std::byte* in,
+                                  std::int64_t in_stride, std::byte* out, std::int64_t out_stride,
+                                  std::int64_t rows) noexcept {
 #if KVMELD_X86_DISPATCH
-  if (isa == Isa::avx512 && type == ElementType::bf16 && turns_wide(turn) && in_stride == out_stride && in_stride == 2 * turn.channels) {
+  if (isa == Isa::avx512 && type == ElementType::bf16 && turns_wide(turn) &&
+      in_stride == out_stride && in_stride == 2 * turn.channels) {
     return turn_rows_wide(turn, in, out, rows, false);
   }
   if (isa != Isa::baseline) {
-    if (type == ElementType::f16) return turn_rows_avx2<ElementType::f16, false>(turn, in, in_stride, out, out_stride, rows);
-    if (type == ElementType::bf16) return turn_rows_avx2<ElementType::bf16, false>(turn, in, in_stride, out, out_stride, rows);
-    if (type == ElementType::f32) return turn_rows_avx2<ElementType::f32, false>(turn, in, in_stride, out, out_stride, rows);
+    if (type == ElementType::f16)
+      return turn_rows_avx2<ElementType::f16, false>(turn, in, in_stride, out, out_stride, rows);
+    if (type == ElementType::bf16)
+      return turn_rows_avx2<ElementType::bf16, false>(turn, in, in_stride, out, out_stride, rows);
+    if (type == ElementType::f32)
+      return turn_rows_avx2<ElementType::f32, false>(turn, in, in_stride, out, out_stride, rows);
   }
 #endif
   alignas(64) float values[1024];

@@ -21,7 +21,8 @@ namespace detail {
 }
 
 template <bool streams>
-KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void put_wide(WideFloats even, WideFloats odd, std::byte* out) noexcept {
+KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void put_wide(WideFloats even, WideFloats odd,
+                                                        std::byte* out) noexcept {
   const WideWords words = Avx512Lanes32<ElementType::bf16>::round(even, odd);
   if constexpr (streams) {
     stream_wide(words, out);
@@ -30,14 +31,18 @@ KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void put_wide(WideFloats even, WideFlo
   }
 }
 
-/// One row: the expressions of `rotate_pair`. A 32-bit word holds channels 2i and 2i + 1, for interleaved rows one pair.
+/// One row: the expressions of `rotate_pair`. A 32-bit word holds channels 2i and 2i + 1, for
+/// interleaved rows one pair.
 template <bool streams>
-KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void turn_row_wide(bool halves, std::int32_t half, const float* cos, const float* sin,
-                                                             const std::byte* in, std::byte* out) noexcept {
+KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void turn_row_wide(bool halves, std::int32_t half,
+                                                             const float* cos, const float* sin,
+                                                             const std::byte* in,
+                                                             std::byte* out) noexcept {
   if (!halves) {
     for (std::int32_t i = 0; i < half; i += 16) {
       const auto words = reinterpret_cast<WideWords>(load_wide(in + 4 * i));
-      const auto a = reinterpret_cast<WideFloats>(words << 16), b = reinterpret_cast<WideFloats>(words & 0xffff0000U);
+      const auto a = reinterpret_cast<WideFloats>(words << 16),
+                 b = reinterpret_cast<WideFloats>(words & 0xffff0000U);
       const WideFloats c = load_wide(cos + i), s = load_wide(sin + i);
       put_wide<streams>(fma_wide(a, c, -(b * s)), fma_wide(a, s, b * c), out + 4 * i);
     }
@@ -47,8 +52,10 @@ KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void turn_row_wide(bool halves, std::i
   for (std::int32_t i = 0; i < half; i += 32) {
     const auto first_words = reinterpret_cast<WideWords>(load_wide(in + 2 * i));
     const auto second_words = reinterpret_cast<WideWords>(load_wide(in + second + 2 * i));
-    const auto a = reinterpret_cast<WideFloats>(first_words << 16), a2 = reinterpret_cast<WideFloats>(first_words & 0xffff0000U);
-    const auto b = reinterpret_cast<WideFloats>(second_words << 16), b2 = reinterpret_cast<WideFloats>(second_words & 0xffff0000U);
+    const auto a = reinterpret_cast<WideFloats>(first_words << 16),
+               a2 = reinterpret_cast<WideFloats>(first_words & 0xffff0000U);
+    const auto b = reinterpret_cast<WideFloats>(second_words << 16),
+               b2 = reinterpret_cast<WideFloats>(second_words & 0xffff0000U);
     const WideFloats c = load_wide(cos + i), c2 = load_wide(cos + i + 16);
     const WideFloats s = load_wide(sin + i), s2 = load_wide(sin + i + 16);
     put_wide<streams>(fma_wide(a, c, -(b * s)), fma_wide(a2, c2, -(b2 * s2)), out + 2 * i);
@@ -56,15 +63,20 @@ KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void turn_row_wide(bool halves, std::i
   }
 }
 
-/// Turns rows that follow each other on both sides by one angle. Where they stream, `out` is a multiple of 64.
-KVMELD_LAZY KVMELD_TARGET_AVX512 KVMELD_NOINLINE void turn_rows_wide(const Turn& turn, const std::byte* in, std::byte* out, std::int64_t rows,
+/// Turns rows that follow each other on both sides by one angle. Where they stream, `out` is a
+/// multiple of 64.
+KVMELD_LAZY KVMELD_TARGET_AVX512 KVMELD_NOINLINE void turn_rows_wide(const Turn& turn,
+                                                                     const std::byte* in,
+                                                                     std::byte* out,
+                                                                     std::int64_t rows,
                                                                      bool streams) noexcept {
   constexpr std::int32_t most = 512;
   alignas(64) float cos[most];
   alignas(64) float sin[most];
   const std::int32_t half = turn.rotary_channels / 2;
   const bool halves = turn.pairing == RopePairing::half_split;
-  for (std::int32_t i = 0; i < half; ++i) {  // of each 32 pairs the even ones, then the odd ones, as words hold them
+  // of each 32 pairs the even ones, then the odd ones, as words hold them
+  for (std::int32_t i = 0; i < half; ++i) {
     const std::int32_t at = halves ? i / 32 * 32 + i % 2 * 16 + i % 32 / 2 : i;
     cos[at] = turn.table[i];
     sin[at] = turn.table[half + i];
@@ -87,14 +99,16 @@ KVMELD_LAZY KVMELD_TARGET_AVX512 KVMELD_NOINLINE void turn_rows_wide(const Turn&
     const std::int64_t ahead = row + 8 * stretch <= rows ? 4 * stretch * bytes : 0;
     for (std::int64_t k = row; k < row + stretch; ++k) {
       for (std::int64_t at = k * bytes, i = 0; i < 4; ++i, at += stretch * bytes) {
-        for (std::int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(in + at + ahead + line);
+        for (std::int64_t line = 0; line < bytes; line += 64)
+          __builtin_prefetch(in + at + ahead + line);
         turn_row_wide<true>(halves, half, cos, sin, in + at, out + at);
       }
     }
   }
   for (; row < rows; ++row) {
     const std::int64_t at = row * bytes;
-    for (std::int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(in + at + stream_ahead + line);
+    for (std::int64_t line = 0; line < bytes; line += 64)
+      __builtin_prefetch(in + at + stream_ahead + line);
     turn_row_wide<true>(halves, half, cos, sin, in + at, out + at);
   }
 }

@@ -15,14 +15,15 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// How well a declared rope carries keys from one position to another. Errors are L2 norms relative to the keys at the
-/// target.
+/// How well a declared rope carries keys from one position to another. Errors are L2 norms relative
+/// to the keys at the target.
 struct RopeCheck {
   double relative_error = 0.0;          ///< Declared rope.
   double error_without_rotation = 0.0;  ///< Keys left as they are.
   double error_other_pairing = 0.0;     ///< Same frequencies, the other pairing.
   std::int64_t shift = 0;               ///< q - p.
-  double common_scale = 1.0;  ///< Factor on the turned keys that fits best; 1 where the engine kept the magnitude.
+  /// Factor on the turned keys that fits best; 1 where the engine kept the magnitude.
+  double common_scale = 1.0;
 };
 
 namespace detail {
@@ -34,11 +35,14 @@ struct RopeFit {
   double scaled_error = 0.0;  // relative to at_q, best scale
 };
 
-/// Plain f64, a pair at a time: this is a check of the fast path's declaration, so it shares no code with the fast
-/// path.
-KVMELD_LAZY [[nodiscard]] RopeFit fit_rope(const RopeSpec& rope, RopePairing pairing, std::int32_t channels,
-                                      const std::vector<double>& cosines, const std::vector<double>& sines,
-                                      std::span<const float> at_p, std::span<const float> at_q) {
+/// Plain f64, a pair at a time: this is a check of the fast path's declaration, so it shares no
+/// code with the fast path.
+KVMELD_LAZY [[nodiscard]] RopeFit fit_rope(const RopeSpec& rope, RopePairing pairing,
+                                           std::int32_t channels,
+                                           const std::vector<double>& cosines,
+                                           const std::vector<double>& sines,
+                                           std::span<const float> at_p,
+                                           std::span<const float> at_q) {
   const auto width = static_cast<std::size_t>(channels);
   const auto first = static_cast<std::size_t>(rope.first_channel);
   const std::size_t pairs = cosines.size();
@@ -73,39 +77,48 @@ KVMELD_LAZY [[nodiscard]] RopeFit fit_rope(const RopeSpec& rope, RopePairing pai
 
 }  // namespace detail
 
-/// Smallest distance at which pairings and bases can be told apart: near each other, wrong rotations look right.
+/// Smallest distance at which pairings and bases can be told apart: near each other, wrong
+/// rotations look right.
 inline constexpr std::int64_t verify_rope_min_distance = 64;
 
 /// Checks a declared rope against an engine's own keys for the same tokens at two positions.
 ///
-/// Token t of `keys_at_p` was encoded at position p + t, of `keys_at_q` at q + t, so every key moves by q - p. Take
-/// layer 0 of the model, where keys depend on nothing before them. Any first position is good; the distance must be at
-/// least 64. `tolerance` bounds the relative L2 error: 0.01 passes f16 and bf16 caches and engines that compute angles
-/// in f32, and is a hundredth of what a wrong pairing leaves. `context_length` as for `inverse_frequencies`. Errors:
-/// those of `validate`; `token_count_mismatch` (spans unequal, or not whole tokens); `non_finite`; `invalid_argument`
-/// (distance below 64, no keys, all keys zero, or keys that hardly move and so tell nothing); `rope_mismatch` with the
-/// figures and what would fit instead. O(keys).
-KVMELD_LAZY [[nodiscard]] Result<RopeCheck> verify_rope(const RopeSpec& rope, std::int32_t heads, std::int32_t channels,
-                                                   std::span<const float> keys_at_p,  // (token, head, channel)
-                                                   std::span<const float> keys_at_q,  // (token, head, channel)
-                                                   std::int64_t p, std::int64_t q, double tolerance = 0.01,
-                                                   std::int64_t context_length = 0) {
+/// Token t of `keys_at_p` was encoded at position p + t, of `keys_at_q` at q + t, so every key
+/// moves by q - p. Take layer 0 of the model, where keys depend on nothing before them. Any first
+/// position is good; the distance must be at least 64. `tolerance` bounds the relative L2 error:
+/// 0.01 passes f16 and bf16 caches and engines that compute angles in f32, and is a hundredth of
+/// what a wrong pairing leaves. `context_length` as for `inverse_frequencies`. Errors: those of
+/// `validate`; `token_count_mismatch` (spans unequal, or not whole tokens); `non_finite`;
+/// `invalid_argument` (distance below 64, no keys, all keys zero, or keys that hardly move and so
+/// tell nothing); `rope_mismatch` with the figures and what would fit instead. O(keys).
+KVMELD_LAZY [[nodiscard]] Result<RopeCheck> verify_rope(const RopeSpec& rope, std::int32_t heads,
+                                                        std::int32_t channels,
+                                                        // (token, head, channel)
+                                                        std::span<const float> keys_at_p,
+                                                        // (token, head, channel)
+                                                        std::span<const float> keys_at_q,
+                                                        std::int64_t p, std::int64_t q,
+                                                        double tolerance = 0.01,
+                                                        std::int64_t context_length = 0) {
   using detail::error;
   if (Status status = validate(rope, channels); !status) return status;
   if (heads <= 0) return error(ErrorCode::invalid_argument, "verify_rope: ", heads, " heads");
   if (!detail::finite_positive(tolerance))
-    return error(ErrorCode::invalid_argument, "verify_rope: tolerance is ", tolerance, "; it is finite and above 0");
+    return error(ErrorCode::invalid_argument, "verify_rope: tolerance is ", tolerance,
+                 "; it is finite and above 0");
   if (p < 0 || q < 0 || p > max_rope_shift || q > max_rope_shift)
-    return error(ErrorCode::invalid_argument, "verify_rope: positions ", p, " and ", q, "; they lie between 0 and ",
-                 max_rope_shift);
+    return error(ErrorCode::invalid_argument, "verify_rope: positions ", p, " and ", q,
+                 "; they lie between 0 and ", max_rope_shift);
   const std::int64_t distance = q > p ? q - p : p - q;
   if (distance < verify_rope_min_distance)
-    return error(ErrorCode::invalid_argument, "verify_rope: positions ", p, " and ", q, " are ", distance,
-                 " apart; wrong pairings look right nearby, take at least ", verify_rope_min_distance);
+    return error(ErrorCode::invalid_argument, "verify_rope: positions ", p, " and ", q, " are ",
+                 distance, " apart; wrong pairings look right nearby, take at least ",
+                 verify_rope_min_distance);
   const auto token = static_cast<std::size_t>(heads) * static_cast<std::size_t>(channels);
   if (keys_at_p.size() != keys_at_q.size() || keys_at_p.size() % token != 0)
-    return error(ErrorCode::token_count_mismatch, "verify_rope: ", keys_at_p.size(), " and ", keys_at_q.size(),
-                 " key values; both hold the same whole number of tokens of ", token);
+    return error(ErrorCode::token_count_mismatch, "verify_rope: ", keys_at_p.size(), " and ",
+                 keys_at_q.size(), " key values; both hold the same whole number of tokens of ",
+                 token);
   if (keys_at_p.empty()) return error(ErrorCode::invalid_argument, "verify_rope: no keys to check");
   double size_p = 0.0, size_q = 0.0;
   for (std::size_t i = 0; i < keys_at_p.size(); ++i) {
@@ -116,7 +129,8 @@ KVMELD_LAZY [[nodiscard]] Result<RopeCheck> verify_rope(const RopeSpec& rope, st
     size_q = fma(y, y, size_q);
   }
   if (size_p <= 0.0 || size_q <= 0.0)
-    return error(ErrorCode::invalid_argument, "verify_rope: all keys at position ", size_p <= 0.0 ? p : q, " are zero");
+    return error(ErrorCode::invalid_argument, "verify_rope: all keys at position ",
+                 size_p <= 0.0 ? p : q, " are zero");
 
   const Result<std::vector<double>> frequencies = inverse_frequencies(rope, context_length);
   if (!frequencies) return frequencies.error();
@@ -132,39 +146,49 @@ KVMELD_LAZY [[nodiscard]] Result<RopeCheck> verify_rope(const RopeSpec& rope, st
   const std::vector<double> ones(pairs, 1.0), zeros(pairs, 0.0);
   const RopePairing other =
       rope.pairing == RopePairing::interleaved ? RopePairing::half_split : RopePairing::interleaved;
-  const detail::RopeFit declared = detail::fit_rope(rope, rope.pairing, channels, cosines, sines, keys_at_p, keys_at_q);
-  const detail::RopeFit swapped = detail::fit_rope(rope, other, channels, cosines, sines, keys_at_p, keys_at_q);
-  const detail::RopeFit still = detail::fit_rope(rope, rope.pairing, channels, ones, zeros, keys_at_p, keys_at_q);
+  const detail::RopeFit declared =
+      detail::fit_rope(rope, rope.pairing, channels, cosines, sines, keys_at_p, keys_at_q);
+  const detail::RopeFit swapped =
+      detail::fit_rope(rope, other, channels, cosines, sines, keys_at_p, keys_at_q);
+  const detail::RopeFit still =
+      detail::fit_rope(rope, rope.pairing, channels, ones, zeros, keys_at_p, keys_at_q);
   const detail::RopeFit reverse =
       detail::fit_rope(rope, rope.pairing, channels, cosines, backward, keys_at_p, keys_at_q);
 
   const RopeCheck check{declared.error, still.error, swapped.error, q - p, declared.scale};
   if (declared.error <= tolerance) {
     if (rope.kind == RopeKind::rotary && still.error <= tolerance)
-      return error(ErrorCode::invalid_argument, "verify_rope: keys move by ", still.error, " over ", distance,
-                   " positions, less than the tolerance ", tolerance,
+      return error(ErrorCode::invalid_argument, "verify_rope: keys move by ", still.error, " over ",
+                   distance, " positions, less than the tolerance ", tolerance,
                    ", and tell nothing; take a larger distance or other tokens");
     return check;
   }
-  std::string hint = "neither pairing fits, nor no rotation: check base, scaling, rotary_channels and first_channel";
+  std::string hint =
+      "neither pairing fits, nor no rotation: check base, scaling, rotary_channels and "
+      "first_channel";
   if (still.error <= tolerance)
-    hint = "the keys do not move at all: this layer has no rope, or its keys were taken before rotation";
+    hint =
+        "the keys do not move at all: this layer has no rope, or its keys were taken before "
+        "rotation";
   else if (rope.kind == RopeKind::none)
     hint = "the keys do move with position: declare the layer's rope";
   else if (swapped.error <= tolerance)
-    hint = other == RopePairing::interleaved ? "the interleaved pairing fits" : "the half_split pairing fits";
+    hint = other == RopePairing::interleaved ? "the interleaved pairing fits"
+                                             : "the half_split pairing fits";
   else if (reverse.error <= tolerance)
     hint = "the opposite direction fits: p and q, or the two spans, are swapped";
   else if (declared.scaled_error <= tolerance) {
     hint = "a common scale of ";
     detail::append(hint, declared.scale);
     hint +=
-        " fits: the keys at the second position were scaled, as by an engine that applies YaRN's magnitude again in a "
+        " fits: the keys at the second position were scaled, as by an engine that applies YaRN's "
+        "magnitude again in a "
         "shift";
   }
-  return error(ErrorCode::rope_mismatch, "verify_rope: the declared rope leaves a relative error of ", declared.error,
-               " over ", distance, " positions (", still.error, " without rotation, ", swapped.error,
-               " with the other pairing); ", hint);
+  return error(ErrorCode::rope_mismatch,
+               "verify_rope: the declared rope leaves a relative error of ", declared.error,
+               " over ", distance, " positions (", still.error, " without rotation, ",
+               swapped.error, " with the other pairing); ", hint);
 }
 
 KVMELD_NAMESPACE_END

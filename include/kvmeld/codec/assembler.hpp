@@ -17,11 +17,11 @@ KVMELD_NAMESPACE_BEGIN
 /// Puts a fragment together from its manifest and chunks that come in any order, from anyone, and
 /// more than once.
 ///
-/// A chunk is verified by its key before it counts, the whole payload by its digest before it is given
-/// out. A wrong chunk changes nothing. Memory follows what arrived, not what the manifest announces:
-/// each chunk that came is held once, however often the payload names it (`held_bytes`), beside the
-/// manifest and some 64 bytes for each chunk that it names. Only `finish` takes the payload's bytes, and
-/// gives back each chunk's behind its last copy.
+/// A chunk is verified by its key before it counts, the whole payload by its digest before it is
+/// given out. A wrong chunk changes nothing. Memory follows what arrived, not what the manifest
+/// announces: each chunk that came is held once, however often the payload names it (`held_bytes`),
+/// beside the manifest and some 64 bytes for each chunk that it names. Only `finish` takes the
+/// payload's bytes, and gives back each chunk's behind its last copy.
 /// @tparam Hash the content hash that named the fragment.
 template <ContentHash Hash = Xxh3_128>
 class Assembler {
@@ -93,12 +93,12 @@ class Assembler {
     return true;
   }
 
-  /// The fragment, its wanted payloads verified against the digests that its id names, once: what was
-  /// held goes into it, or is gone behind `id_mismatch`. O(bytes).
+  /// The fragment, its wanted payloads verified against the digests that its id names, once: what
+  /// was held goes into it, or is gone behind `id_mismatch`. O(bytes).
   ///
-  /// Errors: `payload_missing` with the number of chunks that lack; `id_mismatch` where the manifest's
-  /// positions, token sets or chunk list are not the fragment's: drop the manifest and ask
-  /// somebody else; `invalid_argument` for a second time.
+  /// Errors: `payload_missing` with the number of chunks that lack; `id_mismatch` where the
+  /// manifest's positions, token sets or chunk list are not the fragment's: drop the manifest and
+  /// ask somebody else; `invalid_argument` for a second time.
   [[nodiscard]] Result<Fragment> finish() {
     const Fragment& named = manifest_.fragment;
     if (!complete()) {

@@ -16,7 +16,8 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Names a blob in a store: a manifest by its fragment's id, a chunk by the hash of its raw bytes.
 ///
-/// Byte 0 of a manifest's key is the content hash's tag, of a chunk's that tag with the high bit set: the two never meet.
+/// Byte 0 of a manifest's key is the content hash's tag, of a chunk's that tag with the high bit
+/// set: the two never meet.
 struct BlobKey {
   std::array<std::uint8_t, 32> bytes{};
 
@@ -30,8 +31,8 @@ struct BlobKey {
 
 namespace detail {
 
-/// Where something is kept that is no part of a fragment, by what it is and two numbers. `tag` is that
-/// of no content hash: 0x3D epochs, 0x3E what coordinators keep, 0x3F cuts of sessions.
+/// Where something is kept that is no part of a fragment, by what it is and two numbers. `tag` is
+/// that of no content hash: 0x3D epochs, 0x3E what coordinators keep, 0x3F cuts of sessions.
 [[nodiscard]] inline BlobKey named_key(std::uint8_t tag, std::string_view what, std::uint64_t first,
                                        std::uint64_t second) {
   Hasher hasher;

@@ -13,23 +13,26 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Reads what `ByteWriter` wrote, from bytes that nobody vouches for: no length is believed before it is checked.
+/// Reads what `ByteWriter` wrote, from bytes that nobody vouches for: no length is believed before
+/// it is checked.
 ///
-/// The first failure stays: later reads give zeros and touch nothing, so that a parser checks `status()` once at its end, and
-/// before it allocates by a count (`count` does).
+/// The first failure stays: later reads give zeros and touch nothing, so that a parser checks
+/// `status()` once at its end, and before it allocates by a count (`count` does).
 class ByteReader {
  public:
-  explicit ByteReader(std::span<const std::byte> bytes) noexcept : rest_(bytes), whole_(bytes.size()) {}
+  explicit ByteReader(std::span<const std::byte> bytes) noexcept
+      : rest_(bytes), whole_(bytes.size()) {}
 
   [[nodiscard]] bool ok() const noexcept { return code_ == ErrorCode::ok; }
   [[nodiscard]] std::size_t remaining() const noexcept { return rest_.size(); }
   [[nodiscard]] std::size_t offset() const noexcept { return whole_ - rest_.size(); }
 
   template <class T>
-    requires std::is_arithmetic_v<T>
+  requires std::is_arithmetic_v<T>
   [[nodiscard]] T value() noexcept {
     T out{};
-    if (const auto from = bytes(sizeof(T)); from.size() == sizeof(T)) std::memcpy(&out, from.data(), sizeof(T));
+    if (const auto from = bytes(sizeof(T)); from.size() == sizeof(T))
+      std::memcpy(&out, from.data(), sizeof(T));
     return out;
   }
   [[nodiscard]] std::uint64_t varint() noexcept {
@@ -46,10 +49,12 @@ class ByteReader {
     fail(ErrorCode::corrupt);
     return 0;
   }
-  /// A number of elements that follow, each of at least `element_bytes`: refused where the bytes cannot hold so many.
+  /// A number of elements that follow, each of at least `element_bytes`: refused where the bytes
+  /// cannot hold so many.
   [[nodiscard]] std::size_t count(std::size_t element_bytes) noexcept {
     const std::uint64_t n = varint();
-    if (ok() && n > rest_.size() / (element_bytes == 0 ? 1 : element_bytes)) fail(ErrorCode::truncated);
+    if (ok() && n > rest_.size() / (element_bytes == 0 ? 1 : element_bytes))
+      fail(ErrorCode::truncated);
     return ok() ? static_cast<std::size_t>(n) : 0;
   }
   /// The next `n` bytes, empty where there are fewer.
@@ -65,7 +70,7 @@ class ByteReader {
     return {reinterpret_cast<const char*>(from.data()), from.size()};
   }
   template <class T>
-    requires std::is_arithmetic_v<T>
+  requires std::is_arithmetic_v<T>
   [[nodiscard]] std::vector<T> values() {
     const std::size_t n = count(sizeof(T));
     const auto from = bytes(n * sizeof(T));
@@ -84,11 +89,14 @@ class ByteReader {
   /// What went wrong first, with the byte where it did. `what` names the thing that was being read.
   [[nodiscard]] Status status(std::string_view what) const {
     if (ok()) return {};
-    return detail::error(code_, what, ": ", to_string(code_), " at byte ", failed_at_, " of ", whole_);
+    return detail::error(code_, what, ": ", to_string(code_), " at byte ", failed_at_, " of ",
+                         whole_);
   }
   /// As `status`, and `oversized` where bytes are left.
   [[nodiscard]] Status finish(std::string_view what) const {
-    if (ok() && !rest_.empty()) return detail::error(ErrorCode::oversized, what, ": ", rest_.size(), " bytes after its end at byte ", offset());
+    if (ok() && !rest_.empty())
+      return detail::error(ErrorCode::oversized, what, ": ", rest_.size(),
+                           " bytes after its end at byte ", offset());
     return status(what);
   }
 

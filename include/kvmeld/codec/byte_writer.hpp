@@ -13,11 +13,12 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Appends values as the wire has them: integers and floats little-endian and unpadded, counts as LEB128 varints.
+/// Appends values as the wire has them: integers and floats little-endian and unpadded, counts as
+/// LEB128 varints.
 class ByteWriter {
  public:
   template <class T>
-    requires std::is_arithmetic_v<T> || std::is_enum_v<T>
+  requires std::is_arithmetic_v<T> || std::is_enum_v<T>
   void value(T value) {
     const std::size_t at = bytes_.size();
     bytes_.resize(at + sizeof(T));
@@ -29,14 +30,16 @@ class ByteWriter {
     bytes_.push_back(static_cast<std::byte>(value));
   }
   void reserve(std::size_t total) { bytes_.reserve(total); }
-  void bytes(std::span<const std::byte> more) { bytes_.insert(bytes_.end(), more.begin(), more.end()); }
+  void bytes(std::span<const std::byte> more) {
+    bytes_.insert(bytes_.end(), more.begin(), more.end());
+  }
   /// Count as varint, then the bytes.
   void text(std::string_view text) {
     varint(text.size());
     bytes(std::as_bytes(std::span(text.data(), text.size())));
   }
   template <class T>
-    requires std::is_arithmetic_v<T>
+  requires std::is_arithmetic_v<T>
   void values(std::span<const T> all) {
     varint(all.size());
     bytes(std::as_bytes(all));

@@ -22,15 +22,19 @@ using MemberId = std::uint64_t;
 /// Everybody else in the session, as the receiver of a message; as a sender: nobody in particular.
 inline constexpr MemberId everyone = ~MemberId{0};
 
-inline constexpr std::uint8_t wire_major = 2;  ///< what a reader refuses when it is greater than its own
-inline constexpr std::uint8_t wire_minor = 0;  ///< what a reader ignores: new message types, never new fields of old ones
+/// What a reader refuses when it is greater than its own.
+inline constexpr std::uint8_t wire_major = 2;
+/// What a reader ignores: new message types, never new fields of old ones.
+inline constexpr std::uint8_t wire_minor = 0;
 
 /// Says that a frame comes from somebody who knows a secret.
 ///
-/// Semantic requirements: `sign` fills `tag_bytes` bytes that depend on every byte of both spans and on their border, and returns false
-/// where it cannot; `verify` compares in a time that does not depend on where the tags differ, and is told who is said to have sent the
-/// frame (`everyone`: nobody says). One whose members have keys of their own answers false where that member did not sign: then a
-/// frame proves its sender. No tag says when a frame was sent: what is above must bear a replay, as joins do.
+/// Semantic requirements: `sign` fills `tag_bytes` bytes that depend on every byte of both spans
+/// and on their border, and returns false where it cannot; `verify` compares in a time that does
+/// not depend on where the tags differ, and is told who is said to have sent the frame (`everyone`:
+/// nobody says). One whose members have keys of their own answers false where that member did not
+/// sign: then a frame proves its sender. No tag says when a frame was sent: what is above must bear
+/// a replay, as joins do.
 template <class A>
 concept Authenticator = requires(const A& auth, MemberId from, std::span<const std::byte> bytes,
                                  std::span<std::byte> tag) {
@@ -43,15 +47,20 @@ concept Authenticator = requires(const A& auth, MemberId from, std::span<const s
 struct NoAuth {
   static constexpr std::size_t tag_bytes = 0;
 
-  [[nodiscard]] bool sign(std::span<const std::byte>, std::span<const std::byte>, std::span<std::byte>) const noexcept { return true; }
+  [[nodiscard]] bool sign(std::span<const std::byte>, std::span<const std::byte>,
+                          std::span<std::byte>) const noexcept {
+    return true;
+  }
   [[nodiscard]] bool verify(MemberId, std::span<const std::byte>, std::span<const std::byte>,
                             std::span<const std::byte>) const noexcept {
     return true;
   }
 };
 
-/// The digest by which a frame says whose caches it is about: those of another tenant, model or tokenizer never meet.
-[[nodiscard]] inline Digest128 frame_namespace(std::string_view tenant, std::string_view model, std::string_view tokenizer) {
+/// The digest by which a frame says whose caches it is about: those of another tenant, model or
+/// tokenizer never meet.
+[[nodiscard]] inline Digest128 frame_namespace(std::string_view tenant, std::string_view model,
+                                               std::string_view tokenizer) {
   Hasher hasher;
   hasher.text("kvmeld.namespace.v1");
   hasher.text(tenant);
@@ -63,7 +72,7 @@ struct NoAuth {
 /// What both ends of a connection agree on beforehand.
 template <Authenticator Auth = NoAuth>
 struct FrameOptions {
-  Digest128 name_space{};                               ///< of `frame_namespace`
+  Digest128 name_space{};  ///< of `frame_namespace`
   std::size_t max_body_bytes = std::size_t{1} << 26;
   Auth auth{};
 };
@@ -83,7 +92,8 @@ inline constexpr std::size_t frame_header_bytes = 40;
 inline constexpr std::size_t frame_sum_offset = 32;
 
 /// XXH3-64 of the header before the sum, and of the body.
-[[nodiscard]] inline std::uint64_t frame_sum(std::span<const std::byte> header, std::span<const std::byte> body) noexcept {
+[[nodiscard]] inline std::uint64_t frame_sum(std::span<const std::byte> header,
+                                             std::span<const std::byte> body) noexcept {
   XXH3_state_t state;
   (void)XXH3_64bits_reset(&state);
   (void)XXH3_64bits_update(&state, header.data(), frame_sum_offset);
@@ -95,11 +105,15 @@ inline constexpr std::size_t frame_sum_offset = 32;
 
 /// A message: 40 bytes of header, the body, and the authenticator's tag. O(body).
 ///
-/// Errors: `oversized` for a body above the options' bound, `unsupported` where the authenticator cannot sign.
+/// Errors: `oversized` for a body above the options' bound, `unsupported` where the authenticator
+/// cannot sign.
 template <Authenticator Auth = NoAuth>
-[[nodiscard]] Result<std::vector<std::byte>> encode_frame(std::uint8_t type, std::span<const std::byte> body, const FrameOptions<Auth>& options = {}) {
+[[nodiscard]] Result<std::vector<std::byte>> encode_frame(std::uint8_t type,
+                                                          std::span<const std::byte> body,
+                                                          const FrameOptions<Auth>& options = {}) {
   if (body.size() > options.max_body_bytes) {
-    return detail::error(ErrorCode::oversized, "a frame's body of ", body.size(), " bytes where at most ", options.max_body_bytes, " are agreed");
+    return detail::error(ErrorCode::oversized, "a frame's body of ", body.size(),
+                         " bytes where at most ", options.max_body_bytes, " are agreed");
   }
   ByteWriter w;
   w.reserve(detail::frame_header_bytes + body.size() + Auth::tag_bytes);
@@ -117,8 +131,11 @@ template <Authenticator Auth = NoAuth>
   if constexpr (Auth::tag_bytes > 0) {
     out.resize(out.size() + Auth::tag_bytes);
     const auto all = std::span(out);
-    if (!options.auth.sign(all.first(detail::frame_header_bytes), all.subspan(detail::frame_header_bytes, body.size()), all.last(Auth::tag_bytes))) {
-      return detail::error(ErrorCode::unsupported, "the authenticator could not sign a frame of ", out.size(), " bytes");
+    if (!options.auth.sign(all.first(detail::frame_header_bytes),
+                           all.subspan(detail::frame_header_bytes, body.size()),
+                           all.last(Auth::tag_bytes))) {
+      return detail::error(ErrorCode::unsupported, "the authenticator could not sign a frame of ",
+                           out.size(), " bytes");
     }
   }
   return out;
@@ -126,9 +143,10 @@ template <Authenticator Auth = NoAuth>
 
 /// Checks one whole frame from bytes that nobody vouches for; allocates nothing.
 ///
-/// @param from who is said to have sent it: an authenticator with a key for each member checks that.
-/// Errors: `truncated`, `oversized`, `corrupt` (no frame, or an accident), `version_mismatch` for a newer major version, `unknown_field` for
-/// a flag, `unauthenticated` for another namespace or a bad, missing or uncheckable tag. O(body).
+/// @param from who is said to have sent it: an authenticator with a key for each member checks
+/// that. Errors: `truncated`, `oversized`, `corrupt` (no frame, or an accident), `version_mismatch`
+/// for a newer major version, `unknown_field` for a flag, `unauthenticated` for another namespace
+/// or a bad, missing or uncheckable tag. O(body).
 template <Authenticator Auth = NoAuth>
 [[nodiscard]] Result<FrameView> decode_frame(std::span<const std::byte> bytes,
                                              const FrameOptions<Auth>& options = {},
@@ -142,39 +160,52 @@ template <Authenticator Auth = NoAuth>
   view.type = r.value<std::uint8_t>();
   const auto flags = r.value<std::uint8_t>();
   KVMELD_TRY(r.status("frame"));
-  if (magic != detail::frame_magic) return error(ErrorCode::corrupt, "frame: starts with ", magic, ", not with KVMF");
+  if (magic != detail::frame_magic)
+    return error(ErrorCode::corrupt, "frame: starts with ", magic, ", not with KVMF");
   if (major != wire_major) {
-    return error(ErrorCode::version_mismatch, "frame of wire version ", major, ".", view.minor, "; this build reads version ", wire_major,
+    return error(ErrorCode::version_mismatch, "frame of wire version ", major, ".", view.minor,
+                 "; this build reads version ", wire_major,
                  ": update the older of the two members");
   }
-  if ((flags & ~detail::frame_authenticated) != 0) return error(ErrorCode::unknown_field, "frame: flags ", flags, " are unknown to this build");
+  if ((flags & ~detail::frame_authenticated) != 0)
+    return error(ErrorCode::unknown_field, "frame: flags ", flags, " are unknown to this build");
   Digest128 name_space;
   name_space.low = r.value<std::uint64_t>();
   name_space.high = r.value<std::uint64_t>();
   const auto body_bytes = r.value<std::uint64_t>();
   const auto sum = r.value<std::uint64_t>();
   KVMELD_TRY(r.status("frame"));
-  const std::size_t tag_bytes = flags == detail::frame_authenticated ? (Auth::tag_bytes > 0 ? Auth::tag_bytes : std::size_t{32}) : 0;
+  const std::size_t tag_bytes = flags == detail::frame_authenticated
+                                    ? (Auth::tag_bytes > 0 ? Auth::tag_bytes : std::size_t{32})
+                                    : 0;
   if (body_bytes > options.max_body_bytes) {
-    return error(ErrorCode::oversized, "frame: a body of ", body_bytes, " bytes where at most ", options.max_body_bytes, " are agreed");
+    return error(ErrorCode::oversized, "frame: a body of ", body_bytes, " bytes where at most ",
+                 options.max_body_bytes, " are agreed");
   }
   if (const std::size_t left = r.remaining(); left < tag_bytes || left - tag_bytes != body_bytes) {
-    return error(left < tag_bytes || left - tag_bytes < body_bytes ? ErrorCode::truncated : ErrorCode::oversized, "frame: ", left,
-                 " bytes follow the header, a body of ", body_bytes, " and a tag of ", tag_bytes, " are declared");
+    return error(left < tag_bytes || left - tag_bytes < body_bytes ? ErrorCode::truncated
+                                                                   : ErrorCode::oversized,
+                 "frame: ", left, " bytes follow the header, a body of ", body_bytes,
+                 " and a tag of ", tag_bytes, " are declared");
   }
   view.body = r.bytes(static_cast<std::size_t>(body_bytes));
-  if (sum != detail::frame_sum(bytes, view.body)) return error(ErrorCode::corrupt, "frame: checksum of its ", bytes.size(), " bytes differs");
+  if (sum != detail::frame_sum(bytes, view.body))
+    return error(ErrorCode::corrupt, "frame: checksum of its ", bytes.size(), " bytes differs");
   if (name_space != options.name_space) {
-    return error(ErrorCode::unauthenticated, "frame of namespace ", name_space.hex(), ", this member is in ", options.name_space.hex(),
+    return error(ErrorCode::unauthenticated, "frame of namespace ", name_space.hex(),
+                 ", this member is in ", options.name_space.hex(),
                  ": tenant, model or tokenizer differ");
   }
   if ((tag_bytes > 0) != (Auth::tag_bytes > 0)) {
-    return error(ErrorCode::unauthenticated, tag_bytes > 0 ? "frame: carries a tag, and this member has no key to check it"
-                                                           : "frame: carries no tag, and this member takes only frames that do");
+    return error(ErrorCode::unauthenticated,
+                 tag_bytes > 0
+                     ? "frame: carries a tag, and this member has no key to check it"
+                     : "frame: carries no tag, and this member takes only frames that do");
   }
   if (!options.auth.verify(from, bytes.first(detail::frame_header_bytes), view.body,
                            bytes.last(tag_bytes))) {
-    return error(ErrorCode::unauthenticated, "frame: the tag of its ", bytes.size(), " bytes is not of this member's key");
+    return error(ErrorCode::unauthenticated, "frame: the tag of its ", bytes.size(),
+                 " bytes is not of this member's key");
   }
   return view;
 }

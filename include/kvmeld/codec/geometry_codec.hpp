@@ -13,7 +13,8 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// Memory that a decoded geometry may take: layers are written once and referred to, so few bytes can ask for many.
+/// Memory that a decoded geometry may take: layers are written once and referred to, so few bytes
+/// can ask for many.
 inline constexpr std::size_t max_geometry_bytes = std::size_t{64} << 20;
 
 KVMELD_LAZY void write_rope(ByteWriter& w, const RopeSpec& rope) {
@@ -71,7 +72,8 @@ KVMELD_LAZY [[nodiscard]] RopeSpec read_rope(ByteReader& r) {
   rope.short_factors = r.values<float>();
   rope.long_factors = r.values<float>();
   rope.factors = r.values<float>();
-  if (!(rope == rope)) r.fail(ErrorCode::corrupt);  // a NaN equals nothing, itself included: such a cache could meet no other
+  // a NaN equals nothing, itself included: such a cache could meet no other
+  if (!(rope == rope)) r.fail(ErrorCode::corrupt);
   return rope;
 }
 
@@ -113,11 +115,13 @@ KVMELD_LAZY [[nodiscard]] LayerShape read_layer(ByteReader& r) {
 }
 
 [[nodiscard]] inline std::size_t layer_memory(const LayerShape& layer) noexcept {
-  const std::size_t factors = layer.rope.short_factors.size() + layer.rope.long_factors.size() + layer.rope.factors.size();
+  const std::size_t factors =
+      layer.rope.short_factors.size() + layer.rope.long_factors.size() + layer.rope.factors.size();
   return sizeof(LayerShape) + factors * sizeof(float) + layer.planes.size() * sizeof(PlaneShape);
 }
 
-/// Every field of a geometry in the order of its declaration; equal layers are written once. docs/wire.md has the bytes.
+/// Every field of a geometry in the order of its declaration; equal layers are written once.
+/// docs/wire.md has the bytes.
 KVMELD_LAZY void write_geometry(ByteWriter& w, const Geometry& geometry) {
   w.text(geometry.model);
   w.text(geometry.tokenizer);
@@ -130,7 +134,9 @@ KVMELD_LAZY void write_geometry(ByteWriter& w, const Geometry& geometry) {
   for (const LayerShape& layer : geometry.layers) {
     ByteWriter one;  // bytes, not values, are compared: 0 and -0 are equal and have other ids
     write_layer(one, layer);
-    const auto same = std::find_if(distinct.begin(), distinct.end(), [&](const auto& known) { return std::ranges::equal(known, one.written()); });
+    const auto same = std::find_if(distinct.begin(), distinct.end(), [&](const auto& known) {
+      return std::ranges::equal(known, one.written());
+    });
     index.push_back(static_cast<std::size_t>(same - distinct.begin()));
     if (same == distinct.end()) distinct.push_back(one.take());
   }
@@ -140,7 +146,8 @@ KVMELD_LAZY void write_geometry(ByteWriter& w, const Geometry& geometry) {
   for (const std::size_t i : index) w.varint(i);
 }
 
-/// Reads what `write_geometry` wrote; a failure stays in the reader. The caller runs `validate` on the result.
+/// Reads what `write_geometry` wrote; a failure stays in the reader. The caller runs `validate` on
+/// the result.
 KVMELD_LAZY [[nodiscard]] Geometry read_geometry(ByteReader& r) {
   Geometry geometry;
   geometry.model = r.text();

@@ -14,11 +14,13 @@ namespace detail {
 
 /// Reads JSON of a known form, token by token, from bytes that nobody vouches for.
 ///
-/// Strings, natural numbers and punctuation: what headers of tensor files hold. The first failure stays, with the byte where it
-/// was met; later reads give nothing. Does not recurse, so that no nesting exhausts a stack.
+/// Strings, natural numbers and punctuation: what headers of tensor files hold. The first failure
+/// stays, with the byte where it was met; later reads give nothing. Does not recurse, so that no
+/// nesting exhausts a stack.
 class JsonReader {
  public:
-  explicit JsonReader(std::span<const std::byte> text) noexcept : text_(reinterpret_cast<const char*>(text.data()), text.size()) {}
+  explicit JsonReader(std::span<const std::byte> text) noexcept
+      : text_(reinterpret_cast<const char*>(text.data()), text.size()) {}
 
   [[nodiscard]] bool ok() const noexcept { return why_ == nullptr; }
   /// Records what is wrong at the place that is read now.
@@ -26,7 +28,9 @@ class JsonReader {
     if (ok()) why_ = why;
   }
   [[nodiscard]] Status status(std::string_view what) const {
-    return ok() ? Status{} : error(ErrorCode::corrupt, what, ": ", why_, " at byte ", at_, " of ", text_.size());
+    return ok() ? Status{}
+                : error(ErrorCode::corrupt, what, ": ", why_, " at byte ", at_, " of ",
+                        text_.size());
   }
 
   /// Takes a character if it comes next, after blanks.
@@ -89,13 +93,18 @@ class JsonReader {
 
  private:
   void skip_blanks() noexcept {
-    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\r' || text_[at_] == '\t')) ++at_;
+    while (at_ < text_.size() &&
+           (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\r' || text_[at_] == '\t'))
+      ++at_;
   }
   [[nodiscard]] std::uint32_t four_hex() noexcept {
     std::uint32_t out = 0;
     for (int i = 0; i < 4; ++i) {
       const char c = at_ < text_.size() ? text_[at_++] : '\0';
-      const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+      const int digit = c >= '0' && c <= '9'   ? c - '0'
+                        : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                        : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                               : -1;
       if (digit < 0) fail("not four hexadecimal digits");
       out = out << 4U | static_cast<std::uint32_t>(digit & 15);
     }
@@ -118,7 +127,9 @@ class JsonReader {
       code = 0x10000U + ((code - 0xD800U) << 10U) + (low - 0xDC00U);
     }
     if (code >= 0xD800U && code <= 0xDFFFU) return fail("half a surrogate pair");
-    const auto put = [&out](std::uint32_t byte) { out += static_cast<char>(static_cast<unsigned char>(byte)); };
+    const auto put = [&out](std::uint32_t byte) {
+      out += static_cast<char>(static_cast<unsigned char>(byte));
+    };
     if (code < 0x80U) {
       put(code);
     } else if (code < 0x800U) {

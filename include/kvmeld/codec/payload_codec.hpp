@@ -19,7 +19,8 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// Strictly ascending numbers from 0 on: the first, then each one's distance to its predecessor, less one.
+/// Strictly ascending numbers from 0 on: the first, then each one's distance to its predecessor,
+/// less one.
 template <class T>
 void write_ascending(ByteWriter& w, std::span<const T> numbers) {
   T next = 0;
@@ -40,7 +41,8 @@ void read_ascending(ByteReader& r, std::size_t count, std::uint64_t max, std::ve
   }
 }
 
-KVMELD_LAZY void write_payload(ByteWriter& w, const Payload& payload, std::span<const BlobKey> chunks) {
+KVMELD_LAZY void write_payload(ByteWriter& w, const Payload& payload,
+                               std::span<const BlobKey> chunks) {
   w.value(payload.lead_in.low);
   w.value(payload.lead_in.high);
   w.bytes(std::as_bytes(std::span(payload.digest)));
@@ -57,11 +59,14 @@ KVMELD_LAZY void write_payload(ByteWriter& w, const Payload& payload, std::span<
   for (const BlobKey& key : chunks) w.bytes(std::as_bytes(std::span(key.bytes)));
 }
 
-/// Reads up to the declared byte count, which the caller compares with the one that the geometry implies.
-KVMELD_LAZY [[nodiscard]] std::uint64_t read_payload(ByteReader& r, std::size_t tokens, std::size_t layers, Payload& payload) {
+/// Reads up to the declared byte count, which the caller compares with the one that the geometry
+/// implies.
+KVMELD_LAZY [[nodiscard]] std::uint64_t read_payload(ByteReader& r, std::size_t tokens,
+                                                     std::size_t layers, Payload& payload) {
   payload.lead_in.low = r.value<std::uint64_t>();
   payload.lead_in.high = r.value<std::uint64_t>();
-  if (const auto digest = r.bytes(payload.digest.size()); !digest.empty()) std::memcpy(payload.digest.data(), digest.data(), digest.size());
+  if (const auto digest = r.bytes(payload.digest.size()); !digest.empty())
+    std::memcpy(payload.digest.data(), digest.data(), digest.size());
   if (tokens > r.remaining()) r.fail(ErrorCode::truncated);
   read_ascending(r, tokens, static_cast<std::uint64_t>(max_position), payload.positions);
   for (std::size_t sets = r.count(1); r.ok() && sets > 0; --sets) {
@@ -71,7 +76,9 @@ KVMELD_LAZY [[nodiscard]] std::uint64_t read_payload(ByteReader& r, std::size_t 
       const std::uint64_t last = tokens == 0 ? 0 : tokens - 1;
       const std::size_t present = r.count(1);
       if (present > tokens) r.fail(ErrorCode::corrupt);
-      read_ascending(r, present, (std::min)(last, std::uint64_t{(std::numeric_limits<std::int32_t>::max)()}), set.present);
+      read_ascending(r, present,
+                     (std::min)(last, std::uint64_t{(std::numeric_limits<std::int32_t>::max)()}),
+                     set.present);
     }
     payload.token_sets.push_back(std::move(set));
   }

@@ -10,10 +10,13 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// Works out where each plane of a payload lies, from its token sets and a validated geometry: nobody is asked to say it.
+/// Works out where each plane of a payload lies, from its token sets and a validated geometry:
+/// nobody is asked to say it.
 ///
-/// Fills `plane_offsets`, `scale_offsets` and `byte_count` as `seal` does. Errors: `oversized` above `max_bytes`.
-KVMELD_LAZY [[nodiscard]] Status lay_out(const Geometry& geometry, Payload& payload, std::uint64_t max_bytes) {
+/// Fills `plane_offsets`, `scale_offsets` and `byte_count` as `seal` does. Errors: `oversized`
+/// above `max_bytes`.
+KVMELD_LAZY [[nodiscard]] Status lay_out(const Geometry& geometry, Payload& payload,
+                                         std::uint64_t max_bytes) {
   std::uint64_t total = 0;
   const auto grow = [&total, max_bytes](std::uint64_t rows, std::uint64_t row, bool pad) {
     std::uint64_t bytes = 0;
@@ -30,10 +33,12 @@ KVMELD_LAZY [[nodiscard]] Status lay_out(const Geometry& geometry, Payload& payl
       payload.plane_offsets.push_back(total);
       fits = fits && grow(rows, static_cast<std::uint64_t>(row_bytes(shape)), true);
       payload.scale_offsets.push_back(total);
-      fits = fits && grow(rows, static_cast<std::uint64_t>(row_scales(shape)) * sizeof(float), false);
+      fits =
+          fits && grow(rows, static_cast<std::uint64_t>(row_scales(shape)) * sizeof(float), false);
       if (!fits) {
-        return error(ErrorCode::oversized, "layer ", l, ": ", tokens, " tokens of ", shape.heads, " heads of ", shape.channels,
-                     " channels take a payload beyond ", max_bytes, " bytes");
+        return error(ErrorCode::oversized, "layer ", l, ": ", tokens, " tokens of ", shape.heads,
+                     " heads of ", shape.channels, " channels take a payload beyond ", max_bytes,
+                     " bytes");
       }
     }
   }

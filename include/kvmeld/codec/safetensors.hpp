@@ -1,9 +1,11 @@
 #pragma once
 
-/// The safetensors format: a JSON header with names, types, shapes and offsets, then the tensors' bytes.
+/// The safetensors format: a JSON header with names, types, shapes and offsets, then the tensors'
+/// bytes.
 ///
-/// Layout: header length (u64, little-endian), header (JSON, padded with blanks), data. Every data byte belongs to exactly one
-/// tensor. @see https://github.com/huggingface/safetensors for the format's description.
+/// Layout: header length (u64, little-endian), header (JSON, padded with blanks), data. Every data
+/// byte belongs to exactly one tensor. @see https://github.com/huggingface/safetensors for the
+/// format's description.
 
 #include <algorithm>
 #include <cstddef>
@@ -23,12 +25,31 @@
 KVMELD_NAMESPACE_BEGIN
 
 /// Element types of the format that this build knows.
-enum class StoredType : std::uint8_t { f64, f32, f16, bf16, f8_e4m3, f8_e5m2, i64, i32, i16, i8, u64, u32, u16, u8, boolean };
+enum class StoredType : std::uint8_t {
+  f64,
+  f32,
+  f16,
+  bf16,
+  f8_e4m3,
+  f8_e5m2,
+  i64,
+  i32,
+  i16,
+  i8,
+  u64,
+  u32,
+  u16,
+  u8,
+  boolean
+};
 
 /// The format's name of a type.
 [[nodiscard]] constexpr std::string_view to_string(StoredType type) noexcept {
-  constexpr std::string_view names[] = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"};
-  return type <= StoredType::boolean ? names[static_cast<std::size_t>(type)] : std::string_view("unknown");
+  constexpr std::string_view names[] = {"F64",     "F32", "F16", "BF16", "F8_E4M3",
+                                        "F8_E5M2", "I64", "I32", "I16",  "I8",
+                                        "U64",     "U32", "U16", "U8",   "BOOL"};
+  return type <= StoredType::boolean ? names[static_cast<std::size_t>(type)]
+                                     : std::string_view("unknown");
 }
 /// Bytes of one element.
 [[nodiscard]] constexpr std::size_t element_bytes(StoredType type) noexcept {
@@ -40,7 +61,7 @@ enum class StoredType : std::uint8_t { f64, f32, f16, bf16, f8_e4m3, f8_e5m2, i6
 struct StoredTensor {
   std::string name{};
   StoredType type = StoredType::f32;
-  std::vector<std::uint64_t> shape{}; ///< row-major; empty: a scalar
+  std::vector<std::uint64_t> shape{};  ///< row-major; empty: a scalar
   std::span<const std::byte> bytes{};
 
   [[nodiscard]] std::size_t elements() const noexcept { return bytes.size() / element_bytes(type); }
@@ -49,11 +70,13 @@ struct StoredTensor {
 /// What a safetensors file holds: a view of its bytes, which must outlive it.
 struct Safetensors {
   std::vector<std::pair<std::string, std::string>> metadata{};  ///< ascending by key
-  std::vector<StoredTensor> tensors{};                        ///< ascending by name
+  std::vector<StoredTensor> tensors{};                          ///< ascending by name
 
   /// A tensor by name, or null. O(log tensors).
   [[nodiscard]] const StoredTensor* find(std::string_view name) const noexcept {
-    const auto at = std::lower_bound(tensors.begin(), tensors.end(), name, [](const StoredTensor& t, std::string_view n) { return t.name < n; });
+    const auto at =
+        std::lower_bound(tensors.begin(), tensors.end(), name,
+                         [](const StoredTensor& t, std::string_view n) { return t.name < n; });
     return at != tensors.end() && at->name == name ? &*at : nullptr;
   }
   /// The metadata under a key, or null.
@@ -93,8 +116,12 @@ KVMELD_LAZY TensorOffsets read_tensor_entry(JsonReader& in, StoredTensor& tensor
   do {
     const std::string key = in.string();
     in.expect(':');
-    const unsigned field = key == "dtype" ? 1U : key == "shape" ? 2U : key == "data_offsets" ? 4U : 0U;
-    if (field == 0 || (seen & field) != 0) in.fail("a tensor's field that is unknown or there twice");
+    const unsigned field = key == "dtype"          ? 1U
+                           : key == "shape"        ? 2U
+                           : key == "data_offsets" ? 4U
+                                                   : 0U;
+    if (field == 0 || (seen & field) != 0)
+      in.fail("a tensor's field that is unknown or there twice");
     seen |= field;
     if (field == 1) {
       tensor.type = stored_type(in);
@@ -125,25 +152,32 @@ KVMELD_LAZY [[nodiscard]] Result<std::uint64_t> stored_bytes(const StoredTensor&
     if (n != 0) overflow = __builtin_mul_overflow(bytes, n, &bytes) || overflow;
   }
   if (none) return std::uint64_t{0};
-  if (overflow) return error(ErrorCode::oversized, "safetensors: the shape of '", tensor.name, "' has more elements than 64 bits count");
+  if (overflow)
+    return error(ErrorCode::oversized, "safetensors: the shape of '", tensor.name,
+                 "' has more elements than 64 bits count");
   return bytes;
 }
 
 }  // namespace detail
 
-/// Reads a file's header and checks all of it: lengths against the bytes that are there, shapes against offsets, that tensors
-/// neither overlap nor leave bytes out, that no name is there twice.
+/// Reads a file's header and checks all of it: lengths against the bytes that are there, shapes
+/// against offsets, that tensors neither overlap nor leave bytes out, that no name is there twice.
 ///
 /// O(header · log tensors); copies no tensor. Errors: `truncated`, `oversized`, `corrupt`.
 KVMELD_LAZY [[nodiscard]] Result<Safetensors> parse_safetensors(std::span<const std::byte> file) {
   using detail::error;
-  if (file.size() < 8) return error(ErrorCode::truncated, "safetensors: ", file.size(), " bytes, the header's length takes 8");
+  if (file.size() < 8)
+    return error(ErrorCode::truncated, "safetensors: ", file.size(),
+                 " bytes, the header's length takes 8");
   std::uint64_t header = 0;
   std::memcpy(&header, file.data(), 8);
   if (header > detail::max_safetensors_header) {
-    return error(ErrorCode::oversized, "safetensors: a header of ", header, " bytes; at most ", detail::max_safetensors_header);
+    return error(ErrorCode::oversized, "safetensors: a header of ", header, " bytes; at most ",
+                 detail::max_safetensors_header);
   }
-  if (header > file.size() - 8) return error(ErrorCode::truncated, "safetensors: a header of ", header, " bytes in a file of ", file.size());
+  if (header > file.size() - 8)
+    return error(ErrorCode::truncated, "safetensors: a header of ", header, " bytes in a file of ",
+                 file.size());
   const auto data = file.subspan(8 + static_cast<std::size_t>(header));
   detail::JsonReader in(file.subspan(8, static_cast<std::size_t>(header)));
   Safetensors out;
@@ -173,50 +207,68 @@ KVMELD_LAZY [[nodiscard]] Result<Safetensors> parse_safetensors(std::span<const 
   }
   in.finish();
   KVMELD_TRY(in.status("safetensors header"));
-  std::sort(offsets.begin(), offsets.end(), [](const auto& a, const auto& b) { return a.begin != b.begin ? a.begin < b.begin : a.end < b.end; });
+  std::sort(offsets.begin(), offsets.end(), [](const auto& a, const auto& b) {
+    return a.begin != b.begin ? a.begin < b.begin : a.end < b.end;
+  });
   std::uint64_t covered = 0;
   for (const detail::TensorOffsets& at : offsets) {
     StoredTensor& tensor = out.tensors[at.tensor];
     const auto bytes = detail::stored_bytes(tensor);
     if (!bytes) return bytes.error();
     if (at.end < at.begin || at.end - at.begin != *bytes) {
-      return error(ErrorCode::corrupt, "safetensors: '", tensor.name, "' lies at ", at.begin, " to ", at.end, ", its type and shape take ", *bytes, " bytes");
+      return error(ErrorCode::corrupt, "safetensors: '", tensor.name, "' lies at ", at.begin,
+                   " to ", at.end, ", its type and shape take ", *bytes, " bytes");
     }
     if (at.begin != covered) {
-      return error(ErrorCode::corrupt, "safetensors: '", tensor.name, "' begins at ", at.begin, " where the tensors before end at ", covered);
+      return error(ErrorCode::corrupt, "safetensors: '", tensor.name, "' begins at ", at.begin,
+                   " where the tensors before end at ", covered);
     }
-    if (at.end > data.size()) return error(ErrorCode::truncated, "safetensors: '", tensor.name, "' ends at ", at.end, " of ", data.size(), " data bytes");
-    tensor.bytes = data.subspan(static_cast<std::size_t>(at.begin), static_cast<std::size_t>(*bytes));
+    if (at.end > data.size())
+      return error(ErrorCode::truncated, "safetensors: '", tensor.name, "' ends at ", at.end,
+                   " of ", data.size(), " data bytes");
+    tensor.bytes =
+        data.subspan(static_cast<std::size_t>(at.begin), static_cast<std::size_t>(*bytes));
     covered = at.end;
   }
-  if (covered != data.size()) return error(ErrorCode::oversized, "safetensors: ", data.size() - covered, " bytes belong to no tensor");
-  std::sort(out.tensors.begin(), out.tensors.end(), [](const auto& a, const auto& b) { return a.name < b.name; });
+  if (covered != data.size())
+    return error(ErrorCode::oversized, "safetensors: ", data.size() - covered,
+                 " bytes belong to no tensor");
+  std::sort(out.tensors.begin(), out.tensors.end(),
+            [](const auto& a, const auto& b) { return a.name < b.name; });
   std::sort(out.metadata.begin(), out.metadata.end());
   for (std::size_t i = 1; i < out.tensors.size(); ++i) {
-    if (out.tensors[i].name == out.tensors[i - 1].name) return error(ErrorCode::corrupt, "safetensors: two tensors named '", out.tensors[i].name, "'");
+    if (out.tensors[i].name == out.tensors[i - 1].name)
+      return error(ErrorCode::corrupt, "safetensors: two tensors named '", out.tensors[i].name,
+                   "'");
   }
   for (std::size_t i = 1; i < out.metadata.size(); ++i) {
-    if (out.metadata[i].first == out.metadata[i - 1].first) return error(ErrorCode::corrupt, "safetensors: metadata '", out.metadata[i].first, "' twice");
+    if (out.metadata[i].first == out.metadata[i - 1].first)
+      return error(ErrorCode::corrupt, "safetensors: metadata '", out.metadata[i].first, "' twice");
   }
   return out;
 }
 
-/// The numbers of a tensor of floats, in row-major order. Exact into double; into float, f64 is rounded to nearest even.
+/// The numbers of a tensor of floats, in row-major order. Exact into double; into float, f64 is
+/// rounded to nearest even.
 ///
 /// Errors: `unsupported` for integers and booleans.
 template <class Float>
 [[nodiscard]] Result<std::vector<Float>> to_floats(const StoredTensor& tensor) {
   std::vector<Float> out(tensor.elements());
   if (tensor.type > StoredType::f8_e5m2) {
-    return detail::error(ErrorCode::unsupported, "safetensors: '", tensor.name, "' holds ", to_string(tensor.type), ", not floats");
+    return detail::error(ErrorCode::unsupported, "safetensors: '", tensor.name, "' holds ",
+                         to_string(tensor.type), ", not floats");
   }
   if (tensor.type == StoredType::f64 && sizeof(Float) == 8) {
     if (!out.empty()) std::memcpy(out.data(), tensor.bytes.data(), tensor.bytes.size());
     return out;
   }
-  constexpr ElementType types[] = {ElementType::f64, ElementType::f32, ElementType::f16, ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2};
+  constexpr ElementType types[] = {ElementType::f64,  ElementType::f32,     ElementType::f16,
+                                   ElementType::bf16, ElementType::f8_e4m3, ElementType::f8_e5m2};
   for (std::size_t i = 0; i < out.size(); ++i) {
-    out[i] = static_cast<Float>(detail::load_element(types[static_cast<std::size_t>(tensor.type)], tensor.bytes.data(), static_cast<std::ptrdiff_t>(i)));
+    out[i] = static_cast<Float>(detail::load_element(types[static_cast<std::size_t>(tensor.type)],
+                                                     tensor.bytes.data(),
+                                                     static_cast<std::ptrdiff_t>(i)));
   }
   return out;
 }

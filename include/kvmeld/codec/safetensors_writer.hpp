@@ -14,18 +14,25 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Collects tensors and metadata and makes a file of them; equal contents give equal bytes, in whatever order they were added.
+/// Collects tensors and metadata and makes a file of them; equal contents give equal bytes, in
+/// whatever order they were added.
 class SafetensorsWriter {
  public:
   /// @param value any text.
-  void metadata(std::string_view key, std::string_view value) { metadata_.emplace_back(key, value); }
+  void metadata(std::string_view key, std::string_view value) {
+    metadata_.emplace_back(key, value);
+  }
   /// Copies the bytes of a row-major tensor.
-  void tensor(std::string_view name, StoredType type, std::vector<std::uint64_t> shape, std::span<const std::byte> bytes) {
-    tensors_.push_back({{std::string(name), type, std::move(shape), {}}, {bytes.begin(), bytes.end()}});
+  void tensor(std::string_view name, StoredType type, std::vector<std::uint64_t> shape,
+              std::span<const std::byte> bytes) {
+    tensors_.push_back(
+        {{std::string(name), type, std::move(shape), {}}, {bytes.begin(), bytes.end()}});
   }
   template <class Float>
-  void floats(std::string_view name, std::vector<std::uint64_t> shape, std::span<const Float> numbers) {
-    tensor(name, sizeof(Float) == 8 ? StoredType::f64 : StoredType::f32, std::move(shape), std::as_bytes(numbers));
+  void floats(std::string_view name, std::vector<std::uint64_t> shape,
+              std::span<const Float> numbers) {
+    tensor(name, sizeof(Float) == 8 ? StoredType::f64 : StoredType::f32, std::move(shape),
+           std::as_bytes(numbers));
   }
   /// The file. Errors: `invalid_argument` where bytes do not fit a shape, or a name is there twice.
   [[nodiscard]] Result<std::vector<std::byte>> finish() const;
@@ -65,7 +72,8 @@ inline Result<std::vector<std::byte>> SafetensorsWriter::finish() const {
   for (const Owned* tensor : order) {
     const auto bytes = detail::stored_bytes(tensor->entry);
     if (!bytes || *bytes != tensor->bytes.size() || tensor->entry.name == "__metadata__") {
-      return detail::error(ErrorCode::invalid_argument, "safetensors: ", tensor->bytes.size(), " bytes do not fit type, shape or name of '", tensor->entry.name, "'");
+      return detail::error(ErrorCode::invalid_argument, "safetensors: ", tensor->bytes.size(),
+                           " bytes do not fit type, shape or name of '", tensor->entry.name, "'");
     }
     if (header.size() > 1) header += ',';
     detail::append_json(header, tensor->entry.name);
@@ -89,7 +97,8 @@ inline Result<std::vector<std::byte>> SafetensorsWriter::finish() const {
   std::memcpy(file.data() + 8, header.data(), header.size());
   std::size_t to = 8 + header.size();
   for (const Owned* tensor : order) {
-    if (!tensor->bytes.empty()) std::memcpy(file.data() + to, tensor->bytes.data(), tensor->bytes.size());
+    if (!tensor->bytes.empty())
+      std::memcpy(file.data() + to, tensor->bytes.data(), tensor->bytes.size());
     to += tensor->bytes.size();
   }
   KVMELD_TRY(parse_safetensors(file).status());  // names that are there twice, a header too long

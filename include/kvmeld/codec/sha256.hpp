@@ -16,16 +16,18 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Models `ContentHash`: SHA-256 (FIPS 180-4) cut to its first 31 bytes, collision-resistant against whoever writes to a shared store.
+/// Models `ContentHash`: SHA-256 (FIPS 180-4) cut to its first 31 bytes, collision-resistant
+/// against whoever writes to a shared store.
 ///
-/// Streams 1.4 to 2 GB/s where the processor has SHA instructions. A process whose OpenSSL cannot give SHA-256 at all is ended: no id
-/// could be trusted after that.
+/// Streams 1.4 to 2 GB/s where the processor has SHA instructions. A process whose OpenSSL cannot
+/// give SHA-256 at all is ended: no id could be trusted after that.
 class Sha256 {
  public:
   static constexpr std::uint8_t tag = 2;
 
   Sha256() : context_(EVP_MD_CTX_new()) {
-    if (context_ == nullptr || EVP_DigestInit_ex(context_, EVP_sha256(), nullptr) != 1) std::abort();
+    if (context_ == nullptr || EVP_DigestInit_ex(context_, EVP_sha256(), nullptr) != 1)
+      std::abort();
   }
   Sha256(const Sha256& other) : context_(EVP_MD_CTX_new()) {
     if (context_ == nullptr || EVP_MD_CTX_copy_ex(context_, other.context_) != 1) std::abort();

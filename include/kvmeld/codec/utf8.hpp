@@ -8,8 +8,9 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// One code point read from the front of a text, and how many bytes it took: 0 bytes where the text is empty or not UTF-8 there
-/// (RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF).
+/// One code point read from the front of a text, and how many bytes it took: 0 bytes where the text
+/// is empty or not UTF-8 there (RFC 3629: no overlong forms, no surrogates, nothing above
+/// U+10FFFF).
 struct CodePoint {
   char32_t value = 0;
   std::size_t bytes = 0;
@@ -17,7 +18,9 @@ struct CodePoint {
 
 [[nodiscard]] inline CodePoint first_code_point(std::string_view text) noexcept {
   if (text.empty()) return {};
-  const auto byte = [&](std::size_t i) { return static_cast<char32_t>(static_cast<unsigned char>(text[i])); };
+  const auto byte = [&](std::size_t i) {
+    return static_cast<char32_t>(static_cast<unsigned char>(text[i]));
+  };
   const char32_t lead = byte(0);
   if (lead < 0x80) return {lead, 1};
   const std::size_t bytes = lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : 2;

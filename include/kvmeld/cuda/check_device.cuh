@@ -1,6 +1,7 @@
 #pragma once
 
-/// Whether a device computes as IEEE says, under the options that this translation unit was compiled with.
+/// Whether a device computes as IEEE says, under the options that this translation unit was
+/// compiled with.
 
 #if !defined(__CUDACC__)
 #error "kvmeld: headers *.cuh need nvcc -std=c++20; host code includes <kvmeld/kvmeld.hpp>"
@@ -24,7 +25,8 @@ namespace detail {
 /// An error that carries CUDA's own text.
 [[nodiscard]] inline Status cuda_status(cudaError_t code, const char* what) {
   if (code == cudaSuccess) return {};
-  return error(ErrorCode::engine_failure, "CUDA: ", what, ": ", cudaGetErrorName(code), ", ", cudaGetErrorString(code));
+  return error(ErrorCode::engine_failure, "CUDA: ", what, ": ", cudaGetErrorName(code), ", ",
+               cudaGetErrorString(code));
 }
 
 inline constexpr unsigned probe_flush = 1;
@@ -58,9 +60,10 @@ struct DeviceProbe {
   return probe;
 }
 
-// Kernels, and every function between a caller and a kernel, are static or inlined: nvcc's options differ between
-// files, and two libraries for different architectures may meet in one process, so a file must launch its own kernels
-// and judge its own options. Static, since nvcc makes a named namespace of an unnamed one.
+// Kernels, and every function between a caller and a kernel, are static or inlined: nvcc's options
+// differ between files, and two libraries for different architectures may meet in one process, so a
+// file must launch its own kernels and judge its own options. Static, since nvcc makes a named
+// namespace of an unnamed one.
 
 [[maybe_unused]] static __device__ unsigned probe_faults;
 
@@ -75,13 +78,15 @@ static __global__ void probe_arithmetic(const Probe probe) {
   if (float_bits(probe.a[lane] / probe.b[lane]) != probe.quotient[lane]) faults |= probe_division;
   if (float_bits(math::sqrt(probe.a[lane])) != probe.root[lane]) faults |= probe_root;
   if (fused != 0x1p-24F) faults |= probe_fma;
-  for (unsigned half = 16; half > 0; half /= 2) faults |= __shfl_down_sync(0xffffffffU, faults, half);
+  for (unsigned half = 16; half > 0; half /= 2)
+    faults |= __shfl_down_sync(0xffffffffU, faults, half);
   if (lane == 0) probe_faults = faults;
 }
 
 [[maybe_unused]] static Result<unsigned> ask_device() {
   cudaStream_t stream = nullptr;
-  KVMELD_TRY(cuda_status(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "a stream for the device check"));
+  KVMELD_TRY(cuda_status(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking),
+                         "a stream for the device check"));
   unsigned faults = 0;
   const DeviceProbe probe = device_probe();
   cudaLaunchConfig_t config{};
@@ -90,7 +95,8 @@ static __global__ void probe_arithmetic(const Probe probe) {
   config.stream = stream;
   cudaError_t code = cudaLaunchKernelEx(&config, probe_arithmetic<DeviceProbe>, probe);
   if (code == cudaSuccess)
-    code = cudaMemcpyFromSymbolAsync(&faults, probe_faults, sizeof(faults), 0, cudaMemcpyDeviceToHost, stream);
+    code = cudaMemcpyFromSymbolAsync(&faults, probe_faults, sizeof(faults), 0,
+                                     cudaMemcpyDeviceToHost, stream);
   const cudaError_t waited = cudaStreamSynchronize(stream);
   const cudaError_t destroyed = cudaStreamDestroy(stream);
   for (const cudaError_t next : {waited, destroyed}) {
@@ -104,13 +110,14 @@ static __global__ void probe_arithmetic(const Probe probe) {
 
 namespace gpu {
 
-/// Asks the current device once whether it keeps subnormals and rounds division, roots and fma as IEEE says.
+/// Asks the current device once whether it keeps subnormals and rounds division, roots and fma as
+/// IEEE says.
 ///
-/// nvcc's `--use_fast_math` and `-ftz=true` define no macro, so only a kernel sees them. The first call on a device
-/// runs one of 32 threads in a stream of its own and waits for it; later ones read the remembered answer. `run`,
-/// `render` and `gather` call it; who must not wait there calls it at start-up, from a file compiled with the same
-/// options. Errors: `float_environment` with the options to leave out, `engine_failure` with CUDA's text (not
-/// remembered).
+/// nvcc's `--use_fast_math` and `-ftz=true` define no macro, so only a kernel sees them. The first
+/// call on a device runs one of 32 threads in a stream of its own and waits for it; later ones read
+/// the remembered answer. `run`, `render` and `gather` call it; who must not wait there calls it at
+/// start-up, from a file compiled with the same options. Errors: `float_environment` with the
+/// options to leave out, `engine_failure` with CUDA's text (not remembered).
 [[nodiscard]] [[maybe_unused]] static Status check_device() {
   constexpr int remembered = 64;
   constexpr unsigned asked = 0x80;
@@ -126,9 +133,11 @@ namespace gpu {
   }
   if (answer == asked) return {};
   std::string what;
-  if ((answer & detail::probe_flush) != 0) what += " subnormal numbers are flushed to zero (-ftz=true);";
+  if ((answer & detail::probe_flush) != 0)
+    what += " subnormal numbers are flushed to zero (-ftz=true);";
   if ((answer & detail::probe_division) != 0) what += " division is approximate (-prec-div=false);";
-  if ((answer & detail::probe_root) != 0) what += " square roots are approximate (-prec-sqrt=false);";
+  if ((answer & detail::probe_root) != 0)
+    what += " square roots are approximate (-prec-sqrt=false);";
   if ((answer & detail::probe_fma) != 0) what += " fused multiply-add rounds twice;";
   return detail::error(ErrorCode::float_environment, "floating-point results of device ", device,
                        " would differ:", what, " compile without --use_fast_math and its parts");

@@ -1,6 +1,7 @@
 #pragma once
 
-/// `run` and `render` on a CUDA device: the plan is made on the host, rows are moved, turned and fused by the device.
+/// `run` and `render` on a CUDA device: the plan is made on the host, rows are moved, turned and
+/// fused by the device.
 
 #include <kvmeld/cuda/upload.cuh>
 
@@ -23,7 +24,8 @@ struct ResidentPayload {
   const std::byte* bytes = nullptr;  ///< `Payload::byte_count` bytes of device memory
 };
 
-/// What a device run is told beside the plan. There is no content digest: it would have to wait for the device.
+/// What a device run is told beside the plan. There is no content digest: it would have to wait for
+/// the device.
 struct RenderOptions {
   std::span<const ResidentPayload> resident{};
 };
@@ -32,10 +34,11 @@ struct RenderOptions {
 
 namespace detail {
 
-[[nodiscard]] inline const gpu::ResidentPayload* find_resident(const PlanSource& source,
-                                                               const gpu::RenderOptions& options) noexcept {
+[[nodiscard]] inline const gpu::ResidentPayload* find_resident(
+    const PlanSource& source, const gpu::RenderOptions& options) noexcept {
   for (const gpu::ResidentPayload& r : options.resident) {
-    if (!source.own && r.fragment == source.fragment.id() && r.payload == source.payload_index) return &r;
+    if (!source.own && r.fragment == source.fragment.id() && r.payload == source.payload_index)
+      return &r;
   }
   return nullptr;
 }
@@ -46,13 +49,16 @@ struct RenderOffsets {
   std::size_t bases = 0;
 };
 
-/// @param keep_own  copies what the plan made itself through the staging buffer, so that the plan need not outlive the call.
-[[nodiscard]] inline RenderOffsets lay_out(Upload& upload, const PlanCore& core, const gpu::RenderOptions& options,
-                                           bool keep_own) {
+/// @param keep_own  copies what the plan made itself through the staging buffer, so that the plan
+/// need not outlive the call.
+[[nodiscard]] inline RenderOffsets lay_out(Upload& upload, const PlanCore& core,
+                                           const gpu::RenderOptions& options, bool keep_own) {
   RenderOffsets at;
   at.tasks = upload.reserve(core.planes() * sizeof(PlaneTask));
   at.bases = upload.reserve(core.planes() * core.sources.size() * sizeof(const std::byte*));
-  const auto stage = [&](const auto& array) { upload.stage(array.data(), array.size() * sizeof(array[0])); };
+  const auto stage = [&](const auto& array) {
+    upload.stage(array.data(), array.size() * sizeof(array[0]));
+  };
   for (const GroupArrays& group : core.groups) {
     stage(group.row_begin);
     stage(group.inputs);
@@ -80,7 +86,8 @@ struct RenderOffsets {
 /// A fuser's row form with its parameters, where it has any, in the upload.
 template <class Rows>
 void stage_parameters([[maybe_unused]] Upload& upload, [[maybe_unused]] const Rows& rows) {
-  if constexpr (requires { rows.parameters(); }) upload.stage(rows.parameters().data(), rows.parameters().size_bytes());
+  if constexpr (requires { rows.parameters(); })
+    upload.stage(rows.parameters().data(), rows.parameters().size_bytes());
 }
 template <class Rows>
 [[nodiscard]] Rows with_device_parameters([[maybe_unused]] const Upload& upload, const Rows& rows) {
@@ -96,8 +103,10 @@ struct RunOptionsOf<gpu::Stream> {
   using type = gpu::RenderOptions;
 };
 
-/// What can be told of device views: memory that the host cannot see is compared where the slots are known.
-[[nodiscard]] inline Status check_device_output(const PlanCore& core, const DeviceView<std::byte>& out,
+/// What can be told of device views: memory that the host cannot see is compared where the slots
+/// are known.
+[[nodiscard]] inline Status check_device_output(const PlanCore& core,
+                                                const DeviceView<std::byte>& out,
                                                 std::span<const std::byte> workspace,
                                                 const gpu::RenderOptions& options) {
   const auto meets = [](const Segment& a, const std::byte* begin, std::size_t bytes) {
@@ -118,7 +127,8 @@ struct RunOptionsOf<gpu::Stream> {
     for (const PlanSource& source : core.sources) {
       const gpu::ResidentPayload* r = find_resident(source, options);
       if (r != nullptr && meets(extent, r->bytes, source.payload().byte_count)) {
-        return error(ErrorCode::aliasing, "plane ", p, " of the output overlaps the payload of fragment ",
+        return error(ErrorCode::aliasing, "plane ", p,
+                     " of the output overlaps the payload of fragment ",
                      source.fragment.id().hex());
       }
     }
@@ -128,14 +138,15 @@ struct RunOptionsOf<gpu::Stream> {
 
 template <class M>
 static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<M>& plan,
-                                          std::span<std::byte> workspace, const MutableKvCacheRef& out,
+                                          std::span<std::byte> workspace,
+                                          const MutableKvCacheRef& out,
                                           const gpu::RenderOptions& options, bool keep_own) {
   const PlanCore& core = plan.core();
   if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
   KVMELD_TRY(check_same(*core.geometry, out.geometry()));
   if (out.tokens() < core.outputs()) {
-    return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(), " tokens, the output holds ",
-                 out.tokens());
+    return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(),
+                 " tokens, the output holds ", out.tokens());
   }
   const RenderReport report = report_of(core);
   if (core.outputs() == 0 || core.planes() == 0) return report;
@@ -151,11 +162,14 @@ static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<
   view->stage_tables(upload);
   KVMELD_TRY(upload.place(workspace));
   view->follow_tables(upload);
-  const MutableKvCacheRef device_out(out.shared_geometry(), std::move(view->planes), core.outputs());
-  fill_tasks(core, device_out, upload.staged<PlaneTask>(at.tasks), upload.staged<const std::byte*>(at.bases), upload);
+  const MutableKvCacheRef device_out(out.shared_geometry(), std::move(view->planes),
+                                     core.outputs());
+  fill_tasks(core, device_out, upload.staged<PlaneTask>(at.tasks),
+             upload.staged<const std::byte*>(at.bases), upload);
   KVMELD_TRY(upload.send(stream));
   using Rows = RowForm<typename decltype(plan.merger().fuse)::policy_type>;
-  const RenderWork<Rows> work{with_device_parameters(upload, rows), upload.device<const PlaneTask>(at.tasks),
+  const RenderWork<Rows> work{with_device_parameters(upload, rows),
+                              upload.device<const PlaneTask>(at.tasks),
                               static_cast<std::int64_t>(core.planes()), core.outputs()};
   KVMELD_TRY(stream.bulk(static_cast<std::int64_t>(core.planes()) * core.outputs(), work));
   return report;
@@ -165,8 +179,8 @@ static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<
 
 namespace gpu {
 
-/// Bytes of device memory that `run` needs beside the output: tables, row lists, and every payload that is not
-/// resident.
+/// Bytes of device memory that `run` needs beside the output: tables, row lists, and every payload
+/// that is not resident.
 ///
 /// Any alignment. O(planes + fragments), no CUDA call.
 template <class M>
@@ -199,21 +213,26 @@ template <class M>
 /// the device shows in the stream later, as CUDA's always do, and leaves the output undefined.
 template <class M>
 [[nodiscard]] static Result<RenderReport> run(const gpu::Stream& stream, const Plan<M>& plan,
-                                              std::span<std::byte> workspace, const MutableKvCacheRef& out,
+                                              std::span<std::byte> workspace,
+                                              const MutableKvCacheRef& out,
                                               const gpu::RenderOptions& options = {}) {
   return detail::run_on_device(stream, plan, workspace, out, options, false);
 }
 
 namespace detail {
 
-/// Runs a plan in a workspace of the stream's memory pool. What the plan made itself may go when this returns.
+/// Runs a plan in a workspace of the stream's memory pool. What the plan made itself may go when
+/// this returns.
 template <class M>
-static Result<RenderReport> run_in_pool(const gpu::Stream& stream, const Plan<M>& plan, const MutableKvCacheRef& out,
+static Result<RenderReport> run_in_pool(const gpu::Stream& stream, const Plan<M>& plan,
+                                        const MutableKvCacheRef& out,
                                         const gpu::RenderOptions& options) {
   const std::size_t bytes = gpu::workspace_bytes(plan, out, options);
   void* workspace = nullptr;
-  KVMELD_TRY(cuda_status(cudaMallocAsync(&workspace, bytes, stream.get()), "allocating a workspace"));
-  auto report = run_on_device(stream, plan, std::span(static_cast<std::byte*>(workspace), bytes), out, options, true);
+  KVMELD_TRY(
+      cuda_status(cudaMallocAsync(&workspace, bytes, stream.get()), "allocating a workspace"));
+  auto report = run_on_device(stream, plan, std::span(static_cast<std::byte*>(workspace), bytes),
+                              out, options, true);
   const Status freed = cuda_status(cudaFreeAsync(workspace, stream.get()), "freeing a workspace");
   if (report.ok() && !freed) return freed;
   return report;
@@ -228,17 +247,19 @@ static Result<RenderReport> run_in_pool(const gpu::Stream& stream, const Plan<M>
 /// `target.local` is read on the host. Errors: those of `plan` and `run`; `memory_space` for a
 /// local cache in device memory.
 template <class M>
-[[nodiscard]] static Result<RenderReport> render(const gpu::Stream& stream, const FragmentSet& set, const M& merger,
-                                                 const MutableKvCacheRef& out, Target target = {},
+[[nodiscard]] static Result<RenderReport> render(const gpu::Stream& stream, const FragmentSet& set,
+                                                 const M& merger, const MutableKvCacheRef& out,
+                                                 Target target = {},
                                                  const gpu::RenderOptions& options = {}) {
-  if (!out.valid()) return detail::error(ErrorCode::invalid_argument, "the output view has no geometry");
+  if (!out.valid())
+    return detail::error(ErrorCode::invalid_argument, "the output view has no geometry");
   if (target.geometry.layers.empty()) target.geometry = out.geometry();
   if (target.local) {
     for (const PlaneRef& plane : target.local->planes()) {
       if (!host_reaches(plane.space)) continue;  // `plan` refuses it by what it says
       cudaPointerAttributes memory{};
-      KVMELD_TRY(
-          detail::cuda_status(cudaPointerGetAttributes(&memory, plane.data), "asking where the local cache lies"));
+      KVMELD_TRY(detail::cuda_status(cudaPointerGetAttributes(&memory, plane.data),
+                                     "asking where the local cache lies"));
       if (memory.type == cudaMemoryTypeDevice) {
         return detail::error(
             ErrorCode::memory_space,
@@ -252,12 +273,15 @@ template <class M>
   return detail::run_in_pool(stream, *made, out, options);
 }
 
-/// Runs a plan in a workspace of the stream's own memory pool and waits until the stream has passed: what a `RenderWorker` does
-/// on its thread, for which it makes the stream's device the current one.
+/// Runs a plan in a workspace of the stream's own memory pool and waits until the stream has
+/// passed: what a `RenderWorker` does on its thread, for which it makes the stream's device the
+/// current one.
 ///
-/// Errors: those of `run`, and what the device reports before the stream has passed (`engine_failure`).
+/// Errors: those of `run`, and what the device reports before the stream has passed
+/// (`engine_failure`).
 template <class M>
-[[nodiscard]] static Result<RenderReport> run_and_wait(const gpu::Stream& stream, const Plan<M>& plan,
+[[nodiscard]] static Result<RenderReport> run_and_wait(const gpu::Stream& stream,
+                                                       const Plan<M>& plan,
                                                        const MutableKvCacheRef& out,
                                                        const gpu::RenderOptions& options = {}) {
   KVMELD_TRY(detail::cuda_status(cudaSetDevice(stream.device()), "choosing the stream's device"));

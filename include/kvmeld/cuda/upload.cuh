@@ -21,10 +21,10 @@ namespace detail {
 
 /// Lays arrays out in a workspace, copies them there in a stream, and tells where each one went.
 ///
-/// Small arrays are staged: gathered in one pageable buffer, copied in one transfer, and free to change once `send` has
-/// returned. Large ones are attached: copied from where they lie, so they stay until the stream has passed. The staging
-/// buffer is freed by the stream itself, because CUDA leaves open whether a copy from pageable memory has been read
-/// when the call returns.
+/// Small arrays are staged: gathered in one pageable buffer, copied in one transfer, and free to
+/// change once `send` has returned. Large ones are attached: copied from where they lie, so they
+/// stay until the stream has passed. The staging buffer is freed by the stream itself, because CUDA
+/// leaves open whether a copy from pageable memory has been read when the call returns.
 class Upload {
  public:
   static constexpr std::size_t alignment = 256;
@@ -33,10 +33,12 @@ class Upload {
   Upload(const Upload&) = delete;
   Upload& operator=(const Upload&) = delete;
   ~Upload() {
-    // In a broken context the callback never comes, and the buffer is lost rather than read after it is gone.
+    // In a broken context the callback never comes, and the buffer is lost rather than read after
+    // it is gone.
     if (sent_)
       (void)cudaLaunchHostFunc(
-          stream_, [](void* buffer) { delete[] static_cast<std::byte*>(buffer); }, staging_.release());
+          stream_, [](void* buffer) { delete[] static_cast<std::byte*>(buffer); },
+          staging_.release());
   }
 
   /// Room for an array that is written to `staged` after `place`.
@@ -49,13 +51,15 @@ class Upload {
   }
 
   /// Bytes of workspace, wherever it starts.
-  [[nodiscard]] std::size_t workspace_bytes() const noexcept { return staged_bytes_ + attached_bytes_ + alignment; }
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept {
+    return staged_bytes_ + attached_bytes_ + alignment;
+  }
 
   /// Fixes where everything goes and fills the staging buffer; nothing is copied to the device yet.
   [[nodiscard]] Status place(std::span<std::byte> workspace) {
     if (workspace.size() < workspace_bytes()) {
-      return error(ErrorCode::workspace_too_small, "device workspace of ", workspace.size(), " bytes, ",
-                   workspace_bytes(), " are needed");
+      return error(ErrorCode::workspace_too_small, "device workspace of ", workspace.size(),
+                   " bytes, ", workspace_bytes(), " are needed");
     }
     const std::size_t past = reinterpret_cast<std::uintptr_t>(workspace.data()) % alignment;
     base_ = workspace.data() + (past == 0 ? 0 : alignment - past);
@@ -65,7 +69,8 @@ class Upload {
       piece.device = base_ + piece.offset + (piece.attached ? staged_bytes_ : 0);
       if (!piece.attached) std::memcpy(staging_.get() + piece.offset, piece.host, piece.bytes);
     }
-    std::sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) { return a.host < b.host; });
+    std::sort(pieces_.begin(), pieces_.end(),
+              [](const Piece& a, const Piece& b) { return a.host < b.host; });
     return {};
   }
   template <class T>
@@ -82,11 +87,13 @@ class Upload {
     const auto* p = reinterpret_cast<const std::byte*>(host);
     if (p >= staging_.get() && p < staging_.get() + staged_bytes_)
       return reinterpret_cast<const T*>(base_ + (p - staging_.get()));
-    auto at = std::upper_bound(pieces_.begin(), pieces_.end(), p,
-                               [](const std::byte* q, const Piece& piece) { return q < piece.host; });
+    auto at =
+        std::upper_bound(pieces_.begin(), pieces_.end(), p,
+                         [](const std::byte* q, const Piece& piece) { return q < piece.host; });
     if (at == pieces_.begin()) return nullptr;
     --at;
-    return p < at->host + at->bytes ? reinterpret_cast<const T*>(at->device + (p - at->host)) : nullptr;
+    return p < at->host + at->bytes ? reinterpret_cast<const T*>(at->device + (p - at->host))
+                                    : nullptr;
   }
 
   /// Enqueues the copies.
@@ -97,7 +104,8 @@ class Upload {
       sent_ = true;
     }
     for (const Piece& piece : pieces_) {
-      if (piece.attached) KVMELD_TRY(copy(base_ + staged_bytes_ + piece.offset, piece.host, piece.bytes));
+      if (piece.attached)
+        KVMELD_TRY(copy(base_ + staged_bytes_ + piece.offset, piece.host, piece.bytes));
     }
     return {};
   }
@@ -123,7 +131,8 @@ class Upload {
       if (piece.bytes < bytes) piece = {piece.host, bytes, take(used, bytes), attached, nullptr};
       return;
     }
-    pieces_.push_back({static_cast<const std::byte*>(host), bytes, take(used, bytes), attached, nullptr});
+    pieces_.push_back(
+        {static_cast<const std::byte*>(host), bytes, take(used, bytes), attached, nullptr});
   }
   [[nodiscard]] Status copy(std::byte* to, const void* from, std::size_t bytes) {
     return cuda_status(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_),
@@ -140,16 +149,19 @@ class Upload {
 };
 
 /// Bytes of a plane's slot table.
-[[nodiscard]] inline std::size_t table_bytes(const TokenSlots& slots, std::int64_t tokens) noexcept {
+[[nodiscard]] inline std::size_t table_bytes(const TokenSlots& slots,
+                                             std::int64_t tokens) noexcept {
   if (slots.kind == SlotKind::identity || tokens <= 0) return 0;
   const bool blocks = is_block_table(slots.kind);
   if (blocks && slots.block_size <= 0) return 0;
   const std::int64_t entries = blocks ? (tokens - 1) / slots.block_size + 1 : tokens;
-  const bool narrow = slots.kind == SlotKind::block_table_i32 || slots.kind == SlotKind::slot_list_i32;
+  const bool narrow =
+      slots.kind == SlotKind::block_table_i32 || slots.kind == SlotKind::slot_list_i32;
   return static_cast<std::size_t>(entries) * (narrow ? 4 : 8);
 }
 
-/// The planes of a cache whose elements a device reads or writes, and whether the host can read their slot tables.
+/// The planes of a cache whose elements a device reads or writes, and whether the host can read
+/// their slot tables.
 template <class Byte>
 struct DeviceView {
   std::vector<BasicPlaneRef<Byte>> planes;
@@ -161,7 +173,8 @@ struct DeviceView {
 
   void stage_tables(Upload& upload) const {
     for (std::size_t p = 0; p < planes.size(); ++p) {
-      if (readable[p] != 0) upload.stage(planes[p].slots.table, table_bytes(planes[p].slots, planes[p].tokens));
+      if (readable[p] != 0)
+        upload.stage(planes[p].slots.table, table_bytes(planes[p].slots, planes[p].tokens));
     }
   }
   /// Points host tables to where they went.
@@ -178,7 +191,8 @@ struct DeviceView {
 /// lie on either side. Tables on the host are checked. Errors: those of `check_view_planes`,
 /// `memory_space`, `engine_failure`.
 template <class Byte>
-[[nodiscard]] Result<DeviceView<Byte>> device_view(const BasicKvCacheRef<Byte>& cache, std::int64_t tokens) {
+[[nodiscard]] Result<DeviceView<Byte>> device_view(const BasicKvCacheRef<Byte>& cache,
+                                                   std::int64_t tokens) {
   KVMELD_TRY(check_view_planes(cache, "gpu::Stream"));
   DeviceView<Byte> view;
   const void* last_table = nullptr;
@@ -193,7 +207,8 @@ template <class Byte>
                      " memory, which the device cannot reach; a gpu::Stream needs a view over ",
                      "device memory that says so: view.in(MemorySpace::device)");
       }
-      KVMELD_TRY(cuda_status(cudaPointerGetAttributes(&memory, plane.data), "asking where a plane lies"));
+      KVMELD_TRY(
+          cuda_status(cudaPointerGetAttributes(&memory, plane.data), "asking where a plane lies"));
       if (memory.type == cudaMemoryTypeUnregistered) {
         return error(ErrorCode::memory_space, "plane ", view.planes.size(),
                      " is declared to lie in ", to_string(plane.space),
@@ -204,9 +219,11 @@ template <class Byte>
     bool readable = true;
     if (plane.slots.kind != SlotKind::identity && plane.slots.table != nullptr) {
       if (plane.slots.table != last_table) {
-        KVMELD_TRY(cuda_status(cudaPointerGetAttributes(&memory, plane.slots.table), "asking where a slot table lies"));
+        KVMELD_TRY(cuda_status(cudaPointerGetAttributes(&memory, plane.slots.table),
+                               "asking where a slot table lies"));
         last_table = plane.slots.table;
-        last_readable = memory.type == cudaMemoryTypeUnregistered || memory.type == cudaMemoryTypeHost;
+        last_readable =
+            memory.type == cudaMemoryTypeUnregistered || memory.type == cudaMemoryTypeHost;
       }
       readable = last_readable;
     }
@@ -220,10 +237,12 @@ template <class Byte>
 /// Refuses a stream that records a graph: replays would read staging memory that is gone.
 [[nodiscard]] inline Status check_not_capturing(const gpu::Stream& stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  KVMELD_TRY(cuda_status(cudaStreamIsCapturing(stream.get(), &status), "asking whether the stream is captured"));
+  KVMELD_TRY(cuda_status(cudaStreamIsCapturing(stream.get(), &status),
+                         "asking whether the stream is captured"));
   if (status == cudaStreamCaptureStatusNone) return {};
   return error(ErrorCode::unsupported,
-               "the stream is being captured into a graph; a plan's arrays are copied once and cannot be replayed");
+               "the stream is being captured into a graph; a plan's arrays are copied once and "
+               "cannot be replayed");
 }
 
 }  // namespace detail

@@ -1,7 +1,7 @@
 #pragma once
 
-/// Whether two states of one geometry hold the same cells and the same K and V bytes, wherever in the bytes each cell
-/// lies.
+/// Whether two states of one geometry hold the same cells and the same K and V bytes, wherever in
+/// the bytes each cell lies.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,7 +14,8 @@ KVMELD_NAMESPACE_BEGIN
 namespace llama {
 namespace detail {
 
-/// One plane of one layer in two states: key rows and plain values are rows, transposed values are columns.
+/// One plane of one layer in two states: key rows and plain values are rows, transposed values are
+/// columns.
 struct ComparedPlane {
   const std::byte* a = nullptr;
   const std::byte* b = nullptr;
@@ -23,12 +24,14 @@ struct ComparedPlane {
   std::size_t cells = 0;
 };
 
-[[nodiscard]] inline bool same_cell(const ComparedPlane& plane, std::size_t in_a, std::size_t in_b) noexcept {
-  if (plane.element == 0) return std::memcmp(plane.a + in_a * plane.row, plane.b + in_b * plane.row, plane.row) == 0;
+[[nodiscard]] inline bool same_cell(const ComparedPlane& plane, std::size_t in_a,
+                                    std::size_t in_b) noexcept {
+  if (plane.element == 0)
+    return std::memcmp(plane.a + in_a * plane.row, plane.b + in_b * plane.row, plane.row) == 0;
   const std::size_t stride = plane.cells * plane.element;
   for (std::size_t c = 0; c < plane.row / plane.element; ++c) {
-    if (std::memcmp(plane.a + c * stride + in_a * plane.element, plane.b + c * stride + in_b * plane.element,
-                    plane.element) != 0)
+    if (std::memcmp(plane.a + c * stride + in_a * plane.element,
+                    plane.b + c * stride + in_b * plane.element, plane.element) != 0)
       return false;
   }
   return true;
@@ -36,7 +39,8 @@ struct ComparedPlane {
 
 }  // namespace detail
 
-/// Compares two states cell by cell in position order; sequence ids and the order of cells do not count.
+/// Compares two states cell by cell in position order; sequence ids and the order of cells do not
+/// count.
 ///
 /// Both layouts are those of `parse_state` or `make_state` for this geometry. O(bytes).
 /// Errors: `probe_failed` with the layer and position of the first difference.
@@ -45,19 +49,22 @@ struct ComparedPlane {
                                        const Geometry& geometry) {
   using detail::error;
   if (layout_a.sections.size() != layout_b.sections.size() ||
-      (layout_a.form.transposed_values != layout_b.form.transposed_values && layout_a.form.complete &&
-       layout_b.form.complete))
+      (layout_a.form.transposed_values != layout_b.form.transposed_values &&
+       layout_a.form.complete && layout_b.form.complete))
     return error(ErrorCode::probe_failed, "llama: the engine lays out ", layout_b.sections.size(),
                  " sections unlike the ", layout_a.sections.size(), " written");
   for (std::size_t s = 0; s < layout_a.sections.size(); ++s) {
     const StateSection& x = layout_a.sections[s];
     const StateSection& y = layout_b.sections[s];
     if (x.cells() != y.cells())
-      return error(ErrorCode::probe_failed, "llama: ", x.cells(), " cells were written, ", y.cells(), " are there");
+      return error(ErrorCode::probe_failed, "llama: ", x.cells(), " cells were written, ",
+                   y.cells(), " are there");
     for (std::size_t i = 0; i < x.cells(); ++i) {
       const std::int64_t p = x.positions[static_cast<std::size_t>(x.by_position[i])];
       const std::int64_t q = y.positions[static_cast<std::size_t>(y.by_position[i])];
-      if (p != q) return error(ErrorCode::probe_failed, "llama: position ", p, " was written, ", q, " is there");
+      if (p != q)
+        return error(ErrorCode::probe_failed, "llama: position ", p, " was written, ", q,
+                     " is there");
     }
     const bool same_order = x.by_position == y.by_position;
     for (std::size_t l = 0; l < x.layers.size(); ++l) {
@@ -70,12 +77,15 @@ struct ComparedPlane {
         plane.cells = x.cells();
         if (k == 1 && layout_a.form.transposed_values)
           plane.element = static_cast<std::size_t>(block_bytes(planes[k].type));
-        if (same_order && (plane.cells == 0 || std::memcmp(plane.a, plane.b, plane.cells * plane.row) == 0)) continue;
+        if (same_order &&
+            (plane.cells == 0 || std::memcmp(plane.a, plane.b, plane.cells * plane.row) == 0))
+          continue;
         for (std::size_t i = 0; i < x.cells(); ++i) {
           if (!detail::same_cell(plane, static_cast<std::size_t>(x.by_position[i]),
                                  static_cast<std::size_t>(y.by_position[i])))
-            return error(ErrorCode::probe_failed, "llama: layer ", x.layers[l], k == 0 ? " keys" : " values",
-                         " at position ", x.positions[static_cast<std::size_t>(x.by_position[i])],
+            return error(ErrorCode::probe_failed, "llama: layer ", x.layers[l],
+                         k == 0 ? " keys" : " values", " at position ",
+                         x.positions[static_cast<std::size_t>(x.by_position[i])],
                          " came back with other bytes");
         }
       }

@@ -1,6 +1,7 @@
 #pragma once
 
-/// The geometry of a llama.cpp context, from the model's own metadata and the parameters the context is made with.
+/// The geometry of a llama.cpp context, from the model's own metadata and the parameters the
+/// context is made with.
 
 #include <algorithm>
 #include <cstddef>
@@ -33,34 +34,37 @@ struct GeometryOptions {
   /// so there is no default: left out, `geometry` refuses.
   Adapters adapters = {};
   std::string tenant = {};
-  /// Ids that stand for images or sounds, ascending: `Geometry::placeholders`. The engine does not tell them.
+  /// Ids that stand for images or sounds, ascending: `Geometry::placeholders`. The engine does not
+  /// tell them.
   std::vector<TokenId> placeholders{};
   std::string gguf_path = {};  ///< the model's file, from which a `rope_freqs` tensor is read;
                                ///< empty: models that need it are refused
-  /// Take an architecture's metadata at its word although this library does not know how the engine builds its layers.
-  /// `probe` then decides: do not merge without it.
+  /// Take an architecture's metadata at its word although this library does not know how the engine
+  /// builds its layers. `probe` then decides: do not merge without it.
   bool any_architecture = false;
 };
 
 /// Names a model by its description, size, parameter count and all scalar metadata.
 ///
-/// Two quantisations differ, two fine-tunes with the same metadata and tensors of the same sizes do not: where such may
-/// meet, give `GeometryOptions::model` a digest of the file. O(metadata).
+/// Two quantisations differ, two fine-tunes with the same metadata and tensors of the same sizes do
+/// not: where such may meet, give `GeometryOptions::model` a digest of the file. O(metadata).
 [[nodiscard]] inline std::string model_fingerprint(const llama_model* model) {
   Hasher hasher;
   hasher.text("kvmeld.llama.model");
   std::string text(256, '\0');
   const std::int32_t length = llama_model_desc(model, text.data(), text.size());
-  hasher.text(
-      std::string_view(text.data(), length < 0 ? 0 : (std::min)(text.size() - 1, static_cast<std::size_t>(length))));
+  hasher.text(std::string_view(
+      text.data(), length < 0 ? 0 : (std::min)(text.size() - 1, static_cast<std::size_t>(length))));
   hasher.value(llama_model_size(model));
   hasher.value(llama_model_n_params(model));
   const std::int32_t count = llama_model_meta_count(model);
   for (std::int32_t i = 0; i < count; ++i) {
-    hasher.text(detail::metadata_text(
-        [&](char* out, std::size_t size) { return llama_model_meta_key_by_index(model, i, out, size); }));
-    hasher.text(detail::without_locale(detail::metadata_text(
-        [&](char* out, std::size_t size) { return llama_model_meta_val_str_by_index(model, i, out, size); })));
+    hasher.text(detail::metadata_text([&](char* out, std::size_t size) {
+      return llama_model_meta_key_by_index(model, i, out, size);
+    }));
+    hasher.text(detail::without_locale(detail::metadata_text([&](char* out, std::size_t size) {
+      return llama_model_meta_val_str_by_index(model, i, out, size);
+    })));
   }
   return "llama:" + hasher.digest().hex();
 }
@@ -83,13 +87,17 @@ struct GeometryOptions {
 
 namespace detail {
 
-/// Side of the Hadamard matrix by which the engine turns each head of a quantised plane before storing it; 0: none.
+/// Side of the Hadamard matrix by which the engine turns each head of a quantised plane before
+/// storing it; 0: none.
 ///
-/// Keys use the largest power of two (at least 64) that divides the head size, values always 64. The engine's switch
-/// LLAMA_ATTN_ROT_DISABLE turns it off; it is read here as the engine reads it.
-[[nodiscard]] inline std::int32_t hadamard_side(ElementType type, std::int32_t channels, Plane plane) {
+/// Keys use the largest power of two (at least 64) that divides the head size, values always 64.
+/// The engine's switch LLAMA_ATTN_ROT_DISABLE turns it off; it is read here as the engine reads it.
+[[nodiscard]] inline std::int32_t hadamard_side(ElementType type, std::int32_t channels,
+                                                Plane plane) {
   if (type != ElementType::q8_0 || channels % 64 != 0) return 0;
-  if (const char* off = std::getenv("LLAMA_ATTN_ROT_DISABLE"); off != nullptr && std::atoi(off) != 0) return 0;
+  if (const char* off = std::getenv("LLAMA_ATTN_ROT_DISABLE");
+      off != nullptr && std::atoi(off) != 0)
+    return 0;
   std::int32_t side = 64;
   if (plane == Plane::key)
     while (channels % (2 * side) == 0) side *= 2;
@@ -119,9 +127,11 @@ namespace detail {
   const std::string& arch = metadata.architecture();
   const detail::Architecture* const known = detail::known_architecture(arch);
   if (known == nullptr && !options.any_architecture)
-    return error(ErrorCode::unsupported, "llama: architecture '", arch,
-                 "' is not one whose layers are known; set any_architecture and run probe before merging");
-  if (llama_model_is_recurrent(model) || llama_model_is_hybrid(model) || metadata.has("attention.kv_lora_rank"))
+    return error(
+        ErrorCode::unsupported, "llama: architecture '", arch,
+        "' is not one whose layers are known; set any_architecture and run probe before merging");
+  if (llama_model_is_recurrent(model) || llama_model_is_hybrid(model) ||
+      metadata.has("attention.kv_lora_rank"))
     return error(ErrorCode::unsupported, "llama: '", arch,
                  "' keeps recurrent or latent state, which is no key and value plane");
   const Result<ElementType> key_type = element_type(static_cast<std::int32_t>(parameters.type_k));
@@ -133,27 +143,29 @@ namespace detail {
   const std::int64_t default_channels = heads > 0 ? llama_model_n_embd(model) / heads : 0;
   const std::int64_t key_channels = metadata.integer("attention.key_length", default_channels);
   const std::int64_t value_channels = metadata.integer("attention.value_length", default_channels);
-  const std::int64_t kv_heads = metadata.integer("attention.head_count_kv", llama_model_n_head_kv(model));
+  const std::int64_t kv_heads =
+      metadata.integer("attention.head_count_kv", llama_model_n_head_kv(model));
   const std::int32_t layers = llama_model_n_layer(model);
   constexpr std::int64_t most = 1 << 20;
   if (layers <= 0 || kv_heads <= 0 || kv_heads > most || key_channels <= 0 || key_channels > most ||
       value_channels <= 0 || value_channels > most)
-    return error(ErrorCode::corrupt, "llama: metadata says ", layers, " layers, ", kv_heads, " KV heads of ",
-                 key_channels, " and ", value_channels, " channels");
+    return error(ErrorCode::corrupt, "llama: metadata says ", layers, " layers, ", kv_heads,
+                 " KV heads of ", key_channels, " and ", value_channels, " channels");
 
   const std::int32_t window = llama_model_n_swa(model);
-  const std::int64_t period =
-      metadata.integer("attention.sliding_window_pattern", known == nullptr ? 0 : known->window_period);
+  const std::int64_t period = metadata.integer("attention.sliding_window_pattern",
+                                               known == nullptr ? 0 : known->window_period);
   if (window > 0 && (period <= 0 || known == nullptr))
     return error(ErrorCode::unsupported, "llama: '", arch, "' has a sliding window of ", window,
                  " and no known pattern of layers");
 
-  Result<RopeSpec> full =
-      detail::rope_of(model, metadata, parameters, static_cast<std::int32_t>(key_channels), options.gguf_path);
+  Result<RopeSpec> full = detail::rope_of(
+      model, metadata, parameters, static_cast<std::int32_t>(key_channels), options.gguf_path);
   if (!full) return full.error();
   RopeSpec windowed = *full;
   if (window > 0) {
-    windowed.base = metadata.real("rope.freq_base_swa", known->window_base > 0 ? known->window_base : full->base);
+    windowed.base = metadata.real("rope.freq_base_swa",
+                                  known->window_base > 0 ? known->window_base : full->base);
     if (known->window_base > 0) windowed.scaling = RopeScaling::none, windowed.factor = 1.0;
   }
 
@@ -167,8 +179,9 @@ namespace detail {
   result.trained_context = llama_model_n_ctx_train(model);
   for (std::int32_t l = 0; l < layers; ++l) {
     const bool slides = window > 0 && l % period < period - 1;
-    LayerShape layer = attention_layer(*key_type, static_cast<std::int32_t>(kv_heads),
-                                       static_cast<std::int32_t>(key_channels), slides ? windowed : *full);
+    LayerShape layer =
+        attention_layer(*key_type, static_cast<std::int32_t>(kv_heads),
+                        static_cast<std::int32_t>(key_channels), slides ? windowed : *full);
     layer.planes[1].type = *value_type;
     layer.planes[1].channels = static_cast<std::int32_t>(value_channels);
     for (PlaneShape& plane : layer.planes)

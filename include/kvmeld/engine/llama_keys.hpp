@@ -1,6 +1,7 @@
 #pragma once
 
-/// Keys of a cache view as numbers, turned by the library's own rotation and fitted to what an engine has.
+/// Keys of a cache view as numbers, turned by the library's own rotation and fitted to what an
+/// engine has.
 
 #include <cstddef>
 #include <cstdint>
@@ -17,7 +18,8 @@ KVMELD_NAMESPACE_BEGIN
 namespace llama {
 namespace detail {
 
-/// Undoes the orthonormal Hadamard transform of each block of `side` channels; it is its own inverse.
+/// Undoes the orthonormal Hadamard transform of each block of `side` channels; it is its own
+/// inverse.
 inline void hadamard_blocks(float* row, std::int32_t channels, std::int32_t side) {
   const float norm = 1.0F / __builtin_sqrtf(static_cast<float>(side));
   for (std::int32_t block = 0; block < channels; block += side) {
@@ -35,13 +37,15 @@ inline void hadamard_blocks(float* row, std::int32_t channels, std::int32_t side
   }
 }
 
-/// The keys of one layer in the model's own basis, f32, for the tokens that both views' layers hold. (token, head,
-/// channel)
-[[nodiscard]] inline std::vector<float> layer_keys(const KvCacheRef& view, const KvCacheRef& other, std::size_t layer) {
+/// The keys of one layer in the model's own basis, f32, for the tokens that both views' layers
+/// hold. (token, head, channel)
+[[nodiscard]] inline std::vector<float> layer_keys(const KvCacheRef& view, const KvCacheRef& other,
+                                                   std::size_t layer) {
   const PlaneRef& plane = view.plane(layer, 0);
   const PlaneRef& mirror = other.plane(layer, 0);
   const auto channels = static_cast<std::size_t>(plane.shape.channels);
-  std::vector<std::byte> bytes(static_cast<std::size_t>(byte_size(plane.shape.type, plane.shape.channels)));
+  std::vector<std::byte> bytes(
+      static_cast<std::size_t>(byte_size(plane.shape.type, plane.shape.channels)));
   std::vector<float> keys;
   for (std::int64_t t = 0; t < view.tokens(); ++t) {
     const std::int64_t slot = plane.slots.slot(t);
@@ -50,8 +54,10 @@ inline void hadamard_blocks(float* row, std::int32_t channels, std::int32_t side
       ::kvmeld::detail::gather_row(plane, slot, head, bytes.data());
       keys.resize(keys.size() + channels);
       float* const row = keys.data() + keys.size() - channels;
-      ::kvmeld::detail::load_row<Isa::baseline>(plane.shape.type, bytes.data(), plane.shape.channels, row);
-      if (plane.shape.hadamard > 0) hadamard_blocks(row, plane.shape.channels, plane.shape.hadamard);
+      ::kvmeld::detail::load_row<Isa::baseline>(plane.shape.type, bytes.data(),
+                                                plane.shape.channels, row);
+      if (plane.shape.hadamard > 0)
+        hadamard_blocks(row, plane.shape.channels, plane.shape.hadamard);
     }
   }
   return keys;
@@ -64,8 +70,8 @@ struct ShiftFit {
   double norm_change = 0.0;
 };
 
-/// What storage alone may cost: two roundings of the element type, with room for angles that the engine computes in
-/// f32.
+/// What storage alone may cost: two roundings of the element type, with room for angles that the
+/// engine computes in f32.
 [[nodiscard]] inline double storage_tolerance(ElementType type) noexcept {
   switch (type) {
     case ElementType::f32:
@@ -79,7 +85,8 @@ struct ShiftFit {
   }
 }
 
-/// Turns keys by the library's own table and row function and fits them to the engine's with one common scale.
+/// Turns keys by the library's own table and row function and fits them to the engine's with one
+/// common scale.
 [[nodiscard]] inline Result<ShiftFit> fit_shift(const LayerShape& layer, std::vector<float> keys,
                                                 std::span<const float> engine, std::int64_t shift,
                                                 std::int64_t context_length) {
@@ -95,8 +102,8 @@ struct ShiftFit {
     for (std::size_t c = 0; c < channels; ++c)
       before += static_cast<double>(keys[at + c]) * static_cast<double>(keys[at + c]);
     if (layer.rope.kind == RopeKind::rotary)
-      rotate_row(layer.rope.pairing, layer.rope.first_channel, layer.rope.rotary_channels, table->row(0),
-                 keys.data() + at);
+      rotate_row(layer.rope.pairing, layer.rope.first_channel, layer.rope.rotary_channels,
+                 table->row(0), keys.data() + at);
     for (std::size_t c = 0; c < channels; ++c) {
       const double x = static_cast<double>(keys[at + c]), y = static_cast<double>(engine[at + c]);
       after += x * x;

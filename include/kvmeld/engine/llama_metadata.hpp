@@ -1,7 +1,7 @@
 #pragma once
 
-/// The scalar GGUF metadata of a loaded model, by the keys that the engine itself reads, and which architectures are
-/// known.
+/// The scalar GGUF metadata of a loaded model, by the keys that the engine itself reads, and which
+/// architectures are known.
 
 #include <cstddef>
 #include <cstdint>
@@ -18,8 +18,8 @@ KVMELD_NAMESPACE_BEGIN
 namespace llama {
 namespace detail {
 
-/// Calls one of the engine's text getters (which return the whole length, or a negative number) until the buffer is
-/// large enough.
+/// Calls one of the engine's text getters (which return the whole length, or a negative number)
+/// until the buffer is large enough.
 template <class Getter>
 [[nodiscard]] std::string metadata_text(const Getter& get) {
   std::string text(128, '\0');
@@ -32,8 +32,9 @@ template <class Getter>
   return text;
 }
 
-/// A value as the engine prints it in the C locale. It prints reals with the decimal separator of the locale under
-/// which the model was loaded, whatever the locale is now: the one run of other bytes within a number is the separator.
+/// A value as the engine prints it in the C locale. It prints reals with the decimal separator of
+/// the locale under which the model was loaded, whatever the locale is now: the one run of other
+/// bytes within a number is the separator.
 [[nodiscard]] inline std::string without_locale(std::string value) {
   constexpr std::string_view own = "0123456789+-.eE";
   const std::size_t first = value.find_first_not_of(own);
@@ -48,15 +49,20 @@ template <class Getter>
 /// Reads `ARCHITECTURE.key`. Arrays are not among what the engine hands out.
 class Metadata {
  public:
-  explicit Metadata(const llama_model* model) : model_(model), architecture_(text_of("general.architecture")) {}
+  explicit Metadata(const llama_model* model)
+      : model_(model), architecture_(text_of("general.architecture")) {}
 
   [[nodiscard]] const std::string& architecture() const noexcept { return architecture_; }
-  [[nodiscard]] std::string text(std::string_view key) const { return text_of(architecture_ + "." + std::string(key)); }
+  [[nodiscard]] std::string text(std::string_view key) const {
+    return text_of(architecture_ + "." + std::string(key));
+  }
   [[nodiscard]] bool has(std::string_view key) const { return !text(key).empty(); }
   [[nodiscard]] std::int64_t integer(std::string_view key, std::int64_t otherwise) const {
     return parse(key, otherwise);
   }
-  [[nodiscard]] double real(std::string_view key, double otherwise) const { return parse(key, otherwise); }
+  [[nodiscard]] double real(std::string_view key, double otherwise) const {
+    return parse(key, otherwise);
+  }
 
  private:
   template <class Number>
@@ -64,20 +70,23 @@ class Metadata {
     return kvmeld::detail::parse_decimal<Number>(without_locale(text(key))).value_or(otherwise);
   }
   [[nodiscard]] std::string text_of(const std::string& key) const {
-    return metadata_text(
-        [&](char* out, std::size_t size) { return llama_model_meta_val_str(model_, key.c_str(), out, size); });
+    return metadata_text([&](char* out, std::size_t size) {
+      return llama_model_meta_val_str(model_, key.c_str(), out, size);
+    });
   }
 
   const llama_model* model_;
   std::string architecture_;
 };
 
-/// An architecture whose layers follow from its metadata: every layer has K and V of one shape and the same rope, but
-/// for windows.
+/// An architecture whose layers follow from its metadata: every layer has K and V of one shape and
+/// the same rope, but for windows.
 struct Architecture {
   std::string_view name;
-  std::int32_t window_period = 0;  ///< layer l slides where l % period < period - 1; 0: no layer slides
-  double window_base = 0.0;        ///< rope base of sliding layers where the metadata gives none; 0: that of the others
+  /// Layer l slides where l % period < period - 1; 0: no layer slides.
+  std::int32_t window_period = 0;
+  /// Rope base of sliding layers where the metadata gives none; 0: that of the others.
+  double window_base = 0.0;
 };
 
 inline constexpr Architecture known_architectures[] = {

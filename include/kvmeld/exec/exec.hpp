@@ -12,11 +12,14 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Runs a job of numbered tasks on several threads: the library's `exec::ThreadPool`, or the host's own pool.
+/// Runs a job of numbered tasks on several threads: the library's `exec::ThreadPool`, or the host's
+/// own pool.
 ///
-/// Semantic requirements: `run` calls `task(context, i)` exactly once for each i < tasks and returns after the last.
+/// Semantic requirements: `run` calls `task(context, i)` exactly once for each i < tasks and
+/// returns after the last.
 template <class P>
-concept TaskPool = requires(P& pool, std::size_t tasks, void (*task)(void*, std::size_t), void* context) {
+concept TaskPool = requires(P& pool, std::size_t tasks, void (*task)(void*, std::size_t),
+                            void* context) {
   pool.run(tasks, task, context);
   { pool.size() } -> std::convertible_to<std::size_t>;
 };
@@ -36,7 +39,8 @@ struct Sequential {
   }
 };
 
-/// Runs rows in the 32-lane form that devices run, in the calling thread: the form that tests compare.
+/// Runs rows in the 32-lane form that devices run, in the calling thread: the form that tests
+/// compare.
 struct Lanes {
   static constexpr bool on_device = false;
 
@@ -53,7 +57,8 @@ class Threads {
  public:
   static constexpr bool on_device = false;
 
-  /// Starts `threads` workers (the caller counts as one) that live as long as a copy of this policy.
+  /// Starts `threads` workers (the caller counts as one) that live as long as a copy of this
+  /// policy.
   KVMELD_LAZY explicit Threads(std::size_t threads, Isa isa = best_isa())
       : owned_(std::make_shared<ThreadPool>(std::max<std::size_t>(threads, 1))), isa_(isa) {
     bind(*owned_);
@@ -66,7 +71,8 @@ class Threads {
 
   template <RowWork W>
   Status bulk(std::int64_t rows, const W& work) const {
-    // Four chunks a thread even out their speeds; a chunk below 64 rows costs more to hand out than to run.
+    // Four chunks a thread even out their speeds; a chunk below 64 rows costs more to hand out than
+    // to run.
     const auto wanted = static_cast<std::int64_t>(4 * size_);
     const std::int64_t chunk = (std::max<std::int64_t>)((rows + wanted - 1) / wanted, 64);
     Job<W> job{&work, rows, chunk, isa_};

@@ -12,13 +12,16 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Work over independent rows in the form that every backend runs: 32 lanes a row.
 ///
-/// Lane l owns channels l, l + 32, …; the executor calls `partial` in every lane, joins the 32 states by the fixed tree
-/// 16, 8, 4, 2, 1, and calls `finish` in every lane with the total. A work may add a host form,
-/// `void host_rows(Isa, begin, end) const`, which chooses among functions compiled for several instruction sets.
+/// Lane l owns channels l, l + 32, …; the executor calls `partial` in every lane, joins the 32
+/// states by the fixed tree 16, 8, 4, 2, 1, and calls `finish` in every lane with the total. A work
+/// may add a host form, `void host_rows(Isa, begin, end) const`, which chooses among functions
+/// compiled for several instruction sets.
 ///
-/// Semantic requirements: rows touch disjoint outputs; the host form writes the bytes that the lane form writes.
+/// Semantic requirements: rows touch disjoint outputs; the host form writes the bytes that the lane
+/// form writes.
 template <class W>
-concept RowWork = std::is_trivially_copyable_v<W> && requires(const W& work, std::int64_t row, int lane, typename W::State state) {
+concept RowWork = std::is_trivially_copyable_v<W> &&
+    requires(const W& work, std::int64_t row, int lane, typename W::State state) {
   { work.partial(row, lane) } -> std::same_as<typename W::State>;
   { W::join(state, state) } -> std::same_as<typename W::State>;
   work.finish(row, lane, state);
@@ -33,9 +36,11 @@ struct NoWork {
   KVMELD_HD void finish(std::int64_t, int, State) const noexcept {}
 };
 
-/// Where and how rows run. `bulk(rows, work)` is the only launch: it returns when the work is enqueued (devices) or done (hosts).
+/// Where and how rows run. `bulk(rows, work)` is the only launch: it returns when the work is
+/// enqueued (devices) or done (hosts).
 ///
-/// Semantic requirements: every row of any `RowWork` runs once; hosts hold a `FloatEnvironmentGuard` in each worker.
+/// Semantic requirements: every row of any `RowWork` runs once; hosts hold a
+/// `FloatEnvironmentGuard` in each worker.
 template <class E>
 concept ExecutionPolicy = requires(const E& exec, std::int64_t rows, const NoWork& work) {
   { E::on_device } -> std::convertible_to<bool>;
@@ -53,7 +58,8 @@ struct NoState {};
 template <class W>
 KVMELD_ALWAYS_INLINE typename W::State join_lanes(typename W::State (&states)[lanes_per_row]) {
   for (int half = lanes_per_row / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) states[lane] = W::join(states[lane], states[lane + half]);
+    for (int lane = 0; lane < half; ++lane)
+      states[lane] = W::join(states[lane], states[lane + half]);
   }
   return states[0];
 }
@@ -70,7 +76,9 @@ void lane_rows(const W& work, std::int64_t begin, std::int64_t end) {
 }
 
 template <class W>
-concept HasHostRows = requires(const W& work) { work.host_rows(Isa{}, std::int64_t{}, std::int64_t{}); };
+concept HasHostRows = requires(const W& work) {
+  work.host_rows(Isa{}, std::int64_t{}, std::int64_t{});
+};
 
 /// Runs rows [begin, end) on the host: the work's own host form, or the lane form.
 template <RowWork W>

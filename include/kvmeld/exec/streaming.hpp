@@ -1,6 +1,7 @@
 #pragma once
 
-/// How a render writes outputs that are larger than the caches, and how that is chosen for the processor at hand.
+/// How a render writes outputs that are larger than the caches, and how that is chosen for the
+/// processor at hand.
 
 #include <atomic>
 #include <cstddef>
@@ -19,16 +20,20 @@ KVMELD_NAMESPACE_BEGIN
 
 /// The order in which lines go past the caches. The bytes that are written are the same for each.
 enum class StreamWay : std::uint8_t {
-  off,         ///< through the caches, whatever the size
-  one_page,    ///< line after line
-  four_pages,  ///< lines of four stretches of 4 KiB in turn, so that one core waits for four pages at once
+  off,       ///< through the caches, whatever the size
+  one_page,  ///< line after line
+  /// Lines of four stretches of 4 KiB in turn, so that one core waits for four pages at once.
+  four_pages,
 };
 
 [[nodiscard]] constexpr std::string_view to_string(StreamWay way) noexcept {
   switch (way) {
-    case StreamWay::off: return "off";
-    case StreamWay::one_page: return "one_page";
-    case StreamWay::four_pages: return "four_pages";
+    case StreamWay::off:
+      return "off";
+    case StreamWay::one_page:
+      return "one_page";
+    case StreamWay::four_pages:
+      return "four_pages";
   }
   return "unknown";
 }
@@ -45,9 +50,11 @@ namespace detail {
 
 #if KVMELD_X86_DISPATCH
 
-/// Bytes of the last-level cache that one core can have: its size by the number of logical processors that share it.
+/// Bytes of the last-level cache that one core can have: its size by the number of logical
+/// processors that share it.
 ///
-/// Intel describes its caches in leaf 4 of cpuid, AMD and Hygon in leaf 0x8000001D, whose fields are the same.
+/// Intel describes its caches in leaf 4 of cpuid, AMD and Hygon in leaf 0x8000001D, whose fields
+/// are the same.
 [[nodiscard]] inline std::int64_t last_level_share_bytes() noexcept {
   std::int64_t share = 32 << 20;
   for (const unsigned leaf : {4U, 0x8000001dU}) {
@@ -87,11 +94,13 @@ struct StreamState {
 
 }  // namespace detail
 
-/// What the processor at hand is given unless `set_streaming` says otherwise: `four_pages` on Intel's, `one_page` on others, from a
-/// quarter of the last-level cache that a core can have on, and from 4 MiB at least; `off` where there are no streaming stores.
+/// What the processor at hand is given unless `set_streaming` says otherwise: `four_pages` on
+/// Intel's, `one_page` on others, from a quarter of the last-level cache that a core can have on,
+/// and from 4 MiB at least; `off` where there are no streaming stores.
 ///
-/// A copy reads as much as it writes, and what it wrote is read next: from a quarter on, streaming and reading back from memory
-/// takes less time than writing through the caches and finding part of it there. docs/performance.md has the rates of both ways.
+/// A copy reads as much as it writes, and what it wrote is read next: from a quarter on, streaming
+/// and reading back from memory takes less time than writing through the caches and finding part of
+/// it there. docs/performance.md has the rates of both ways.
 [[nodiscard]] inline Streaming default_streaming() noexcept {
 #if KVMELD_X86_DISPATCH
   constexpr std::int64_t least = 4 << 20;
@@ -124,7 +133,8 @@ namespace detail {
 /// Has the renders that start from now on write large outputs so; one that is under way and streams
 /// may go on in the new order. Any thread may call it at any time; bytes do not change.
 ///
-/// Where there are no streaming stores all ways are `off`. Errors: `invalid_argument` (a negative threshold), `unknown_field`.
+/// Where there are no streaming stores all ways are `off`. Errors: `invalid_argument` (a negative
+/// threshold), `unknown_field`.
 inline Status set_streaming(const Streaming& chosen) {
   if (chosen.threshold_bytes < 0) {
     return detail::error(ErrorCode::invalid_argument, "streaming from ", chosen.threshold_bytes,

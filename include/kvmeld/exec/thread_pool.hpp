@@ -16,8 +16,9 @@ namespace exec {
 
 /// A fixed set of workers that run the tasks 0 … n − 1 of one job at a time; the caller works too.
 ///
-/// Models `TaskPool`. Jobs from several threads queue behind one another; a task must not call `run` of its own pool. Where the system
-/// has no further thread to give, the pool works with those it got.
+/// Models `TaskPool`. Jobs from several threads queue behind one another; a task must not call
+/// `run` of its own pool. Where the system has no further thread to give, the pool works with those
+/// it got.
 class ThreadPool {
  public:
   /// @param threads how many threads work on a job, the caller included; at least 1.
@@ -44,7 +45,8 @@ class ThreadPool {
 
   KVMELD_LAZY [[nodiscard]] std::size_t size() const noexcept { return workers_.size() + 1; }
 
-  /// Calls `task(context, i)` once for each i < tasks, from any of the threads, and returns when all are done.
+  /// Calls `task(context, i)` once for each i < tasks, from any of the threads, and returns when
+  /// all are done.
   KVMELD_LAZY void run(std::size_t tasks, void (*task)(void*, std::size_t), void* context) {
     const std::lock_guard one_job(jobs_);
     {

@@ -19,13 +19,16 @@ enum class ClusterResult : std::uint8_t {
   centre,  ///< the mean of its contributions, by the aligner's weights
 };
 
-/// Groups the contributions of each token, and takes what most of them say: K and V of all layers come from the largest cluster.
+/// Groups the contributions of each token, and takes what most of them say: K and V of all layers
+/// come from the largest cluster.
 ///
-/// By cosine (k = 0): in ascending order of fragment id, each contribution joins the first cluster whose founder's keys have a
-/// cosine of at least `threshold` with its own, or founds one. By number (k > 0): k-medoids over distances, seeded by the first
-/// fragment and then by the farthest from those chosen (Gonzalez 1985), at most 8 rounds of Voronoi iteration (Park & Jun 2009).
-/// Of equally large clusters the one with the smaller fragment id counts. O(n² · channels) for distances, O(n²) a round.
-/// Errors: `invalid_argument` for a threshold outside [−1, 1], k below 0 or above the number of contributions.
+/// By cosine (k = 0): in ascending order of fragment id, each contribution joins the first cluster
+/// whose founder's keys have a cosine of at least `threshold` with its own, or founds one. By
+/// number (k > 0): k-medoids over distances, seeded by the first fragment and then by the farthest
+/// from those chosen (Gonzalez 1985), at most 8 rounds of Voronoi iteration (Park & Jun 2009). Of
+/// equally large clusters the one with the smaller fragment id counts. O(n² · channels) for
+/// distances, O(n²) a round. Errors: `invalid_argument` for a threshold outside [−1, 1], k below 0
+/// or above the number of contributions.
 struct Cluster {
   static constexpr bool reproducible = true;
   static constexpr bool reads_norms = true;
@@ -35,16 +38,22 @@ struct Cluster {
 
   KVMELD_LAZY [[nodiscard]] Status score(const Scoring& scoring, std::span<double> weights) const {
     if (k == 0 && !(threshold >= -1.0F && threshold <= 1.0F)) {
-      return detail::error(ErrorCode::invalid_argument, "Cluster: a threshold of ", threshold, " is no cosine");
+      return detail::error(ErrorCode::invalid_argument, "Cluster: a threshold of ", threshold,
+                           " is no cosine");
     }
     if (k < 0 || static_cast<std::size_t>(k) > scoring.count()) {
-      return detail::error(ErrorCode::invalid_argument, "Cluster{k = ", k, "} of ", scoring.count(), " contributions; k is 0 to that many");
+      return detail::error(ErrorCode::invalid_argument, "Cluster{k = ", k, "} of ", scoring.count(),
+                           " contributions; k is 0 to that many");
     }
-    if (result > ClusterResult::centre) return detail::error(ErrorCode::unknown_field, "Cluster: result unknown to this build");
-    const std::vector<std::vector<std::size_t>> clusters = k > 0 ? by_number(scoring, weights) : by_cosine(scoring);
+    if (result > ClusterResult::centre)
+      return detail::error(ErrorCode::unknown_field, "Cluster: result unknown to this build");
+    const std::vector<std::vector<std::size_t>> clusters =
+        k > 0 ? by_number(scoring, weights) : by_cosine(scoring);
     const std::vector<std::size_t>* largest = &clusters[0];
     for (const auto& cluster : clusters) {
-      if (cluster.size() > largest->size() || (cluster.size() == largest->size() && cluster[0] < (*largest)[0])) largest = &cluster;
+      if (cluster.size() > largest->size() ||
+          (cluster.size() == largest->size() && cluster[0] < (*largest)[0]))
+        largest = &cluster;
     }
     std::vector<double> kept(weights.size(), 0.0);
     if (result == ClusterResult::medoid) {
@@ -63,11 +72,13 @@ struct Cluster {
   }
 
  private:
-  KVMELD_LAZY [[nodiscard]] std::vector<std::vector<std::size_t>> by_cosine(const Scoring& scoring) const {
+  KVMELD_LAZY [[nodiscard]] std::vector<std::vector<std::size_t>> by_cosine(
+      const Scoring& scoring) const {
     std::vector<std::vector<std::size_t>> clusters;
     for (std::size_t i = 0; i < scoring.count(); ++i) {
       const auto fits = [&](const auto& cluster) {
-        return scoring.distance(i, cluster[0]) == 0 || scoring.cosine(i, cluster[0]) >= static_cast<double>(threshold);
+        return scoring.distance(i, cluster[0]) == 0 ||
+               scoring.cosine(i, cluster[0]) >= static_cast<double>(threshold);
       };
       const auto at = std::find_if(clusters.begin(), clusters.end(), fits);
       if (at != clusters.end()) {
@@ -78,7 +89,8 @@ struct Cluster {
     }
     return clusters;
   }
-  KVMELD_LAZY [[nodiscard]] std::vector<std::vector<std::size_t>> by_number(const Scoring& scoring, std::span<const double> mass) const {
+  KVMELD_LAZY [[nodiscard]] std::vector<std::vector<std::size_t>> by_number(
+      const Scoring& scoring, std::span<const double> mass) const {
     std::vector<std::size_t> medoids{0};
     while (medoids.size() < static_cast<std::size_t>(k)) {
       std::size_t farthest = 0;
@@ -98,7 +110,8 @@ struct Cluster {
     for (int round = 0; round < 8; ++round) {
       clusters.assign(medoids.size(), {});
       for (std::size_t i = 0; i < scoring.count(); ++i) {
-        std::size_t at = static_cast<std::size_t>(std::find(medoids.begin(), medoids.end(), i) - medoids.begin());
+        std::size_t at = static_cast<std::size_t>(std::find(medoids.begin(), medoids.end(), i) -
+                                                  medoids.begin());
         if (at == medoids.size()) {  // a medoid is of its own cluster, so that none is empty
           at = 0;
           for (std::size_t m = 1; m < medoids.size(); ++m) {
@@ -108,7 +121,8 @@ struct Cluster {
         clusters[at].push_back(i);
       }
       std::vector<std::size_t> next;
-      for (const auto& cluster : clusters) next.push_back(detail::medoid_of(scoring, detail::span_of(cluster), mass));
+      for (const auto& cluster : clusters)
+        next.push_back(detail::medoid_of(scoring, detail::span_of(cluster), mass));
       if (next == medoids) break;
       medoids = std::move(next);
     }

@@ -10,7 +10,8 @@ KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
 /// The mean of all rows, whole blocks.
-KVMELD_ALWAYS_INLINE void mean_row(const HeadRows& rows, std::ptrdiff_t columns, float* __restrict mean) noexcept {
+KVMELD_ALWAYS_INLINE void mean_row(const HeadRows& rows, std::ptrdiff_t columns,
+                                   float* __restrict mean) noexcept {
   for (std::ptrdiff_t b = 0; b < columns; b += 32) {
     alignas(64) float sum[32];
     for (int c = 0; c < 32; ++c) sum[c] = 0;
@@ -27,13 +28,18 @@ KVMELD_ALWAYS_INLINE void mean_row(const HeadRows& rows, std::ptrdiff_t columns,
   }
 }
 
-/// Hidden units of the next few contributions, from `begin` on; returns how many. The first ones bring the mean's part along.
+/// Hidden units of the next few contributions, from `begin` on; returns how many. The first ones
+/// bring the mean's part along.
 template <Isa isa>
-KVMELD_ALWAYS_INLINE int next_units(const float* net, const GateLayout& at, const HeadRows& rows, const float* mean, int begin, float* shared,
+KVMELD_ALWAYS_INLINE int next_units(const float* net, const GateLayout& at, const HeadRows& rows,
+                                    const float* mean, int begin, float* shared,
                                     float* __restrict units) {
   const int n = next_rows(isa, rows.contributions - begin);
-  multiply_rows(isa, {rows.values + begin * rows.stride, rows.stride, rows.width, net + at.own, net + at.bias, units, at.hidden,
-                      begin == 0 ? mean : nullptr, net + at.mean, shared}, n);
+  multiply_rows(
+      isa,
+      {rows.values + begin * rows.stride, rows.stride, rows.width, net + at.own, net + at.bias,
+       units, at.hidden, begin == 0 ? mean : nullptr, net + at.mean, shared},
+      n);
   for (std::ptrdiff_t r = 0; r < n; ++r) {
     for (std::ptrdiff_t b = 0; b < at.hidden; b += 32) {
       float* __restrict const to = units + r * at.hidden + b;
@@ -46,7 +52,8 @@ KVMELD_ALWAYS_INLINE int next_units(const float* net, const GateLayout& at, cons
 }
 
 /// Σ g·x of one block of 32 channels, gates by contribution.
-KVMELD_ALWAYS_INLINE void sum_gated(const HeadRows& rows, const double* gates, std::ptrdiff_t b, float* __restrict out) noexcept {
+KVMELD_ALWAYS_INLINE void sum_gated(const HeadRows& rows, const double* gates, std::ptrdiff_t b,
+                                    float* __restrict out) noexcept {
   alignas(64) double sum[32];
   for (int c = 0; c < 32; ++c) sum[c] = 0;
   for (int i = 0; i < rows.contributions; ++i) {
@@ -59,7 +66,8 @@ KVMELD_ALWAYS_INLINE void sum_gated(const HeadRows& rows, const double* gates, s
 }
 
 /// One block of 32 channels by gates of their own. logits: (contribution, columns)
-KVMELD_ALWAYS_INLINE void sum_opened(const HeadRows& rows, const float* logits, std::ptrdiff_t columns, std::ptrdiff_t b,
+KVMELD_ALWAYS_INLINE void sum_opened(const HeadRows& rows, const float* logits,
+                                     std::ptrdiff_t columns, std::ptrdiff_t b,
                                      float* __restrict out) noexcept {
   alignas(64) float most[32];
   alignas(64) double total[32];
@@ -87,11 +95,14 @@ KVMELD_ALWAYS_INLINE void sum_opened(const HeadRows& rows, const float* logits, 
   for (int c = 0; c < 32; ++c) out[b + c] = static_cast<float>(sum[c] / total[c]);
 }
 
-/// `sum_opened` of two contributions: the larger logit's exponential is 1, so there is but one to compute. 1 is what `open_gate` gives
-/// for a difference of 0, and what it gives for −700 stands where the larger logit is not finite.
-KVMELD_ALWAYS_INLINE void sum_opened_pair(const HeadRows& rows, const float* __restrict logits, std::ptrdiff_t columns, std::ptrdiff_t b,
+/// `sum_opened` of two contributions: the larger logit's exponential is 1, so there is but one to
+/// compute. 1 is what `open_gate` gives for a difference of 0, and what it gives for −700 stands
+/// where the larger logit is not finite.
+KVMELD_ALWAYS_INLINE void sum_opened_pair(const HeadRows& rows, const float* __restrict logits,
+                                          std::ptrdiff_t columns, std::ptrdiff_t b,
                                           float* __restrict out) noexcept {
-  const double weight_0 = static_cast<double>(rows.weights[0]), weight_1 = static_cast<double>(rows.weights[1]);
+  const double weight_0 = static_cast<double>(rows.weights[0]),
+               weight_1 = static_cast<double>(rows.weights[1]);
   const ShortExp least = short_exp(-700.0);
   const double closed = fma(least.scale, least.q, least.scale);
   const float* __restrict const x = rows.values + b;
@@ -105,8 +116,10 @@ KVMELD_ALWAYS_INLINE void sum_opened_pair(const HeadRows& rows, const float* __r
     const ShortExp e = short_exp(behind > -700.0 ? behind : -700.0);
     const double less = fma(e.scale, e.q, e.scale);
     const double more = static_cast<double>(most - most) == 0.0 ? 1.0 : closed;
-    const double g = fma(weight_0, second ? less : more, 0.0), h = fma(weight_1, second ? more : less, 0.0);
-    out[b + c] = static_cast<float>(fma(h, static_cast<double>(y[c]), fma(g, static_cast<double>(x[c]), 0.0)) / (g + h));
+    const double g = fma(weight_0, second ? less : more, 0.0),
+                 h = fma(weight_1, second ? more : less, 0.0);
+    out[b + c] = static_cast<float>(
+        fma(h, static_cast<double>(y[c]), fma(g, static_cast<double>(x[c]), 0.0)) / (g + h));
   }
 }
 
@@ -124,7 +137,8 @@ KVMELD_ALWAYS_INLINE void mix_gated(const GateRows<kind>& gate, const HeadRows& 
     float logits[max_mixed] = {};
     for (int i = 0; i < count;) {
       const int n = next_units<isa>(net, at, rows, mean, i, shared, units);
-      for (int r = 0; r < n; ++r) logits[i + r] = net[at.last] + dot_lanes(units + r * at.hidden, net + at.second, at.hidden);
+      for (int r = 0; r < n; ++r)
+        logits[i + r] = net[at.last] + dot_lanes(units + r * at.hidden, net + at.second, at.hidden);
       i += n;
     }
     double gates[max_mixed];
@@ -132,23 +146,32 @@ KVMELD_ALWAYS_INLINE void mix_gated(const GateRows<kind>& gate, const HeadRows& 
     for (std::ptrdiff_t b = 0; b < columns; b += 32) sum_gated(rows, gates, b, out);
   } else {
     alignas(64) float units[max_gate_units];
-    for (int i = 0; i < count;) i += next_units<isa>(net, at, rows, mean, i, shared, units + i * at.hidden);
+    for (int i = 0; i < count;)
+      i += next_units<isa>(net, at, rows, mean, i, shared, units + i * at.hidden);
     alignas(64) float logits[max_mixed_values];
-    multiply_rows(isa, {units, at.hidden, gate.hidden, net + at.second, net + at.last, logits, columns, nullptr, nullptr, nullptr}, count);
-    for (std::ptrdiff_t b = 0; b < columns; b += 32) count == 2 ? sum_opened_pair(rows, logits, columns, b, out) : sum_opened(rows, logits, columns, b, out);
+    multiply_rows(isa,
+                  {units, at.hidden, gate.hidden, net + at.second, net + at.last, logits, columns,
+                   nullptr, nullptr, nullptr},
+                  count);
+    for (std::ptrdiff_t b = 0; b < columns; b += 32)
+      count == 2 ? sum_opened_pair(rows, logits, columns, b, out)
+                 : sum_opened(rows, logits, columns, b, out);
   }
 }
 
 template <GateKind kind>
-KVMELD_NOINLINE void mix_gated_baseline(const GateRows<kind>& gate, const HeadRows& rows, float* out) {
+KVMELD_NOINLINE void mix_gated_baseline(const GateRows<kind>& gate, const HeadRows& rows,
+                                        float* out) {
   mix_gated<Isa::baseline>(gate, rows, out);
 }
 template <GateKind kind>
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE void mix_gated_avx2(const GateRows<kind>& gate, const HeadRows& rows, float* out) {
+KVMELD_TARGET_AVX2 KVMELD_NOINLINE void mix_gated_avx2(const GateRows<kind>& gate,
+                                                       const HeadRows& rows, float* out) {
   mix_gated<Isa::avx2>(gate, rows, out);
 }
 template <GateKind kind>
-KVMELD_TARGET_AVX512 KVMELD_NOINLINE void mix_gated_avx512(const GateRows<kind>& gate, const HeadRows& rows, float* out) {
+KVMELD_TARGET_AVX512 KVMELD_NOINLINE void mix_gated_avx512(const GateRows<kind>& gate,
+                                                           const HeadRows& rows, float* out) {
   mix_gated<Isa::avx512>(gate, rows, out);
 }
 

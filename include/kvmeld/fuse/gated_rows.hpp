@@ -26,9 +26,10 @@ struct GatePrepared<GateKind::channel> {
   float units[max_gate_units];  // (contribution, hidden)
 };
 
-/// w · exp(logit − the largest logit); differences beyond 700 count as 700. The product is an fma, so that no compiler joins it with
-/// the sum that it goes into.
-[[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double open_gate(float weight, float logit, float most) noexcept {
+/// w · exp(logit − the largest logit); differences beyond 700 count as 700. The product is an fma,
+/// so that no compiler joins it with the sum that it goes into.
+[[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double open_gate(float weight, float logit,
+                                                              float most) noexcept {
   const double behind = static_cast<double>(logit) - static_cast<double>(most);
   const ShortExp e = short_exp(behind > -700.0 ? behind : -700.0);
   return fma(static_cast<double>(weight), fma(e.scale, e.q, e.scale), 0.0);
@@ -64,10 +65,17 @@ struct GateRows {
 
   GateRows() = default;
   GateRows(const GateShape& shape, std::span<const float> laid_out)
-      : floats(laid_out.data()), size(static_cast<std::int64_t>(laid_out.size())), key_channels(shape.key_channels),
-        value_channels(shape.value_channels), hidden(shape.hidden), layers(shape.layers), planes(shape.planes()) {}
+      : floats(laid_out.data()),
+        size(static_cast<std::int64_t>(laid_out.size())),
+        key_channels(shape.key_channels),
+        value_channels(shape.value_channels),
+        hidden(shape.hidden),
+        layers(shape.layers),
+        planes(shape.planes()) {}
 
-  [[nodiscard]] std::span<const float> parameters() const { return {floats, static_cast<std::size_t>(size)}; }
+  [[nodiscard]] std::span<const float> parameters() const {
+    return {floats, static_cast<std::size_t>(size)};
+  }
   [[nodiscard]] GateRows with_parameters(const float* copy) const {
     GateRows out = *this;
     out.floats = copy;
@@ -84,7 +92,8 @@ struct GateRows {
   [[nodiscard]] KVMELD_HD const float* network(int layer, Plane plane) const {
     const std::int64_t keys = GateLayout::of(kind, key_channels, hidden).size;
     const std::int64_t values = planes == 1 ? 0 : GateLayout::of(kind, value_channels, hidden).size;
-    return floats + (layers == 1 ? 0 : layer * (keys + values)) + (planes == 2 && plane == Plane::value ? keys : 0);
+    return floats + (layers == 1 ? 0 : layer * (keys + values)) +
+           (planes == 2 && plane == Plane::value ? keys : 0);
   }
 
   /// The mean of all rows in one channel.
@@ -131,7 +140,8 @@ struct GateRows {
   [[nodiscard]] KVMELD_HD float channel(const Rows& rows, const Prepared& prepared, int c) const {
     double sum = 0;
     if constexpr (kind == GateKind::token) {
-      for (int i = 0; i < rows.count(); ++i) sum = fma(prepared.gates[i], static_cast<double>(rows.value(i, c)), sum);
+      for (int i = 0; i < rows.count(); ++i)
+        sum = fma(prepared.gates[i], static_cast<double>(rows.value(i, c)), sum);
       return static_cast<float>(sum);
     } else {
       const GateLayout at = GateLayout::of(kind, rows.channels(), hidden);
@@ -141,7 +151,9 @@ struct GateRows {
       float most = 0;
       for (int i = 0; i < rows.count(); ++i) {
         logits[i] = net[at.last + c];
-        for (int j = 0; j < hidden; ++j) logits[i] = fma(prepared.units[i * at.hidden + j], net[at.second + j * columns + c], logits[i]);
+        for (int j = 0; j < hidden; ++j)
+          logits[i] =
+              fma(prepared.units[i * at.hidden + j], net[at.second + j * columns + c], logits[i]);
         most = i == 0 || logits[i] > most ? logits[i] : most;
       }
       double total = 0;

@@ -14,26 +14,31 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// A small network from a fragment's features to the natural logarithm of its weight:
-/// second.weight · tanh(first.weight · features + first.bias) + second.bias. Immutable; computed in f64 in one order of sums.
+/// A small network from a fragment's features to the natural logarithm of its weight: second.weight
+/// · tanh(first.weight · features + first.bias) + second.bias. Immutable; computed in f64 in one
+/// order of sums.
 class WeightPredictor {
  public:
   static constexpr std::int32_t max_inputs = 1024;
   static constexpr std::int32_t max_hidden = 1024;
 
-  [[nodiscard]] static constexpr std::int64_t size(std::int32_t inputs, std::int32_t hidden) noexcept {
+  [[nodiscard]] static constexpr std::int64_t size(std::int32_t inputs,
+                                                   std::int32_t hidden) noexcept {
     return static_cast<std::int64_t>(hidden) * (inputs + 2) + 1;
   }
-  /// @param parameters  first.weight (hidden, inputs), first.bias (hidden), second.weight (hidden), second.bias
-  /// Errors: `invalid_argument` (sizes), `non_finite`.
-  KVMELD_LAZY [[nodiscard]] static Result<std::shared_ptr<const WeightPredictor>> make(std::int32_t inputs, std::int32_t hidden,
-                                                                                       std::span<const float> parameters) {
-    if (inputs < 1 || inputs > max_inputs || hidden < 1 || hidden > max_hidden || static_cast<std::int64_t>(parameters.size()) != size(inputs, hidden)) {
-      return detail::error(ErrorCode::invalid_argument, "weight predictor: ", parameters.size(), " parameters for ", inputs, " inputs and ", hidden,
-                           " hidden units");
+  /// @param parameters  first.weight (hidden, inputs), first.bias (hidden), second.weight (hidden),
+  /// second.bias Errors: `invalid_argument` (sizes), `non_finite`.
+  KVMELD_LAZY [[nodiscard]] static Result<std::shared_ptr<const WeightPredictor>> make(
+      std::int32_t inputs, std::int32_t hidden, std::span<const float> parameters) {
+    if (inputs < 1 || inputs > max_inputs || hidden < 1 || hidden > max_hidden ||
+        static_cast<std::int64_t>(parameters.size()) != size(inputs, hidden)) {
+      return detail::error(ErrorCode::invalid_argument, "weight predictor: ", parameters.size(),
+                           " parameters for ", inputs, " inputs and ", hidden, " hidden units");
     }
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-      if (parameters[i] - parameters[i] != 0) return detail::error(ErrorCode::non_finite, "weight predictor: parameter ", i, " is not finite");
+      if (parameters[i] - parameters[i] != 0)
+        return detail::error(ErrorCode::non_finite, "weight predictor: parameter ", i,
+                             " is not finite");
     }
     std::shared_ptr<WeightPredictor> out(new WeightPredictor);
     out->inputs_ = inputs;
@@ -75,40 +80,56 @@ class WeightPredictor {
   Digest128 digest_;
 };
 
-/// What the caller knows of a fragment beyond what is in it: an engine's log-probability, a judge's mark, a history.
+/// What the caller knows of a fragment beyond what is in it: an engine's log-probability, a judge's
+/// mark, a history.
 struct FragmentFeatures {
   FragmentId fragment{};
   std::vector<float> values{};
 };
 
-/// What a fragment tells a predictor by itself, in this order: the highest confidence that an agent gave it; ln(1 + its selected
-/// tokens); the mean norm of its stored keys at one layer; ln(1 + the position of its first selected token).
+/// What a fragment tells a predictor by itself, in this order: the highest confidence that an agent
+/// gave it; ln(1 + its selected tokens); the mean norm of its stored keys at one layer; ln(1 + the
+/// position of its first selected token).
 inline constexpr std::int32_t fragment_feature_count = 4;
 
-/// @param layer  whose keys are measured; −1: ⌊layers / 2⌋. O(bytes of the layer). Errors: `invalid_argument` (layer).
-KVMELD_LAZY [[nodiscard]] Result<std::vector<double>> fragment_features(const Source& source, std::int32_t layer = -1) {
+/// @param layer  whose keys are measured; −1: ⌊layers / 2⌋. O(bytes of the layer). Errors:
+/// `invalid_argument` (layer).
+KVMELD_LAZY [[nodiscard]] Result<std::vector<double>> fragment_features(const Source& source,
+                                                                        std::int32_t layer = -1) {
   const auto layers = static_cast<std::int32_t>(source.fragment->geometry().layers.size());
   const std::int32_t at = layer < 0 ? layers / 2 : layer;
-  if (at >= layers && layers > 0) return detail::error(ErrorCode::invalid_argument, "fragment features: layer ", at, " of a model with ", layers, " layers");
+  if (at >= layers && layers > 0)
+    return detail::error(ErrorCode::invalid_argument, "fragment features: layer ", at,
+                         " of a model with ", layers, " layers");
   const std::int64_t count = source.selected_count();
-  const double first = count == 0 ? 0.0 : static_cast<double>(source.payload->positions[static_cast<std::size_t>(source.selected_token(0))]);
-  return std::vector<double>{static_cast<double>(source.metadata->best_confidence()), math::log(1.0 + static_cast<double>(count)),
-                             layers == 0 ? 0.0 : detail::mean_key_norm(*source.fragment, *source.payload, static_cast<std::size_t>(at)),
+  const double first =
+      count == 0
+          ? 0.0
+          : static_cast<double>(
+                source.payload->positions[static_cast<std::size_t>(source.selected_token(0))]);
+  return std::vector<double>{static_cast<double>(source.metadata->best_confidence()),
+                             math::log(1.0 + static_cast<double>(count)),
+                             layers == 0 ? 0.0
+                                         : detail::mean_key_norm(*source.fragment, *source.payload,
+                                                                 static_cast<std::size_t>(at)),
                              math::log(1.0 + first)};
 }
 
-/// A weighted mean by weights that a small network predicts from each fragment: Σ w·x / Σ w, w = e^logit.
+/// A weighted mean by weights that a small network predicts from each fragment: Σ w·x / Σ w, w =
+/// e^logit.
 ///
-/// The network sees `fragment_features`, then the caller's features of that fragment; scale them into its first layer. Logits are
-/// cut at ±40. examples/11_train_gate.cpp trains one. O(inputs · hidden) a fragment beside its features.
-/// Errors: `invalid_argument` (no predictor, a table out of order, features of another number), `not_found` (a fragment that the
-/// caller's table lacks), `non_finite` (features).
+/// The network sees `fragment_features`, then the caller's features of that fragment; scale them
+/// into its first layer. Logits are cut at ±40. examples/11_train_gate.cpp trains one. O(inputs ·
+/// hidden) a fragment beside its features. Errors: `invalid_argument` (no predictor, a table out of
+/// order, features of another number), `not_found` (a fragment that the caller's table lacks),
+/// `non_finite` (features).
 struct PredictedWeights {
   static constexpr bool reproducible = true;
   static constexpr MetadataFields metadata = MetadataFields::confidence;
   std::shared_ptr<const WeightPredictor> predictor{};
-  std::vector<FragmentFeatures> features{};  ///< ascending by fragment; empty where the network needs none
-  std::int32_t layer = -1;                   ///< whose keys are measured; −1: ⌊layers / 2⌋
+  /// Ascending by fragment; empty where the network needs none.
+  std::vector<FragmentFeatures> features{};
+  std::int32_t layer = -1;  ///< whose keys are measured; −1: ⌊layers / 2⌋
 
   [[nodiscard]] Result<float> weight(const Source& source) const { return predict(source); }
   void digest(Hasher& hasher) const {
@@ -126,31 +147,38 @@ struct PredictedWeights {
 
  private:
   KVMELD_LAZY [[nodiscard]] Result<float> predict(const Source& source) const {
-    if (predictor == nullptr) return detail::error(ErrorCode::invalid_argument, "PredictedWeights: no predictor is given");
+    if (predictor == nullptr)
+      return detail::error(ErrorCode::invalid_argument, "PredictedWeights: no predictor is given");
     for (std::size_t i = 1; i < features.size(); ++i) {
       if (!(features[i - 1].fragment < features[i].fragment)) {
-        return detail::error(ErrorCode::invalid_argument, "PredictedWeights: entry ", i, " (", features[i].fragment.hex(), ") does not follow ",
+        return detail::error(ErrorCode::invalid_argument, "PredictedWeights: entry ", i, " (",
+                             features[i].fragment.hex(), ") does not follow ",
                              features[i - 1].fragment.hex(), "; the table ascends");
       }
     }
     auto inputs = fragment_features(source, layer);
     if (!inputs) return inputs.error();
     if (predictor->inputs() > fragment_feature_count) {
-      const auto at = std::lower_bound(features.begin(), features.end(), source.fragment->id(),
-                                       [](const FragmentFeatures& f, const FragmentId& id) { return f.fragment < id; });
+      const auto at = std::lower_bound(
+          features.begin(), features.end(), source.fragment->id(),
+          [](const FragmentFeatures& f, const FragmentId& id) { return f.fragment < id; });
       if (at == features.end() || at->fragment != source.fragment->id()) {
-        return detail::error(ErrorCode::not_found, "PredictedWeights: no features of fragment ", source.fragment->id().hex(), "; the predictor reads ",
+        return detail::error(ErrorCode::not_found, "PredictedWeights: no features of fragment ",
+                             source.fragment->id().hex(), "; the predictor reads ",
                              predictor->inputs() - fragment_feature_count);
       }
       for (const float x : at->values) inputs->push_back(static_cast<double>(x));
     }
     if (inputs->size() != static_cast<std::size_t>(predictor->inputs())) {
-      return detail::error(ErrorCode::invalid_argument, "PredictedWeights: ", inputs->size(), " features of fragment ", source.fragment->id().hex(),
+      return detail::error(ErrorCode::invalid_argument, "PredictedWeights: ", inputs->size(),
+                           " features of fragment ", source.fragment->id().hex(),
                            ", the predictor reads ", predictor->inputs());
     }
     for (std::size_t i = 0; i < inputs->size(); ++i) {
       const double x = (*inputs)[i];
-      if (x - x != 0) return detail::error(ErrorCode::non_finite, "PredictedWeights: feature ", i, " of fragment ", source.fragment->id().hex(), " is not finite");
+      if (x - x != 0)
+        return detail::error(ErrorCode::non_finite, "PredictedWeights: feature ", i,
+                             " of fragment ", source.fragment->id().hex(), " is not finite");
     }
     const double logit = predictor->log_weight(*inputs);
     return static_cast<float>(math::exp(logit > 40 ? 40.0 : logit < -40 ? -40.0 : logit));

@@ -12,7 +12,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// One fused row as it was computed, and the cotangent of its result. Contiguous, the caller's memory.
+/// One fused row as it was computed, and the cotangent of its result. Contiguous, the caller's
+/// memory.
 template <std::floating_point T>
 struct MixPullback {
   std::span<const T> values{};     ///< (contribution, channel) in the frame in which they are fused
@@ -31,13 +32,15 @@ namespace detail {
 
 template <class T>
 [[nodiscard]] Status check_mix(const MixPullback<T>& p, const MixGradients<T>& out) {
-  if (p.weights.empty() || p.cotangent.empty() || p.values.size() != p.weights.size() * p.cotangent.size()) {
-    return error(ErrorCode::invalid_argument, "vjp of a fuser: ", p.values.size(), " values for ", p.weights.size(), " contributions of ",
-                 p.cotangent.size(), " channels");
+  if (p.weights.empty() || p.cotangent.empty() ||
+      p.values.size() != p.weights.size() * p.cotangent.size()) {
+    return error(ErrorCode::invalid_argument, "vjp of a fuser: ", p.values.size(), " values for ",
+                 p.weights.size(), " contributions of ", p.cotangent.size(), " channels");
   }
   if (out.values.size() != p.values.size() || out.weights.size() != p.weights.size()) {
-    return error(ErrorCode::invalid_argument, "vjp of a fuser: gradients of ", out.values.size(), " values and ", out.weights.size(),
-                 " weights, where there are ", p.values.size(), " and ", p.weights.size());
+    return error(ErrorCode::invalid_argument, "vjp of a fuser: gradients of ", out.values.size(),
+                 " values and ", out.weights.size(), " weights, where there are ", p.values.size(),
+                 " and ", p.weights.size());
   }
   return {};
 }
@@ -46,8 +49,8 @@ template <class T>
 
 /// Gradients through `WeightedMean`, y = Σ w·x / Σ w: dxᵢ += wᵢ/W·g and dwᵢ += (xᵢ − y)·g / W.
 ///
-/// Of rows that are fused as they lie; where run turns the result, turn the cotangent back first. O(values); allocates nothing.
-/// Errors: `invalid_argument` (sizes).
+/// Of rows that are fused as they lie; where run turns the result, turn the cotangent back first.
+/// O(values); allocates nothing. Errors: `invalid_argument` (sizes).
 template <std::floating_point T>
 [[nodiscard]] Status weighted_mean_vjp(const MixPullback<T>& p, const MixGradients<T>& out) {
   KVMELD_TRY(detail::check_mix(p, out));
@@ -67,10 +70,11 @@ template <std::floating_point T>
   return {};
 }
 
-/// Gradients through `NormPreservingMean`, y = u·N/W with s = Σ w·x, u = s/‖s‖, N = Σ w·‖x‖ and W = Σ w.
+/// Gradients through `NormPreservingMean`, y = u·N/W with s = Σ w·x, u = s/‖s‖, N = Σ w·‖x‖ and W =
+/// Σ w.
 ///
-/// A row of zeros takes no share of its norm's gradient, and where the mean counts as zero nothing comes back. O(values); allocates
-/// nothing. Errors: `invalid_argument` (sizes).
+/// A row of zeros takes no share of its norm's gradient, and where the mean counts as zero nothing
+/// comes back. O(values); allocates nothing. Errors: `invalid_argument` (sizes).
 template <std::floating_point T>
 [[nodiscard]] Status norm_preserving_mean_vjp(const MixPullback<T>& p, const MixGradients<T>& out) {
   KVMELD_TRY(detail::check_mix(p, out));
@@ -82,7 +86,8 @@ template <std::floating_point T>
   };
   const auto norm = [&](std::size_t i) {
     T square = 0;
-    for (std::size_t c = 0; c < channels; ++c) square += p.values[i * channels + c] * p.values[i * channels + c];
+    for (std::size_t c = 0; c < channels; ++c)
+      square += p.values[i * channels + c] * p.values[i * channels + c];
     return std::sqrt(square);
   };
   T total = 0, norms = 0, square = 0, along = 0;

@@ -22,7 +22,8 @@ inline constexpr double shortest_mean = 0x1p-20;
 }
 
 /// What makes a weighted sum of norm `length` as long as `norms / total`.
-[[nodiscard]] KVMELD_HD inline double lengthening(double length, double norms, double total) noexcept {
+[[nodiscard]] KVMELD_HD inline double lengthening(double length, double norms,
+                                                  double total) noexcept {
   return length > shortest_mean * norms ? norms / length / total : 0.0;
 }
 
@@ -34,7 +35,8 @@ struct NormPreservingRows {
   template <class Rows>
   [[nodiscard]] KVMELD_HD static double sum(const Rows& rows, int c) {
     double out = 0;
-    for (int i = 0; i < rows.count(); ++i) out = fma(static_cast<double>(rows.weight(i)), static_cast<double>(rows.value(i, c)), out);
+    for (int i = 0; i < rows.count(); ++i)
+      out = fma(static_cast<double>(rows.weight(i)), static_cast<double>(rows.value(i, c)), out);
     return out;
   }
   template <class Rows>
@@ -70,12 +72,14 @@ struct NormPreservingRows {
 };
 
 /// The 32 lanes' sums of squares of a row of whole blocks.
-KVMELD_ALWAYS_INLINE void add_square_lanes(const double* __restrict row, double* __restrict lanes) noexcept {
+KVMELD_ALWAYS_INLINE void add_square_lanes(const double* __restrict row,
+                                           double* __restrict lanes) noexcept {
   KVMELD_KEEP_LOOP
   for (int l = 0; l < 32; ++l) lanes[l] = fma(row[l], row[l], lanes[l]);
 }
 
-KVMELD_ALWAYS_INLINE void mix_norm_preserving(const HeadRows& rows, float* __restrict out) noexcept {
+KVMELD_ALWAYS_INLINE void mix_norm_preserving(const HeadRows& rows,
+                                              float* __restrict out) noexcept {
   alignas(64) double sums[1024];
   alignas(64) double wide[32];
   alignas(64) double lanes[32];
@@ -106,11 +110,16 @@ KVMELD_ALWAYS_INLINE void mix_norm_preserving(const HeadRows& rows, float* __res
   }
 }
 
-KVMELD_LAZY KVMELD_NOINLINE void mix_norm_preserving_baseline(const HeadRows& rows, float* out) noexcept { mix_norm_preserving(rows, out); }
-KVMELD_LAZY KVMELD_TARGET_AVX2 KVMELD_NOINLINE void mix_norm_preserving_avx2(const HeadRows& rows, float* out) noexcept {
+KVMELD_LAZY KVMELD_NOINLINE void mix_norm_preserving_baseline(const HeadRows& rows,
+                                                              float* out) noexcept {
   mix_norm_preserving(rows, out);
 }
-KVMELD_LAZY KVMELD_TARGET_AVX512 KVMELD_NOINLINE void mix_norm_preserving_avx512(const HeadRows& rows, float* out) noexcept {
+KVMELD_LAZY KVMELD_TARGET_AVX2 KVMELD_NOINLINE void mix_norm_preserving_avx2(const HeadRows& rows,
+                                                                             float* out) noexcept {
+  mix_norm_preserving(rows, out);
+}
+KVMELD_LAZY KVMELD_TARGET_AVX512 KVMELD_NOINLINE void mix_norm_preserving_avx512(
+    const HeadRows& rows, float* out) noexcept {
   mix_norm_preserving(rows, out);
 }
 
@@ -122,11 +131,13 @@ void NormPreservingRows::mix(Isa isa, const HeadRows& rows, float* out) const {
 
 }  // namespace detail
 
-/// The weighted mean of a head's rows, as long as the rows are on average: x̄ · (Σ w·‖x‖ / Σ w) / ‖x̄‖ with x̄ = Σ w·x / Σ w.
+/// The weighted mean of a head's rows, as long as the rows are on average: x̄ · (Σ w·‖x‖ / Σ w) /
+/// ‖x̄‖ with x̄ = Σ w·x / Σ w.
 ///
-/// A plain mean of rows that point apart is shorter than they are, and a shorter key draws less attention. A zero mean stays a zero
-/// row, and so does one shorter than 2^-20 of the mean norm, whose direction is that of rounding errors. Equal rows fuse to
-/// themselves, to the bit in f32. One pass, in f64; norms by 32 lanes. At most 64 contributions.
+/// A plain mean of rows that point apart is shorter than they are, and a shorter key draws less
+/// attention. A zero mean stays a zero row, and so does one shorter than 2^-20 of the mean norm,
+/// whose direction is that of rounding errors. Equal rows fuse to themselves, to the bit in f32.
+/// One pass, in f64; norms by 32 lanes. At most 64 contributions.
 struct NormPreservingMean {
   static constexpr bool reproducible = true;
 

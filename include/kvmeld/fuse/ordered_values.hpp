@@ -1,6 +1,7 @@
 #pragma once
 
-/// Values of one channel in ascending order, and the network that sorts them alike on every backend.
+/// Values of one channel in ascending order, and the network that sorts them alike on every
+/// backend.
 
 #include <cstddef>
 
@@ -16,7 +17,9 @@ struct OrderedValues {
 
   [[nodiscard]] KVMELD_HD constexpr int size() const noexcept { return count; }
   /// The i-th smallest, 0 ≤ i < size().
-  [[nodiscard]] KVMELD_HD constexpr float operator[](int i) const noexcept { return first[i * stride]; }
+  [[nodiscard]] KVMELD_HD constexpr float operator[](int i) const noexcept {
+    return first[i * stride];
+  }
 };
 
 /// Ranks first, …, last − 1 of the values in order.
@@ -39,10 +42,12 @@ struct Ranks {
 
 namespace detail {
 
-inline constexpr int max_selected = 64;                 ///< contributions of a row that are sorted: they live on the stack
+/// Contributions of a row that are sorted: they live on the stack.
+inline constexpr int max_selected = 64;
 inline constexpr std::ptrdiff_t selected_channels = 256;  ///< of a row that a host sorts at once
 
-/// Puts the smaller of two values first. Equal ones stay, so that zeros of both signs end alike on every backend.
+/// Puts the smaller of two values first. Equal ones stay, so that zeros of both signs end alike on
+/// every backend.
 KVMELD_HD KVMELD_ALWAYS_INLINE void exchange(float& a, float& b) noexcept {
   const float x = a, y = b;
   const bool swap = y < x;
@@ -50,8 +55,9 @@ KVMELD_HD KVMELD_ALWAYS_INLINE void exchange(float& a, float& b) noexcept {
   b = swap ? x : y;
 }
 
-/// The comparators of Batcher's merge exchange for any count (Knuth, The Art of Computer Programming 3, 5.2.2 M), one after
-/// the other: which values meet does not depend on the values, so that whole vectors of channels are sorted at once.
+/// The comparators of Batcher's merge exchange for any count (Knuth, The Art of Computer
+/// Programming 3, 5.2.2 M), one after the other: which values meet does not depend on the values,
+/// so that whole vectors of channels are sorted at once.
 struct SortingNetwork {
   int count;
   int top = 1, p = 0, q = 0, r = 0, d = 0;
@@ -86,7 +92,8 @@ struct SortingNetwork {
 
 /// Sorts one channel's values.
 KVMELD_HD inline void sort_values(float* values, int count) noexcept {
-  for (SortingNetwork network(count); network.next();) exchange(values[network.i], values[network.i + network.d]);
+  for (SortingNetwork network(count); network.next();)
+    exchange(values[network.i], values[network.i + network.d]);
 }
 
 }  // namespace detail

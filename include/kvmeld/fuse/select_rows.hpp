@@ -21,12 +21,16 @@ KVMELD_ALWAYS_INLINE void exchange_rows(float* __restrict a, float* __restrict b
   for (int c = 0; c < 32; ++c) exchange(a[c], b[c]);
 }
 
-/// By a power of two a division is a product with the exact reciprocal: the same value in a fraction of the time.
-[[nodiscard]] KVMELD_ALWAYS_INLINE bool is_power_of_two(int n) noexcept { return (n & (n - 1)) == 0; }
+/// By a power of two a division is a product with the exact reciprocal: the same value in a
+/// fraction of the time.
+[[nodiscard]] KVMELD_ALWAYS_INLINE bool is_power_of_two(int n) noexcept {
+  return (n & (n - 1)) == 0;
+}
 
 /// Selects 32 channels of sorted rows, `selected_channels` floats apart.
 template <class F>
-KVMELD_ALWAYS_INLINE void select_channels(const F& fuser, const float* __restrict values, int count, float* __restrict out) {
+KVMELD_ALWAYS_INLINE void select_channels(const F& fuser, const float* __restrict values, int count,
+                                          float* __restrict out) {
   if constexpr (requires { fuser.ranks(count); }) {  // `mean_of`, the channels innermost
     const Ranks ranks = fuser.ranks(count);
     alignas(64) float sum[32];
@@ -41,16 +45,19 @@ KVMELD_ALWAYS_INLINE void select_channels(const F& fuser, const float* __restric
       for (int c = 0; c < 32; ++c) out[c] = sum[c] / many;
     }
   } else {
-    for (int c = 0; c < 32; ++c) out[c] = fuser.select(OrderedValues{values + c, selected_channels, count});
+    for (int c = 0; c < 32; ++c)
+      out[c] = fuser.select(OrderedValues{values + c, selected_channels, count});
   }
 }
 
-/// Sorts 32 channels of each of `blocks` blocks, then selects. values: (count, selected_channels); out: (32 · blocks)
+/// Sorts 32 channels of each of `blocks` blocks, then selects. values: (count, selected_channels);
+/// out: (32 · blocks)
 template <class F>
 KVMELD_NOINLINE void select_baseline(F fuser, float* values, int count, int blocks, float* out) {
   for (int b = 0; b < blocks; ++b, values += row_block, out += row_block) {
     for (SortingNetwork network(count); network.next();) {
-      exchange_rows(values + network.i * selected_channels, values + (network.i + network.d) * selected_channels);
+      exchange_rows(values + network.i * selected_channels,
+                    values + (network.i + network.d) * selected_channels);
     }
     select_channels(fuser, values, count, out);
   }
@@ -70,23 +77,32 @@ struct Comparators {
 
   constexpr Comparators() noexcept {
     for (SortingNetwork network(static_cast<int>(count)); network.next(); ++size) {
-      all[size] = {static_cast<std::size_t>(network.i), static_cast<std::size_t>(network.i + network.d)};
+      all[size] = {static_cast<std::size_t>(network.i),
+                   static_cast<std::size_t>(network.i + network.d)};
     }
   }
 };
 template <std::size_t count>
 inline constexpr Comparators<count> comparators{};
 
-[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes min_lanes(FloatLanes a, FloatLanes b) noexcept { return __builtin_ia32_minps256(a, b); }
-[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes max_lanes(FloatLanes a, FloatLanes b) noexcept { return __builtin_ia32_maxps256(a, b); }
-[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats min_wide(WideFloats a, WideFloats b) noexcept {
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes min_lanes(FloatLanes a,
+                                                                           FloatLanes b) noexcept {
+  return __builtin_ia32_minps256(a, b);
+}
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes max_lanes(FloatLanes a,
+                                                                           FloatLanes b) noexcept {
+  return __builtin_ia32_maxps256(a, b);
+}
+[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats min_wide(WideFloats a,
+                                                                            WideFloats b) noexcept {
 #if defined(__clang__)
   return a < b ? a : b;
 #else  // g++ compares and chooses
   return __builtin_ia32_minps512_mask(a, b, WideFloats{}, -1, 4);
 #endif
 }
-[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats max_wide(WideFloats a, WideFloats b) noexcept {
+[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats max_wide(WideFloats a,
+                                                                            WideFloats b) noexcept {
 #if defined(__clang__)
   return a > b ? a : b;
 #else
@@ -94,75 +110,80 @@ inline constexpr Comparators<count> comparators{};
 #endif
 }
 
-// The same by vectors: min and max with the comparison of `exchange`. Up to seven rows are sorted in registers, a comparator after the
-// other by recursion, so that every index is a constant; more of them in memory, where all blocks pass each comparator together, so
-// that the network is walked once.
-#define KVMELD_SELECT(NAME, TARGET, VECTOR, LOAD, STORE, MIN, MAX)                                                               \
-  template <std::size_t count, std::size_t at = 0>                                                                               \
-  TARGET KVMELD_ALWAYS_INLINE void sort_##NAME(VECTOR (&v)[count]) noexcept {                                                    \
-    if constexpr (at < comparators<count>.size) {                                                                                \
-      constexpr Comparator here = comparators<count>.all[at];                                                                    \
-      const VECTOR x = v[here.a], y = v[here.b];                                                                                 \
-      v[here.a] = MIN(y, x);                                                                                                     \
-      v[here.b] = MAX(x, y);                                                                                                     \
-      sort_##NAME<count, at + 1>(v);                                                                                             \
-    }                                                                                                                            \
-  }                                                                                                                              \
-  template <std::size_t count, std::size_t at = 0>                                                                               \
-  TARGET KVMELD_ALWAYS_INLINE void load_##NAME(const float* values, VECTOR (&v)[count]) noexcept {                               \
-    if constexpr (at < count) {                                                                                                  \
-      v[at] = LOAD(values + at * selected_channels);                                                                             \
-      load_##NAME<count, at + 1>(values, v);                                                                                     \
-    }                                                                                                                            \
-  }                                                                                                                              \
-  template <std::size_t count, std::size_t at = 0>                                                                               \
-  TARGET KVMELD_ALWAYS_INLINE void sum_##NAME(const VECTOR (&v)[count], Ranks ranks, VECTOR& sum) noexcept {                     \
-    if constexpr (at < count) {                                                                                                  \
-      constexpr int rank = at;                                                                                                   \
-      if (rank == ranks.first) sum = v[at];                                                                                      \
-      if (rank > ranks.first && rank < ranks.last) sum = sum + v[at];                                                            \
-      sum_##NAME<count, at + 1>(v, ranks, sum);                                                                                  \
-    }                                                                                                                            \
-  }                                                                                                                              \
-  template <std::size_t count, class F>                                                                                          \
-  TARGET KVMELD_NOINLINE void select_few_##NAME(F fuser, const float* values, std::ptrdiff_t channels, float* out) {             \
-    constexpr std::ptrdiff_t lanes = sizeof(VECTOR) / sizeof(float);                                                             \
-    const Ranks ranks = fuser.ranks(static_cast<int>(count));                                                                    \
-    const auto many = static_cast<float>(ranks.last - ranks.first);                                                              \
-    const bool exact = is_power_of_two(ranks.last - ranks.first);                                                                \
-    const VECTOR divisor = VECTOR{} + many, reciprocal = VECTOR{} + 1.0F / many;                                                 \
-    for (std::ptrdiff_t c = 0; c < channels; c += lanes) {                                                                       \
-      VECTOR v[count], sum{};                                                                                                    \
-      load_##NAME(values + c, v);                                                                                                \
-      sort_##NAME(v);                                                                                                            \
-      sum_##NAME(v, ranks, sum);                                                                                                 \
-      STORE(exact ? sum * reciprocal : sum / divisor, out + c);                                                                  \
-    }                                                                                                                            \
-  }                                                                                                                              \
-  template <class F>                                                                                                             \
-  TARGET KVMELD_NOINLINE void select_many_##NAME(F fuser, float* values, int count, int blocks, float* out) {                    \
-    constexpr std::ptrdiff_t lanes = sizeof(VECTOR) / sizeof(float);                                                             \
-    for (SortingNetwork network(count); network.next();) {                                                                       \
-      float* const a = values + network.i * selected_channels;                                                                   \
-      float* const b = values + (network.i + network.d) * selected_channels;                                                     \
-      for (std::ptrdiff_t c = 0; c < blocks * row_block; c += lanes) {                                                           \
-        const VECTOR x = LOAD(a + c), y = LOAD(b + c);                                                                           \
-        STORE(MIN(y, x), a + c);                                                                                                 \
-        STORE(MAX(x, y), b + c);                                                                                                 \
-      }                                                                                                                          \
-    }                                                                                                                            \
-    for (int b = 0; b < blocks; ++b) select_channels(fuser, values + b * row_block, count, out + b * row_block);                 \
-  }                                                                                                                              \
-  template <class F>                                                                                                             \
-  void select_##NAME(const F& fuser, float* values, int count, int blocks, float* out) {                                         \
-    if constexpr (requires { fuser.ranks(count); }) {                                                                            \
-      if (count == 3) return select_few_##NAME<3>(fuser, values, blocks * row_block, out);                                       \
-      if (count == 4) return select_few_##NAME<4>(fuser, values, blocks * row_block, out);                                       \
-      if (count == 5) return select_few_##NAME<5>(fuser, values, blocks * row_block, out);                                       \
-      if (count == 6) return select_few_##NAME<6>(fuser, values, blocks * row_block, out);                                       \
-      if (count == 7) return select_few_##NAME<7>(fuser, values, blocks * row_block, out);                                       \
-    }                                                                                                                            \
-    select_many_##NAME(fuser, values, count, blocks, out);                                                                       \
+// The same by vectors: min and max with the comparison of `exchange`. Up to seven rows are sorted
+// in registers, a comparator after the other by recursion, so that every index is a constant; more
+// of them in memory, where all blocks pass each comparator together, so that the network is walked
+// once.
+#define KVMELD_SELECT(NAME, TARGET, VECTOR, LOAD, STORE, MIN, MAX)                                \
+  template <std::size_t count, std::size_t at = 0>                                                \
+  TARGET KVMELD_ALWAYS_INLINE void sort_##NAME(VECTOR(&v)[count]) noexcept {                      \
+    if constexpr (at < comparators<count>.size) {                                                 \
+      constexpr Comparator here = comparators<count>.all[at];                                     \
+      const VECTOR x = v[here.a], y = v[here.b];                                                  \
+      v[here.a] = MIN(y, x);                                                                      \
+      v[here.b] = MAX(x, y);                                                                      \
+      sort_##NAME<count, at + 1>(v);                                                              \
+    }                                                                                             \
+  }                                                                                               \
+  template <std::size_t count, std::size_t at = 0>                                                \
+  TARGET KVMELD_ALWAYS_INLINE void load_##NAME(const float* values, VECTOR(&v)[count]) noexcept { \
+    if constexpr (at < count) {                                                                   \
+      v[at] = LOAD(values + at * selected_channels);                                              \
+      load_##NAME<count, at + 1>(values, v);                                                      \
+    }                                                                                             \
+  }                                                                                               \
+  template <std::size_t count, std::size_t at = 0>                                                \
+  TARGET KVMELD_ALWAYS_INLINE void sum_##NAME(const VECTOR(&v)[count], Ranks ranks,               \
+                                              VECTOR& sum) noexcept {                             \
+    if constexpr (at < count) {                                                                   \
+      constexpr int rank = at;                                                                    \
+      if (rank == ranks.first) sum = v[at];                                                       \
+      if (rank > ranks.first && rank < ranks.last) sum = sum + v[at];                             \
+      sum_##NAME<count, at + 1>(v, ranks, sum);                                                   \
+    }                                                                                             \
+  }                                                                                               \
+  template <std::size_t count, class F>                                                           \
+  TARGET KVMELD_NOINLINE void select_few_##NAME(F fuser, const float* values,                     \
+                                                std::ptrdiff_t channels, float* out) {            \
+    constexpr std::ptrdiff_t lanes = sizeof(VECTOR) / sizeof(float);                              \
+    const Ranks ranks = fuser.ranks(static_cast<int>(count));                                     \
+    const auto many = static_cast<float>(ranks.last - ranks.first);                               \
+    const bool exact = is_power_of_two(ranks.last - ranks.first);                                 \
+    const VECTOR divisor = VECTOR{} + many, reciprocal = VECTOR{} + 1.0F / many;                  \
+    for (std::ptrdiff_t c = 0; c < channels; c += lanes) {                                        \
+      VECTOR v[count], sum{};                                                                     \
+      load_##NAME(values + c, v);                                                                 \
+      sort_##NAME(v);                                                                             \
+      sum_##NAME(v, ranks, sum);                                                                  \
+      STORE(exact ? sum* reciprocal : sum / divisor, out + c);                                    \
+    }                                                                                             \
+  }                                                                                               \
+  template <class F>                                                                              \
+  TARGET KVMELD_NOINLINE void select_many_##NAME(F fuser, float* values, int count, int blocks,   \
+                                                 float* out) {                                    \
+    constexpr std::ptrdiff_t lanes = sizeof(VECTOR) / sizeof(float);                              \
+    for (SortingNetwork network(count); network.next();) {                                        \
+      float* const a = values + network.i * selected_channels;                                    \
+      float* const b = values + (network.i + network.d) * selected_channels;                      \
+      for (std::ptrdiff_t c = 0; c < blocks * row_block; c += lanes) {                            \
+        const VECTOR x = LOAD(a + c), y = LOAD(b + c);                                            \
+        STORE(MIN(y, x), a + c);                                                                  \
+        STORE(MAX(x, y), b + c);                                                                  \
+      }                                                                                           \
+    }                                                                                             \
+    for (int b = 0; b < blocks; ++b)                                                              \
+      select_channels(fuser, values + b * row_block, count, out + b * row_block);                 \
+  }                                                                                               \
+  template <class F>                                                                              \
+  void select_##NAME(const F& fuser, float* values, int count, int blocks, float* out) {          \
+    if constexpr (requires { fuser.ranks(count); }) {                                             \
+      if (count == 3) return select_few_##NAME<3>(fuser, values, blocks * row_block, out);        \
+      if (count == 4) return select_few_##NAME<4>(fuser, values, blocks * row_block, out);        \
+      if (count == 5) return select_few_##NAME<5>(fuser, values, blocks * row_block, out);        \
+      if (count == 6) return select_few_##NAME<6>(fuser, values, blocks * row_block, out);        \
+      if (count == 7) return select_few_##NAME<7>(fuser, values, blocks * row_block, out);        \
+    }                                                                                             \
+    select_many_##NAME(fuser, values, count, blocks, out);                                        \
   }
 KVMELD_SELECT(avx2, KVMELD_TARGET_AVX2, FloatLanes, load_lanes, store_lanes, min_lanes, max_lanes)
 KVMELD_SELECT(avx512, KVMELD_TARGET_AVX512, WideFloats, load_wide, store_wide, min_wide, max_wide)
@@ -171,7 +192,8 @@ KVMELD_SELECT(avx512, KVMELD_TARGET_AVX512, WideFloats, load_wide, store_wide, m
 template <class F>
 void select_rows(const F& fuser, Isa isa, float* values, int count, int blocks, float* out) {
   if (isa == Isa::avx512) return select_avx512(fuser, values, count, blocks, out);
-  isa == Isa::baseline ? select_baseline(fuser, values, count, blocks, out) : select_avx2(fuser, values, count, blocks, out);
+  isa == Isa::baseline ? select_baseline(fuser, values, count, blocks, out)
+                       : select_avx2(fuser, values, count, blocks, out);
 }
 
 #else

@@ -16,7 +16,8 @@ struct AgentWeight {
   float weight = 1.0F;
 };
 
-/// How much one fragment weighs: the attention mass that fell on it, or what a predictor says of it.
+/// How much one fragment weighs: the attention mass that fell on it, or what a predictor says of
+/// it.
 struct FragmentWeight {
   FragmentId fragment{};
   float weight = 1.0F;
@@ -24,9 +25,10 @@ struct FragmentWeight {
 
 /// A weighted mean by who made the fragment: Σ w·x / Σ w over the contributions that are there.
 ///
-/// A fragment that several agents sealed counts as the one of the largest weight; agents that the table does not name, and fragments
-/// without provenance, weigh `otherwise`. A weight of 0 leaves an agent out. O(marks · log agents) a fragment.
-/// Errors: `invalid_argument` (weights not ascending by agent), `non_finite` (negative, NaN, or all of a row's zero).
+/// A fragment that several agents sealed counts as the one of the largest weight; agents that the
+/// table does not name, and fragments without provenance, weigh `otherwise`. A weight of 0 leaves
+/// an agent out. O(marks · log agents) a fragment. Errors: `invalid_argument` (weights not
+/// ascending by agent), `non_finite` (negative, NaN, or all of a row's zero).
 struct AgentWeights {
   static constexpr bool reproducible = true;
   static constexpr MetadataFields metadata = MetadataFields::provenance;
@@ -36,12 +38,14 @@ struct AgentWeights {
   KVMELD_LAZY [[nodiscard]] Result<float> weight(const Source& source) const {
     for (std::size_t i = 1; i < weights.size(); ++i) {
       if (weights[i].agent <= weights[i - 1].agent) {
-        return detail::error(ErrorCode::invalid_argument, "AgentWeights: agent ", weights[i].agent, " follows agent ", weights[i - 1].agent,
-                             "; the table ascends");
+        return detail::error(ErrorCode::invalid_argument, "AgentWeights: agent ", weights[i].agent,
+                             " follows agent ", weights[i - 1].agent, "; the table ascends");
       }
     }
     const auto of = [&](std::uint64_t agent) {
-      const auto at = std::lower_bound(weights.begin(), weights.end(), agent, [](const AgentWeight& w, std::uint64_t a) { return w.agent < a; });
+      const auto at =
+          std::lower_bound(weights.begin(), weights.end(), agent,
+                           [](const AgentWeight& w, std::uint64_t a) { return w.agent < a; });
       return at != weights.end() && at->agent == agent ? at->weight : otherwise;
     };
     if (source.metadata->marks.empty()) return otherwise;
@@ -74,11 +78,13 @@ struct AgentWeights {
   }
 };
 
-/// A weighted mean by fragment, by weights that the caller measured: Σ w·x / Σ w over the contributions that are there.
+/// A weighted mean by fragment, by weights that the caller measured: Σ w·x / Σ w over the
+/// contributions that are there.
 ///
-/// Every replica gives the same weights: they are part of the merger's digest. Fragments that the table does not name weigh
-/// `otherwise`. O(weights) a fragment: the table is checked.
-/// Errors: `invalid_argument` (weights not ascending by id), `non_finite` (negative, NaN, or all of a row's zero).
+/// Every replica gives the same weights: they are part of the merger's digest. Fragments that the
+/// table does not name weigh `otherwise`. O(weights) a fragment: the table is checked. Errors:
+/// `invalid_argument` (weights not ascending by id), `non_finite` (negative, NaN, or all of a row's
+/// zero).
 struct FragmentWeights {
   static constexpr bool reproducible = true;
   std::vector<FragmentWeight> weights{};  ///< ascending by fragment
@@ -87,12 +93,14 @@ struct FragmentWeights {
   KVMELD_LAZY [[nodiscard]] Result<float> weight(const Source& source) const {
     for (std::size_t i = 1; i < weights.size(); ++i) {
       if (!(weights[i - 1].fragment < weights[i].fragment)) {
-        return detail::error(ErrorCode::invalid_argument, "FragmentWeights: entry ", i, " (", weights[i].fragment.hex(), ") does not follow ",
+        return detail::error(ErrorCode::invalid_argument, "FragmentWeights: entry ", i, " (",
+                             weights[i].fragment.hex(), ") does not follow ",
                              weights[i - 1].fragment.hex(), "; the table ascends");
       }
     }
-    const auto at = std::lower_bound(weights.begin(), weights.end(), source.fragment->id(),
-                                     [](const FragmentWeight& w, const FragmentId& id) { return w.fragment < id; });
+    const auto at = std::lower_bound(
+        weights.begin(), weights.end(), source.fragment->id(),
+        [](const FragmentWeight& w, const FragmentId& id) { return w.fragment < id; });
     return at != weights.end() && at->fragment == source.fragment->id() ? at->weight : otherwise;
   }
   /// Whether the table names some source; true of an empty table, which asks for none.

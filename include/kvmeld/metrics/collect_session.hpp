@@ -49,16 +49,22 @@ KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const ReplicaRefusal
 /// stored, rounds, renders, swaps, refusals.
 ///
 /// Errors: those of `MetricsPage`, the page unchanged.
-KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const Accounting& from, const MetricLabels& labels = {}) {
+KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const Accounting& from,
+                                         const MetricLabels& labels = {}) {
   MetricsPage out = page;
   constexpr const char* layer_names[] = {"state", "payload", "rounds", "application"};
   for (std::size_t l = 0; l < 4; ++l) {
     const MetricLabels of = detail::with_label(labels, "layer", layer_names[l]);
-    const Traffic sent = from.sent_of(static_cast<TrafficLayer>(l)), received = from.received_of(static_cast<TrafficLayer>(l));
-    KVMELD_TRY(out.counter("kvmeld_sent_bytes_total", "Bytes of frames that the transport took", static_cast<double>(sent.bytes), of));
-    KVMELD_TRY(out.counter("kvmeld_sent_messages_total", "Frames that the transport took", static_cast<double>(sent.messages), of));
-    KVMELD_TRY(out.counter("kvmeld_received_bytes_total", "Bytes of frames that came", static_cast<double>(received.bytes), of));
-    KVMELD_TRY(out.counter("kvmeld_received_messages_total", "Frames that came", static_cast<double>(received.messages), of));
+    const Traffic sent = from.sent_of(static_cast<TrafficLayer>(l)),
+                  received = from.received_of(static_cast<TrafficLayer>(l));
+    KVMELD_TRY(out.counter("kvmeld_sent_bytes_total", "Bytes of frames that the transport took",
+                           static_cast<double>(sent.bytes), of));
+    KVMELD_TRY(out.counter("kvmeld_sent_messages_total", "Frames that the transport took",
+                           static_cast<double>(sent.messages), of));
+    KVMELD_TRY(out.counter("kvmeld_received_bytes_total", "Bytes of frames that came",
+                           static_cast<double>(received.bytes), of));
+    KVMELD_TRY(out.counter("kvmeld_received_messages_total", "Frames that came",
+                           static_cast<double>(received.messages), of));
   }
   struct Row {
     const char* name;
@@ -67,34 +73,51 @@ KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const Accounting& fr
   };
   const auto number = [](std::uint64_t n) { return static_cast<double>(n); };
   const Row rows[] = {
-      {"kvmeld_send_failures_total", "Frames that the transport did not take", number(from.send_failures)},
+      {"kvmeld_send_failures_total", "Frames that the transport did not take",
+       number(from.send_failures)},
       {"kvmeld_stored_bytes_total", "Bytes handed to the store", number(from.stored.bytes)},
-      {"kvmeld_dedup_bytes_total", "Bytes that the store had already", number(from.stored.dedup_bytes)},
-      {"kvmeld_dedup_hits_total", "Blobs that the store had already", number(from.stored.dedup_hits)},
+      {"kvmeld_dedup_bytes_total", "Bytes that the store had already",
+       number(from.stored.dedup_bytes)},
+      {"kvmeld_dedup_hits_total", "Blobs that the store had already",
+       number(from.stored.dedup_hits)},
       {"kvmeld_fragments_sealed_total", "Fragments sealed", number(from.fragments_sealed)},
-      {"kvmeld_fragments_refused_total", "Fragments sealed that nobody takes", number(from.fragments_refused)},
-      {"kvmeld_fragments_fetched_total", "Fragments whose bytes came from peers", number(from.fragments_fetched)},
-      {"kvmeld_fragments_loaded_total", "Fragments whose bytes came from the store", number(from.fragments_loaded)},
-      {"kvmeld_application_dropped_total", "Frames of the host that were not taken in time", number(from.application_dropped)},
-      {"kvmeld_round_wait_seconds_total", "Time between the begin and the end of rounds", from.wait_ms / 1000},
+      {"kvmeld_fragments_refused_total", "Fragments sealed that nobody takes",
+       number(from.fragments_refused)},
+      {"kvmeld_fragments_fetched_total", "Fragments whose bytes came from peers",
+       number(from.fragments_fetched)},
+      {"kvmeld_fragments_loaded_total", "Fragments whose bytes came from the store",
+       number(from.fragments_loaded)},
+      {"kvmeld_application_dropped_total", "Frames of the host that were not taken in time",
+       number(from.application_dropped)},
+      {"kvmeld_round_wait_seconds_total", "Time between the begin and the end of rounds",
+       from.wait_ms / 1000},
       {"kvmeld_session_renders_total", "Renders on the worker", number(from.renders)},
-      {"kvmeld_session_render_seconds_total", "Time of renders on the worker", from.render_ms / 1000},
+      {"kvmeld_session_render_seconds_total", "Time of renders on the worker",
+       from.render_ms / 1000},
       {"kvmeld_swaps_total", "Caches taken over", number(from.swaps)},
-      {"kvmeld_swap_seconds_total", "Time that swaps took on the generating thread", from.swap_ms / 1000},
-      {"kvmeld_import_seconds_total", "Part of it that an engine took to import", from.import_ms / 1000},
-      {"kvmeld_carried_tokens_total", "Tokens said since a snapshot and turned to their new places", number(from.carried_tokens)},
+      {"kvmeld_swap_seconds_total", "Time that swaps took on the generating thread",
+       from.swap_ms / 1000},
+      {"kvmeld_import_seconds_total", "Part of it that an engine took to import",
+       from.import_ms / 1000},
+      {"kvmeld_carried_tokens_total", "Tokens said since a snapshot and turned to their new places",
+       number(from.carried_tokens)},
   };
   for (const Row& row : rows) KVMELD_TRY(out.counter(row.name, row.help, row.value, labels));
-  KVMELD_TRY(out.gauge("kvmeld_store_damaged_bytes", "Bytes of the store's records that were acknowledged and are spoilt",
+  KVMELD_TRY(out.gauge("kvmeld_store_damaged_bytes",
+                       "Bytes of the store's records that were acknowledged and are spoilt",
                        number(from.store_damage.bytes), labels));
-  KVMELD_TRY(out.gauge("kvmeld_store_damaged_places", "Stretches of such bytes", number(from.store_damage.places), labels));
+  KVMELD_TRY(out.gauge("kvmeld_store_damaged_places", "Stretches of such bytes",
+                       number(from.store_damage.places), labels));
   KVMELD_TRY(collect(out, from.refused, labels));
   constexpr const char* rounds = "kvmeld_rounds_total";
   constexpr const char* rounds_help = "Synchronous rounds, by whether a new cache was taken over";
-  KVMELD_TRY(out.counter(rounds, rounds_help, number(from.rounds_swapped), detail::with_label(labels, "result", "swapped")));
-  KVMELD_TRY(out.counter(rounds, rounds_help, number(from.rounds_kept), detail::with_label(labels, "result", "kept")));
+  KVMELD_TRY(out.counter(rounds, rounds_help, number(from.rounds_swapped),
+                         detail::with_label(labels, "result", "swapped")));
+  KVMELD_TRY(out.counter(rounds, rounds_help, number(from.rounds_kept),
+                         detail::with_label(labels, "result", "kept")));
   for (std::size_t l = 0; l < from.sealed_bytes.size(); ++l) {
-    KVMELD_TRY(out.counter("kvmeld_sealed_bytes_total", "Raw K/V of sealed fragments, by layer of the model",
+    KVMELD_TRY(out.counter("kvmeld_sealed_bytes_total",
+                           "Raw K/V of sealed fragments, by layer of the model",
                            number(from.sealed_bytes[l]),
                            detail::with_label(labels, "model_layer", detail::decimal(l))));
   }
@@ -102,11 +125,13 @@ KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const Accounting& fr
   return {};
 }
 
-/// Puts on a page what a set holds: fragments in force, superseded and removed, and the bytes of K/V here. O(n log n) for n entries.
+/// Puts on a page what a set holds: fragments in force, superseded and removed, and the bytes of
+/// K/V here. O(n log n) for n entries.
 ///
-/// The invalidation ratio is that of entries superseded or removed, and still remembered, among all that are. Errors: those of
-/// `MetricsPage`, the page unchanged.
-KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const FragmentSet& set, const MetricLabels& labels = {}) {
+/// The invalidation ratio is that of entries superseded or removed, and still remembered, among all
+/// that are. Errors: those of `MetricsPage`, the page unchanged.
+KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const FragmentSet& set,
+                                         const MetricLabels& labels = {}) {
   MetricsPage out = page;
   double bytes = 0, evicted = 0;
   for (const FragmentSet::Entry& entry : set.entries()) {
@@ -120,15 +145,21 @@ KVMELD_LAZY [[nodiscard]] Status collect(MetricsPage& page, const FragmentSet& s
     }
     if (!here) ++evicted;
   }
-  const auto all = static_cast<double>(set.size()), force = static_cast<double>(in_force(set).size());
+  const auto all = static_cast<double>(set.size()),
+             force = static_cast<double>(in_force(set).size());
   const auto removed = static_cast<double>(set.removals().size());
   const char* const help = "Fragments in the set, by what became of them";
-  KVMELD_TRY(out.gauge("kvmeld_fragments", help, force, detail::with_label(labels, "state", "in_force")));
-  KVMELD_TRY(out.gauge("kvmeld_fragments", help, all - force, detail::with_label(labels, "state", "superseded")));
-  KVMELD_TRY(out.gauge("kvmeld_fragments", help, removed, detail::with_label(labels, "state", "removed")));
-  KVMELD_TRY(out.gauge("kvmeld_fragments_without_bytes", "Fragments whose bytes were evicted or have not come", evicted, labels));
+  KVMELD_TRY(
+      out.gauge("kvmeld_fragments", help, force, detail::with_label(labels, "state", "in_force")));
+  KVMELD_TRY(out.gauge("kvmeld_fragments", help, all - force,
+                       detail::with_label(labels, "state", "superseded")));
+  KVMELD_TRY(
+      out.gauge("kvmeld_fragments", help, removed, detail::with_label(labels, "state", "removed")));
+  KVMELD_TRY(out.gauge("kvmeld_fragments_without_bytes",
+                       "Fragments whose bytes were evicted or have not come", evicted, labels));
   KVMELD_TRY(out.gauge("kvmeld_fragment_bytes", "Bytes of K/V here", bytes, labels));
-  KVMELD_TRY(out.gauge("kvmeld_fragment_invalidation_ratio", "Fragments superseded or removed, of all that are remembered",
+  KVMELD_TRY(out.gauge("kvmeld_fragment_invalidation_ratio",
+                       "Fragments superseded or removed, of all that are remembered",
                        all + removed > 0 ? (all - force + removed) / (all + removed) : 0, labels));
   page = std::move(out);
   return {};

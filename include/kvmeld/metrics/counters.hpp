@@ -13,7 +13,9 @@ KVMELD_NAMESPACE_BEGIN
 class Counter {
  public:
   void add(std::uint64_t n = 1) noexcept { value_.fetch_add(n, std::memory_order_relaxed); }
-  [[nodiscard]] std::uint64_t value() const noexcept { return value_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::uint64_t value() const noexcept {
+    return value_.load(std::memory_order_relaxed);
+  }
 
  private:
   std::atomic<std::uint64_t> value_{0};
@@ -36,7 +38,9 @@ class ErrorCounters {
   static constexpr std::size_t codes = 256;  ///< all that a code's byte can say
 
   /// A success counts under `ErrorCode::ok`.
-  void count(const Status& status) noexcept { counts_[static_cast<std::size_t>(status.code())].fetch_add(1, std::memory_order_relaxed); }
+  void count(const Status& status) noexcept {
+    counts_[static_cast<std::size_t>(status.code())].fetch_add(1, std::memory_order_relaxed);
+  }
   [[nodiscard]] std::uint64_t operator[](ErrorCode code) const noexcept {
     return counts_[static_cast<std::size_t>(code)].load(std::memory_order_relaxed);
   }

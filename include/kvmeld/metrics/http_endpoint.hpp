@@ -1,6 +1,7 @@
 #pragma once
 
-// Needs cpp-httplib: component kvmeld::http. That library throws within itself, so this header is compiled with exceptions.
+// Needs cpp-httplib: component kvmeld::http. That library throws within itself, so this header is
+// compiled with exceptions.
 #include <httplib.h>
 
 #include <atomic>
@@ -24,29 +25,37 @@ struct MetricsEndpointOptions {
 /// Serves a page to Prometheus over HTTP from threads of its own, until it is destroyed.
 class MetricsEndpoint {
  public:
-  /// @param fill `Status(MetricsPage&)`: called for each scrape, by several threads at once; what it reads outlives the endpoint.
-  ///             Its error answers 500 with the message.
+  /// @param fill `Status(MetricsPage&)`: called for each scrape, by several threads at once; what
+  ///             it reads outlives the endpoint. Its error answers 500 with the message.
   ///
   /// Errors: `unavailable` where the address cannot be had.
   template <class Fill>
-  [[nodiscard]] static Result<MetricsEndpoint> serve(Fill fill, const MetricsEndpointOptions& options = {}) {
+  [[nodiscard]] static Result<MetricsEndpoint> serve(Fill fill,
+                                                     const MetricsEndpointOptions& options = {}) {
     auto running = std::make_unique<Running>();
     httplib::Server& server = running->server;
     server.new_task_queue = [] { return new httplib::ThreadPool(4); };
     server.set_payload_max_length(4096);  // requests have no body
-    server.set_socket_options([](socket_t socket) {  // the library's own would let two servers share a port
+    // the library's own would let two servers share a port
+    server.set_socket_options([](socket_t socket) {
       const int yes = 1;
       (void)::setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
     });
-    server.Get(options.path, [fill = std::move(fill)](const httplib::Request&, httplib::Response& response) {
+    server.Get(options.path, [fill = std::move(fill)](const httplib::Request&,
+                                                      httplib::Response& response) {
       MetricsPage page;
       const Status filled = fill(page);
-      if (filled.ok()) return response.set_content(prometheus_text(page), std::string(prometheus_content_type));
+      if (filled.ok())
+        return response.set_content(prometheus_text(page), std::string(prometheus_content_type));
       response.status = 500;
       response.set_content(filled.message(), "text/plain; charset=utf-8");
     });
-    const int port = options.port == 0 ? server.bind_to_any_port(options.host) : server.bind_to_port(options.host, options.port) ? options.port : -1;
-    if (port <= 0) return detail::error(ErrorCode::unavailable, "cannot listen on ", options.host, ", port ", options.port);
+    const int port = options.port == 0 ? server.bind_to_any_port(options.host)
+                     : server.bind_to_port(options.host, options.port) ? options.port
+                                                                       : -1;
+    if (port <= 0)
+      return detail::error(ErrorCode::unavailable, "cannot listen on ", options.host, ", port ",
+                           options.port);
     running->port = port;
     running->thread = std::thread([r = running.get()] {
       (void)r->server.listen_after_bind();
@@ -75,7 +84,8 @@ class MetricsEndpoint {
     }
   };
 
-  explicit MetricsEndpoint(std::unique_ptr<Running> running) noexcept : running_(std::move(running)) {}
+  explicit MetricsEndpoint(std::unique_ptr<Running> running) noexcept
+      : running_(std::move(running)) {}
 
   std::unique_ptr<Running> running_;
 };

@@ -7,19 +7,23 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// The lead-in of what is said behind a merged cache: what was rendered, and what was carried behind it.
-[[nodiscard]] inline Digest128 swapped_lead_in(const Digest128& render_id, std::span<const Fragment> carried) {
+/// The lead-in of what is said behind a merged cache: what was rendered, and what was carried
+/// behind it.
+[[nodiscard]] inline Digest128 swapped_lead_in(const Digest128& render_id,
+                                               std::span<const Fragment> carried) {
   Hasher hasher;
   hasher.text("kvmeld.lead_in.swapped");
   hasher.value(render_id.low);
   hasher.value(render_id.high);
-  for (const Fragment& fragment : carried) hasher.bytes(std::as_bytes(std::span(fragment.id().bytes)));
+  for (const Fragment& fragment : carried)
+    hasher.bytes(std::as_bytes(std::span(fragment.id().bytes)));
   return hasher.digest();
 }
 
 }  // namespace detail
 
-template <class M, BlobStore S, Transport T, SwapMemory Memory, ExecutionPolicy E, Authenticator Auth, ContentHash Hash, Compressor C>
+template <class M, BlobStore S, Transport T, SwapMemory Memory, ExecutionPolicy E,
+          Authenticator Auth, ContentHash Hash, Compressor C>
 Result<std::optional<SwapReport>> AgentSession<M, S, T, Memory, E, Auth, Hash, C>::try_swap() {
   if (auto newer = worker_.take()) ready_ = std::move(newer);
   if (!ready_) return std::optional<SwapReport>();
@@ -39,8 +43,10 @@ Result<std::optional<SwapReport>> AgentSession<M, S, T, Memory, E, Auth, Hash, C
   Asked asked;
   {
     const std::lock_guard lock(mutex_);
-    const auto at = std::find_if(asked_.begin(), asked_.end(), [&](const Asked& a) { return a.request == request; });
-    if (at == asked_.end() || (at->round != 0 && request != round_request_)) {  // of a round that ended with the old cache
+    const auto at = std::find_if(asked_.begin(), asked_.end(),
+                                 [&](const Asked& a) { return a.request == request; });
+    // of a round that ended with the old cache
+    if (at == asked_.end() || (at->round != 0 && request != round_request_)) {
       ready_.reset();
       return std::optional<SwapReport>();
     }
@@ -58,9 +64,13 @@ Result<std::optional<SwapReport>> AgentSession<M, S, T, Memory, E, Auth, Hash, C
   report.render_ms = ready_->rendered->render_ms;
   report.round = asked.round;
   report.missing = asked.missing;
-  const auto install = [&] { return memory_.install(std::shared_ptr(ready_->rendered), carried, options_.target.first_position); };
+  const auto install = [&] {
+    return memory_.install(std::shared_ptr(ready_->rendered), carried,
+                           options_.target.first_position);
+  };
   auto installed = install();
-  if (!installed && kept.size() < carried.size()) {  // what nobody takes does not keep out what others said
+  // what nobody takes does not keep out what others said
+  if (!installed && kept.size() < carried.size()) {
     carried = std::move(kept);
     installed = install();
     forget_refused = installed.ok();

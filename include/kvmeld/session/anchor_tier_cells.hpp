@@ -30,15 +30,20 @@ inline constexpr std::size_t tier_count = 3;
   return i < names.size() ? names[i] : "unknown";
 }
 
-/// Memory of an accelerator, as its owner gives it: the library copies through these two calls and knows no runtime of its own.
+/// Memory of an accelerator, as its owner gives it: the library copies through these two calls and
+/// knows no runtime of its own.
 ///
 /// Semantic requirements:
-///  - a `handle` shares what it names: copies are cheap, and the memory goes with the last of them (a shared_ptr with a deleter does);
-///  - `upload` returns when the bytes are there and may be read on any stream; `host` may go then. Errors: `store_full`, `engine_failure`;
-///  - `download` fills all of `out`, which is as long as what was uploaded, and returns when it is filled;
+///  - a `handle` shares what it names: copies are cheap, and the memory goes with the last of them
+///    (a shared_ptr with a deleter does);
+///  - `upload` returns when the bytes are there and may be read on any stream; `host` may go then.
+///    Errors: `store_full`, `engine_failure`;
+///  - `download` fills all of `out`, which is as long as what was uploaded, and returns when it is
+///    filled;
 ///  - both are called by whichever threads are in `AnchorTiers::step`, `commit` or `fetch`.
 template <class D>
-concept DeviceMemory = requires(D& device, std::span<const std::byte> host, const typename D::handle& handle, std::span<std::byte> out) {
+concept DeviceMemory = requires(D& device, std::span<const std::byte> host,
+                                const typename D::handle& handle, std::span<std::byte> out) {
   requires std::copyable<typename D::handle>;
   { device.upload(host) } -> std::same_as<Result<typename D::handle>>;
   { device.download(handle, out) } -> std::same_as<Status>;
@@ -47,8 +52,12 @@ concept DeviceMemory = requires(D& device, std::span<const std::byte> host, cons
 /// No accelerator: the device tier takes nothing.
 struct NoDevice {
   using handle = std::shared_ptr<const void>;
-  Result<handle> upload(std::span<const std::byte>) const { return detail::error(ErrorCode::unsupported, "these tiers have no device"); }
-  Status download(const handle&, std::span<std::byte>) const { return detail::error(ErrorCode::unsupported, "these tiers have no device"); }
+  Result<handle> upload(std::span<const std::byte>) const {
+    return detail::error(ErrorCode::unsupported, "these tiers have no device");
+  }
+  Status download(const handle&, std::span<std::byte>) const {
+    return detail::error(ErrorCode::unsupported, "these tiers have no device");
+  }
 };
 
 namespace detail {
@@ -56,7 +65,7 @@ namespace detail {
 /// Copies of one payload, as a reader sees them: one version.
 template <class Handle>
 struct TierPlace {
-  Fragment host;                 // with its bytes; not valid() where they are not in host memory
+  Fragment host;  // with its bytes; not valid() where they are not in host memory
   std::optional<Handle> device;
   bool file = false;
 };
@@ -80,26 +89,32 @@ struct TierCell {
   // The writers', under their mutex.
   std::array<bool, tier_count> held{};
   std::array<bool, tier_count> leaving{};  // of those: chosen to go for something that comes
-  bool moving = false;  // somebody copies it without the mutex, or waits for whether it has to go
-  bool spilled = false; // by the commit under way, from host memory to the file
-  bool dead = false;    // forgotten, perhaps while it moved
-  bool pinned = false;  // of the commit under way: may go to the file, but not be lost
+  bool moving = false;   // somebody copies it without the mutex, or waits for whether it has to go
+  bool spilled = false;  // by the commit under way, from host memory to the file
+  bool dead = false;     // forgotten, perhaps while it moved
+  bool pinned = false;   // of the commit under way: may go to the file, but not be lost
 
   [[nodiscard]] std::size_t bytes() const noexcept { return shell.payloads()[0].byte_count; }
-  [[nodiscard]] bool stays(Tier tier) const noexcept { return held[static_cast<std::size_t>(tier)] && !leaving[static_cast<std::size_t>(tier)]; }
+  [[nodiscard]] bool stays(Tier tier) const noexcept {
+    return held[static_cast<std::size_t>(tier)] && !leaving[static_cast<std::size_t>(tier)];
+  }
   /// That stay.
   [[nodiscard]] int copies() const noexcept {
-    return static_cast<int>(stays(Tier::device)) + static_cast<int>(stays(Tier::host)) + static_cast<int>(stays(Tier::file));
+    return static_cast<int>(stays(Tier::device)) + static_cast<int>(stays(Tier::host)) +
+           static_cast<int>(stays(Tier::file));
   }
   /// bytes · age / frequency.
   [[nodiscard]] double burden(std::uint64_t now) const noexcept {
     const std::uint64_t last = last_used.load(std::memory_order_relaxed);
     const auto age = static_cast<double>(now > last ? now - last : 0);
-    return static_cast<double>(bytes()) * age / static_cast<double>(uses.load(std::memory_order_relaxed) + 1);
+    return static_cast<double>(bytes()) * age /
+           static_cast<double>(uses.load(std::memory_order_relaxed) + 1);
   }
   /// The greatest leaves a tier first: copies of what a faster tier has, then the greatest burden.
   [[nodiscard]] std::pair<bool, double> order(Tier tier, std::uint64_t now) const noexcept {
-    return {(tier != Tier::device && stays(Tier::device)) || (tier == Tier::file && stays(Tier::host)), burden(now)};
+    return {
+        (tier != Tier::device && stays(Tier::device)) || (tier == Tier::file && stays(Tier::host)),
+        burden(now)};
   }
   /// Counts a use at a tick; hits since it came to where it is.
   std::uint32_t use(std::uint64_t tick) noexcept {
@@ -117,7 +132,8 @@ struct TierCell {
   }
 };
 
-/// Cells by the id of their payload. A reader takes a version and never waits; one writer at a time replaces one bucket of it.
+/// Cells by the id of their payload. A reader takes a version and never waits; one writer at a time
+/// replaces one bucket of it.
 template <class Cell>
 class TierDirectory {
  public:
@@ -137,13 +153,16 @@ class TierDirectory {
     change(id, [&](Bucket& bucket) { bucket.emplace_back(id, std::move(cell)); });
   }
   void erase(const FragmentId& id) {
-    change(id, [&](Bucket& bucket) { std::erase_if(bucket, [&](const auto& entry) { return entry.first == id; }); });
+    change(id, [&](Bucket& bucket) {
+      std::erase_if(bucket, [&](const auto& entry) { return entry.first == id; });
+    });
   }
 
  private:
   using Bucket = std::vector<std::pair<FragmentId, std::shared_ptr<Cell>>>;
   using Root = std::array<std::shared_ptr<const Bucket>, 256>;
-  [[nodiscard]] static std::size_t place(const FragmentId& id) noexcept { return id.bytes[8]; }  // of a hash, any byte is as good
+  // of a hash, any byte is as good
+  [[nodiscard]] static std::size_t place(const FragmentId& id) noexcept { return id.bytes[8]; }
   template <class Change>
   void change(const FragmentId& id, const Change& change_bucket) {
     Root root = *root_.get();
@@ -159,7 +178,8 @@ class TierDirectory {
 
 /// What happened to payloads, counted by writers.
 struct TierTally {
-  std::atomic<std::uint64_t> promoted{0}, demoted{0}, written{0}, lost{0}, damaged{0}, moved_bytes{0};
+  std::atomic<std::uint64_t> promoted{0}, demoted{0}, written{0}, lost{0}, damaged{0},
+      moved_bytes{0};
 };
 
 /// Where a payload's bytes lie in a store: under their digest, as a sealed fragment's do.
@@ -171,7 +191,8 @@ template <ContentHash Hash>
 }
 
 /// The fragment with other bytes, or with none.
-[[nodiscard]] inline Fragment with_bytes(const Fragment& fragment, std::shared_ptr<const std::byte[]> bytes) {
+[[nodiscard]] inline Fragment with_bytes(const Fragment& fragment,
+                                         std::shared_ptr<const std::byte[]> bytes) {
   auto body = std::make_shared<Fragment::Body>(*fragment.body());
   body->payloads[0].bytes = std::move(bytes);
   return Fragment(std::move(body));

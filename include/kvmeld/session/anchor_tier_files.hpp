@@ -12,7 +12,8 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// The file tier: which payloads of a store are in use, and how many bytes they have. Payloads of equal bytes share a file.
+/// The file tier: which payloads of a store are in use, and how many bytes they have. Payloads of
+/// equal bytes share a file.
 ///
 /// `put` and `get` may be called by several threads, all else by one at a time.
 template <BlobStore Store>

@@ -21,7 +21,8 @@ namespace detail {
 
 /// Waits for one move: this one, or another thread's that is in its way.
 template <class Moves>
-Status run_or_wait(Moves& moves, std::unique_lock<std::mutex>& lock, typename Moves::Move move, typename Moves::Room* room = nullptr) {
+Status run_or_wait(Moves& moves, std::unique_lock<std::mutex>& lock, typename Moves::Move move,
+                   typename Moves::Room* room = nullptr) {
   if (move.kind != Moves::Kind::none) return moves.run(lock, std::move(move), room);
   lock.unlock();
   std::this_thread::yield();
@@ -29,8 +30,9 @@ Status run_or_wait(Moves& moves, std::unique_lock<std::mutex>& lock, typename Mo
   return {};
 }
 
-/// Payloads that a commit takes, and those of it that were there: no room is made by losing one of them until it ends. What has to leave for
-/// them leaves with `keep`; without, they go again and all else is where it was.
+/// Payloads that a commit takes, and those of it that were there: no room is made by losing one of
+/// them until it ends. What has to leave for them leaves with `keep`; without, they go again and
+/// all else is where it was.
 template <class Moves>
 class TierIntake {
  public:
@@ -41,29 +43,40 @@ class TierIntake {
 
   void keep() { end(true); }
 
-  /// Refuses payloads that cannot be taken together, before room is made for any; pins those that are there.
+  /// Refuses payloads that cannot be taken together, before room is made for any; pins those that
+  /// are there.
   ///
-  /// New ones go to host memory with those that are nowhere else, or all may go on to the file. What is in the file stays there meanwhile.
+  /// New ones go to host memory with those that are nowhere else, or all may go on to the file.
+  /// What is in the file stays there meanwhile.
   [[nodiscard]] Status check(std::span<const Fragment* const> payloads) {
     const std::lock_guard lock(moves_.mutex);
-    const std::size_t host = moves_.budget[static_cast<std::size_t>(Tier::host)], file = moves_.budget[static_cast<std::size_t>(Tier::file)];
+    const std::size_t host = moves_.budget[static_cast<std::size_t>(Tier::host)],
+                      file = moves_.budget[static_cast<std::size_t>(Tier::file)];
     std::set<FragmentId> seen;
     std::size_t in_host = 0, in_file = 0;
     for (const Fragment* payload : payloads) {
       if (!payload->valid()) continue;
       const std::span<const Payload> all = payload->payloads();
-      if (all.size() != 1) return error(ErrorCode::unsupported, "fragment ", payload->id().hex(), " has ", all.size(), " payloads, an anchor's has 1");
+      if (all.size() != 1)
+        return error(ErrorCode::unsupported, "fragment ", payload->id().hex(), " has ", all.size(),
+                     " payloads, an anchor's has 1");
       if (!seen.insert(payload->id()).second) continue;
       const auto at = moves_.cells.find(payload->id());
       const bool known = at != moves_.cells.end();
-      if (!known && all[0].bytes == nullptr) return error(ErrorCode::payload_missing, "payload ", payload->id().hex(), " has no bytes and is in no tier");
+      if (!known && all[0].bytes == nullptr)
+        return error(ErrorCode::payload_missing, "payload ", payload->id().hex(),
+                     " has no bytes and is in no tier");
       const auto* const held = known ? &at->second->held : nullptr;
       if (known) pin(at->second);
-      if (held == nullptr || !((*held)[static_cast<std::size_t>(Tier::file)] || (*held)[static_cast<std::size_t>(Tier::device)])) in_host += all[0].byte_count;
-      if (held == nullptr || !(*held)[static_cast<std::size_t>(Tier::device)]) in_file += all[0].byte_count;
+      if (held == nullptr || !((*held)[static_cast<std::size_t>(Tier::file)] ||
+                               (*held)[static_cast<std::size_t>(Tier::device)]))
+        in_host += all[0].byte_count;
+      if (held == nullptr || !(*held)[static_cast<std::size_t>(Tier::device)])
+        in_file += all[0].byte_count;
       if (all[0].byte_count > host || (in_host > host && in_file > file)) {
-        return error(ErrorCode::store_full, "an anchor with a payload of ", all[0].byte_count, " bytes, ", (std::max)(in_host, in_file), " so far, for tiers of ",
-                     host, " bytes in host memory and ", file, " in files");
+        return error(ErrorCode::store_full, "an anchor with a payload of ", all[0].byte_count,
+                     " bytes, ", (std::max)(in_host, in_file), " so far, for tiers of ", host,
+                     " bytes in host memory and ", file, " in files");
       }
     }
     return {};
@@ -77,9 +90,11 @@ class TierIntake {
     if (moves_.cells.contains(payload.id())) return shell;
     lock.unlock();
     if (payload.payloads()[0].bytes == nullptr) {
-      return error(ErrorCode::payload_missing, "payload ", payload.id().hex(), " has no bytes, and came back damaged from its tier just now");
+      return error(ErrorCode::payload_missing, "payload ", payload.id().hex(),
+                   " has no bytes, and came back damaged from its tier just now");
     }
-    const auto cell = std::make_shared<typename Moves::Cell>(shell, tier_key<Hash>(payload.payloads()[0]));
+    const auto cell =
+        std::make_shared<typename Moves::Cell>(shell, tier_key<Hash>(payload.payloads()[0]));
     (void)cell->use(moves_.clock.fetch_add(1, std::memory_order_relaxed) + 1);
     lock.lock();
     for (;;) {
@@ -88,7 +103,9 @@ class TierIntake {
       if (!first) return first.error();
       if (ready) break;
       if (first->kind == Moves::Kind::none && moves_.under_way == 0) {
-        return error(ErrorCode::store_full, "no room for ", cell->bytes(), " bytes in host memory: of ", moves_.budget[static_cast<std::size_t>(Tier::host)], ", ",
+        return error(ErrorCode::store_full, "no room for ", cell->bytes(),
+                     " bytes in host memory: of ",
+                     moves_.budget[static_cast<std::size_t>(Tier::host)], ", ",
                      moves_.used(Tier::host), " cannot leave; commit again");
       }
       KVMELD_TRY(run_or_wait(moves_, lock, *std::move(first), &room_));
@@ -119,7 +136,8 @@ class TierIntake {
 };
 
 template <ContentHash Hash, class Moves>
-[[nodiscard]] Result<ContextOffset> hold_checked(TierIntake<Moves>& intake, const ContextOffset& offset) {
+[[nodiscard]] Result<ContextOffset> hold_checked(TierIntake<Moves>& intake,
+                                                 const ContextOffset& offset) {
   const auto segment = intake.template take<Hash>(offset.segment);
   if (!segment) return segment.error();
   const auto following = intake.template take<Hash>(offset.following);
@@ -137,7 +155,8 @@ template <ContentHash Hash, class Moves>
 template <ContentHash Hash, class Moves>
 [[nodiscard]] Result<Anchor> hold(TierIntake<Moves>& intake, const Anchor& anchor) {
   std::vector<const Fragment*> all{&anchor.base};
-  for (const ContextOffset& offset : anchor.offsets) all.insert(all.end(), {&offset.segment, &offset.following});
+  for (const ContextOffset& offset : anchor.offsets)
+    all.insert(all.end(), {&offset.segment, &offset.following});
   KVMELD_TRY(intake.check(all));
   Anchor out = anchor;
   const auto base = intake.template take<Hash>(anchor.base);

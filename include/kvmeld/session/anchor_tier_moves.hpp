@@ -18,36 +18,41 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// The writers' side of the tiers: what moves for whom, and the moves. All is under the mutex; `run` gives it back while bytes are copied.
+/// The writers' side of the tiers: what moves for whom, and the moves. All is under the mutex;
+/// `run` gives it back while bytes are copied.
 template <BlobStore Store, DeviceMemory Device, ContentHash Hash>
 class TierMoves : public TierSpace<Store, typename Device::handle> {
   using Space = TierSpace<Store, typename Device::handle>;
-  using Space::choose, Space::drop, Space::files_, Space::fits, Space::fits_without_all, Space::freed_by, Space::give, Space::index, Space::let_go,
-      Space::only_copies, Space::short_of, Space::take, Space::unchoose, Space::used_;
+  using Space::choose, Space::drop, Space::files_, Space::fits, Space::fits_without_all,
+      Space::freed_by, Space::give, Space::index, Space::let_go, Space::only_copies,
+      Space::short_of, Space::take, Space::unchoose, Space::used_;
 
  public:
+  using Space::budget, Space::cells, Space::clock, Space::directory, Space::forget, Space::settle,
+      Space::tally, Space::used;
   using typename Space::Cell, typename Space::CellPtr, typename Space::Drop, typename Space::Room;
-  using Space::budget, Space::cells, Space::clock, Space::directory, Space::forget, Space::settle, Space::tally, Space::used;
 
   enum class Kind : std::uint8_t { none, read, download, upload, write };
   struct Move {
     Kind kind = Kind::none;
     CellPtr cell;
-    std::size_t reserved = 0;    // bytes of the destination
-    std::size_t borrowed = 0;    // of those, bytes in the room of `drops`, which do not count yet
-    std::vector<Drop> drops{};   // leave the destination once the copy is there
+    std::size_t reserved = 0;   // bytes of the destination
+    std::size_t borrowed = 0;   // of those, bytes in the room of `drops`, which do not count yet
+    std::vector<Drop> drops{};  // leave the destination once the copy is there
   };
   [[nodiscard]] static constexpr Tier destination(Kind kind) noexcept {
     return kind == Kind::upload ? Tier::device : kind == Kind::write ? Tier::file : Tier::host;
   }
 
-  TierMoves(Store store, Device device, const std::array<std::size_t, tier_count>& budgets) : Space(std::move(store), budgets), device_(std::move(device)) {}
+  TierMoves(Store store, Device device, const std::array<std::size_t, tier_count>& budgets)
+      : Space(std::move(store), budgets), device_(std::move(device)) {}
 
   std::atomic<bool> asked{false};  // somebody wants something
   std::size_t under_way = 0;       // moves between `prepare` and the end of `run`
 
-  /// Readies a move, its room reserved. Where that takes a move of another payload first, it is that one; none where there is nothing to
-  /// move, where no number of moves makes the room, or others are moving what is in the way. Errors: the store's.
+  /// Readies a move, its room reserved. Where that takes a move of another payload first, it is
+  /// that one; none where there is nothing to move, where no number of moves makes the room, or
+  /// others are moving what is in the way. Errors: the store's.
   /// @param forced  payloads may fall out of the last tier for it
   [[nodiscard]] Result<Move> prepare(Kind kind, const CellPtr& cell, bool forced = true) {
     std::vector<Drop> chosen;
@@ -59,7 +64,8 @@ class TierMoves : public TierSpace<Store, typename Device::handle> {
     return reserve(std::move(first), chosen);
   }
 
-  /// What a commit has to move before a payload of its own can be added; none where it can be, which `ready` says, or where there is no room.
+  /// What a commit has to move before a payload of its own can be added; none where it can be,
+  /// which `ready` says, or where there is no room.
   [[nodiscard]] Result<Move> make_room(Cell& newcomer, Room& room, bool& ready) {
     std::vector<Drop> chosen;
     Move first;
@@ -82,8 +88,9 @@ class TierMoves : public TierSpace<Store, typename Device::handle> {
     directory.add(cell);
   }
 
-  /// Carries out what `prepare` readied, for a commit with its `room`. Errors: those of the store and the device, nothing moved and nothing
-  /// dropped; `id_mismatch` or `not_found` for a damaged copy, which is dropped.
+  /// Carries out what `prepare` readied, for a commit with its `room`. Errors: those of the store
+  /// and the device, nothing moved and nothing dropped; `id_mismatch` or `not_found` for a damaged
+  /// copy, which is dropped.
   Status run(std::unique_lock<std::mutex>& lock, Move move, Room* room = nullptr) {
     Cell& cell = *move.cell;
     const Tier to = destination(move.kind);
@@ -141,7 +148,8 @@ class TierMoves : public TierSpace<Store, typename Device::handle> {
   }
 
  private:
-  enum class Verdict : std::uint8_t { possible, blocked, worth_less };  // the last: than all that would have to go for it
+  // the last: than all that would have to go for it
+  enum class Verdict : std::uint8_t { possible, blocked, worth_less };
 
   /// Chosen for good, unless the commit is taken back.
   void leave_with(Room& room, Drop d) {
@@ -151,42 +159,57 @@ class TierMoves : public TierSpace<Store, typename Device::handle> {
       if (d.tier == Tier::file) files_.leave(d.cell->key, true);
       d.freed = freed_by(*d.cell, d.tier);
     }
-    d.freed = (std::min)(d.freed, freed_by(*d.cell, d.tier));  // a payload of the same bytes may have come meanwhile
+    // a payload of the same bytes may have come meanwhile
+    d.freed = (std::min)(d.freed, freed_by(*d.cell, d.tier));
     room.freed[index(d.tier)] += d.freed;
     room.drops.push_back(std::move(d));
   }
 
-  /// What a move would take: who has to leave its destination, and in `first` the move that has to come first, itself where none has.
-  [[nodiscard]] Result<Verdict> plan(Kind kind, const CellPtr& cell, bool forced, const Room* room, std::vector<Drop>& chosen, Move& first) {
-    if (cell->moving || cell->dead || (kind == Kind::write && files_.busy(cell->key))) return Verdict::blocked;
+  /// What a move would take: who has to leave its destination, and in `first` the move that has to
+  /// come first, itself where none has.
+  [[nodiscard]] Result<Verdict> plan(Kind kind, const CellPtr& cell, bool forced, const Room* room,
+                                     std::vector<Drop>& chosen, Move& first) {
+    if (cell->moving || cell->dead || (kind == Kind::write && files_.busy(cell->key)))
+      return Verdict::blocked;
     const std::size_t more = kind == Kind::write && files_.known(cell->key) ? 0 : cell->bytes();
     cell->moving = true;  // so that no room is made by moving it
     auto verdict = clear(destination(kind), more, *cell, forced, room, chosen, first);
     cell->moving = false;
-    if (verdict && *verdict == Verdict::possible && first.kind == Kind::none) first = {kind, cell, more, 0, {}};
+    if (verdict && *verdict == Verdict::possible && first.kind == Kind::none)
+      first = {kind, cell, more, 0, {}};
     return verdict;
   }
-  /// Chooses who leaves a tier for `more` bytes. Of only copies the first that has to go down is planned before, unless it is lost.
-  [[nodiscard]] Result<Verdict> clear(Tier tier, std::size_t more, const Cell& newcomer, bool forced, const Room* room, std::vector<Drop>& chosen, Move& first) {
+  /// Chooses who leaves a tier for `more` bytes. Of only copies the first that has to go down is
+  /// planned before, unless it is lost.
+  [[nodiscard]] Result<Verdict> clear(Tier tier, std::size_t more, const Cell& newcomer,
+                                      bool forced, const Room* room, std::vector<Drop>& chosen,
+                                      Move& first) {
     const std::size_t freed = room == nullptr ? 0 : room->left(tier);
     // What cannot be erased is room that does not come, whatever else goes.
-    if (tier == Tier::file && !fits(tier, more, freed)) KVMELD_TRY(files_.erase_unused(used_[index(tier)]));
+    if (tier == Tier::file && !fits(tier, more, freed))
+      KVMELD_TRY(files_.erase_unused(used_[index(tier)]));
     const std::size_t before = chosen.size();
     if (!choose(tier, more, freed, room != nullptr, chosen)) {
-      const bool full = tier == Tier::file && forced && !newcomer.pinned && under_way == 0;  // of what the commit under way keeps
+      // of what the commit under way keeps
+      const bool full = tier == Tier::file && forced && !newcomer.pinned && under_way == 0;
       return full ? Verdict::worth_less : Verdict::blocked;
     }
     const std::span<const Drop> leave = std::span<const Drop>(chosen).subspan(before);
-    if (tier == Tier::device && !fits_without_all(Tier::host, only_copies(leave))) return Verdict::blocked;
+    if (tier == Tier::device && !fits_without_all(Tier::host, only_copies(leave)))
+      return Verdict::blocked;
     const std::uint64_t now = clock.load(std::memory_order_relaxed);
     for (std::size_t i = before, end = chosen.size(); i < end; ++i) {
       const CellPtr victim = chosen[i].cell;
       if (victim->copies() > 0) continue;
       if (tier == Tier::file && !forced) return Verdict::blocked;
-      if (tier == Tier::file && !newcomer.pinned && newcomer.burden(now) > victim->burden(now)) return Verdict::worth_less;
-      if (tier == Tier::file || (tier == Tier::host && victim->bytes() > budget[index(Tier::file)])) continue;  // lost
+      if (tier == Tier::file && !newcomer.pinned && newcomer.burden(now) > victim->burden(now))
+        return Verdict::worth_less;
+      // lost
+      if (tier == Tier::file || (tier == Tier::host && victim->bytes() > budget[index(Tier::file)]))
+        continue;
       const std::size_t kept = chosen.size();
-      const auto verdict = plan(tier == Tier::host ? Kind::write : Kind::download, victim, true, room, chosen, first);
+      const auto verdict = plan(tier == Tier::host ? Kind::write : Kind::download, victim, true,
+                                room, chosen, first);
       if (!verdict || *verdict != Verdict::worth_less) return verdict;
       unchoose(chosen, kept);  // nothing leaves the file for it: it is lost
       chosen.resize(kept);
@@ -196,7 +219,8 @@ class TierMoves : public TierSpace<Store, typename Device::handle> {
   /// Takes room for a move: of those chosen only who leaves its destination goes for it.
   [[nodiscard]] Move reserve(Move move, std::vector<Drop>& chosen) {
     const Tier to = destination(move.kind);
-    const auto others = std::stable_partition(chosen.begin(), chosen.end(), [&](const Drop& d) { return d.tier == to; });
+    const auto others = std::stable_partition(chosen.begin(), chosen.end(),
+                                              [&](const Drop& d) { return d.tier == to; });
     const auto kept = static_cast<std::size_t>(others - chosen.begin());
     unchoose(chosen, kept);
     chosen.resize(kept);
@@ -210,8 +234,11 @@ class TierMoves : public TierSpace<Store, typename Device::handle> {
     return move;
   }
 
-  [[nodiscard]] Status copy(Kind kind, const Cell& cell, const typename Cell::Place& from, Fragment& host, std::optional<typename Device::handle>& handle) {
-    const std::span<const std::byte> bytes = from.host.valid() ? std::span(from.host.payloads()[0].bytes.get(), cell.bytes()) : std::span<const std::byte>{};
+  [[nodiscard]] Status copy(Kind kind, const Cell& cell, const typename Cell::Place& from,
+                            Fragment& host, std::optional<typename Device::handle>& handle) {
+    const std::span<const std::byte> bytes =
+        from.host.valid() ? std::span(from.host.payloads()[0].bytes.get(), cell.bytes())
+                          : std::span<const std::byte>{};
     if (kind == Kind::write) return files_.put(cell.key, bytes);
     if (kind == Kind::upload) {
       auto up = device_.upload(bytes);
@@ -219,20 +246,23 @@ class TierMoves : public TierSpace<Store, typename Device::handle> {
       return up.status();
     }
     // Into memory of our own: pages of a mapped file would be read when a blend wants them.
-    const std::shared_ptr<std::byte[]> storage(new std::byte[(std::max)(cell.bytes(), std::size_t{1})]);
+    const std::shared_ptr<std::byte[]> storage(
+        new std::byte[(std::max)(cell.bytes(), std::size_t{1})]);
     if (kind == Kind::download) {
       KVMELD_TRY(device_.download(*from.device, {storage.get(), cell.bytes()}));
     } else {
       const auto blob = files_.get(cell.key);
       if (!blob) return blob.error();
       if (blob->size != cell.bytes()) {
-        return error(ErrorCode::id_mismatch, "payload ", cell.shell.id().hex(), ": ", blob->size, " bytes came back of ", cell.bytes());
+        return error(ErrorCode::id_mismatch, "payload ", cell.shell.id().hex(), ": ", blob->size,
+                     " bytes came back of ", cell.bytes());
       }
       std::copy_n(blob->data.get(), blob->size, storage.get());
     }
     Fragment whole = with_bytes(cell.shell, storage);
     if (tier_key<Hash>(whole.payloads()[0]) != cell.key) {
-      return error(ErrorCode::id_mismatch, "payload ", cell.shell.id().hex(), ": the ", cell.bytes(), " bytes that came back do not hash to its digest");
+      return error(ErrorCode::id_mismatch, "payload ", cell.shell.id().hex(), ": the ",
+                   cell.bytes(), " bytes that came back do not hash to its digest");
     }
     host = std::move(whole);
     return {};

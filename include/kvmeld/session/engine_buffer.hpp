@@ -15,22 +15,29 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Makes the memory that a worker renders into: kvmeld's own, or the bytes that an engine will import.
+/// Makes the memory that a worker renders into: kvmeld's own, or the bytes that an engine will
+/// import.
 ///
-/// Semantic requirements: `make` returns a buffer whose view holds at least one row for each position; it may use the memory of
-/// `recycled` (null at first) and is called by one thread at a time, never the generating one while a worker lives.
+/// Semantic requirements: `make` returns a buffer whose view holds at least one row for each
+/// position; it may use the memory of `recycled` (null at first) and is called by one thread at a
+/// time, never the generating one while a worker lives.
 template <class B>
-concept CacheBacking = requires(B& backing, typename B::Buffer& buffer, std::unique_ptr<typename B::Buffer> recycled,
-                                const std::shared_ptr<const Geometry>& geometry, std::span<const std::int64_t> positions,
+concept CacheBacking = requires(B& backing, typename B::Buffer& buffer,
+                                std::unique_ptr<typename B::Buffer> recycled,
+                                const std::shared_ptr<const Geometry>& geometry,
+                                std::span<const std::int64_t> positions,
                                 std::span<const TokenId> tokens) {
-  { backing.make(geometry, positions, tokens, std::move(recycled)) } -> std::same_as<Result<std::unique_ptr<typename B::Buffer>>>;
+  {
+    backing.make(geometry, positions, tokens, std::move(recycled))
+    } -> std::same_as<Result<std::unique_ptr<typename B::Buffer>>>;
   { buffer.mutable_ref() } -> std::convertible_to<MutableKvCacheRef>;
 };
 
 /// Rows in kvmeld's own memory, some of them still free for what is said after a swap.
 class HostBuffer {
  public:
-  HostBuffer(std::shared_ptr<const Geometry> geometry, std::int64_t capacity_tokens) : cache_(std::move(geometry), capacity_tokens) {}
+  HostBuffer(std::shared_ptr<const Geometry> geometry, std::int64_t capacity_tokens)
+      : cache_(std::move(geometry), capacity_tokens) {}
 
   [[nodiscard]] const MutableKvCacheRef& mutable_ref() noexcept { return cache_.mutable_ref(); }
   [[nodiscard]] KvCacheRef kv_cache_ref() const { return cache_.kv_cache_ref(); }
@@ -45,10 +52,12 @@ struct HostBacking {
   using Buffer = HostBuffer;
   std::int64_t spare_tokens = 1024;  ///< rows beyond what is rendered, for `SwapBuffer::append`
 
-  [[nodiscard]] Result<std::unique_ptr<HostBuffer>> make(const std::shared_ptr<const Geometry>& geometry, std::span<const std::int64_t> positions,
-                                                         std::span<const TokenId>, std::unique_ptr<HostBuffer> recycled) const {
+  [[nodiscard]] Result<std::unique_ptr<HostBuffer>> make(
+      const std::shared_ptr<const Geometry>& geometry, std::span<const std::int64_t> positions,
+      std::span<const TokenId>, std::unique_ptr<HostBuffer> recycled) const {
     const std::int64_t needed = std::ssize(positions) + spare_tokens;
-    if (recycled != nullptr && recycled->capacity_tokens() >= needed && recycled->mutable_ref().geometry() == *geometry) {
+    if (recycled != nullptr && recycled->capacity_tokens() >= needed &&
+        recycled->mutable_ref().geometry() == *geometry) {
       return Result(std::move(recycled));  // spelled out for nvcc, which would copy
     }
     // An eighth more: sets grow, and a buffer that fits only once is made anew each time.
@@ -56,7 +65,8 @@ struct HostBacking {
   }
 };
 
-/// Buffers that nobody reads any more, for the next render: clearing new memory costs more than rendering into it.
+/// Buffers that nobody reads any more, for the next render: clearing new memory costs more than
+/// rendering into it.
 template <class Buffer>
 class BufferPool {
  public:
@@ -89,12 +99,12 @@ class BufferPool {
 template <class Buffer>
 struct Rendered {
   std::unique_ptr<Buffer> buffer{};
-  std::vector<std::int64_t> positions{};     ///< of each row, ascending
-  std::vector<TokenId> tokens{};             ///< of each row; −1: not known
-  std::vector<Hole> holes{};                 ///< rows that the engine computes before it goes on
+  std::vector<std::int64_t> positions{};  ///< of each row, ascending
+  std::vector<TokenId> tokens{};          ///< of each row; −1: not known
+  std::vector<Hole> holes{};              ///< rows that the engine computes before it goes on
   RenderReport report{};
-  double render_ms = 0;                      ///< plan, memory and run, on the worker
-  std::uint64_t request = 0;                 ///< number that `RenderWorker::request` returned
+  double render_ms = 0;       ///< plan, memory and run, on the worker
+  std::uint64_t request = 0;  ///< number that `RenderWorker::request` returned
   std::shared_ptr<BufferPool<Buffer>> home{};
 
   Rendered() = default;
@@ -105,7 +115,9 @@ struct Rendered {
   }
 
   /// Where the agent goes on: behind the last row, or at `first` where there is none.
-  [[nodiscard]] std::int64_t next_position(std::int64_t first = 0) const noexcept { return positions.empty() ? first : positions.back() + 1; }
+  [[nodiscard]] std::int64_t next_position(std::int64_t first = 0) const noexcept {
+    return positions.empty() ? first : positions.back() + 1;
+  }
 };
 
 KVMELD_NAMESPACE_END

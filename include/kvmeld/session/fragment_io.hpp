@@ -21,13 +21,15 @@ template <ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 struct FragmentFormat {
   using hash_type = Hash;
   std::size_t chunk_bytes = default_chunk_bytes;
-  std::uint64_t max_payload_bytes = std::uint64_t{1} << 34;  ///< of one payload that a stranger announces
+  /// Of one payload that a stranger announces.
+  std::uint64_t max_payload_bytes = std::uint64_t{1} << 34;
   /// Of one payload, as `ManifestLimits` has it: a fragment beyond is neither stored nor taken.
   std::uint64_t max_repeated_bytes = std::uint64_t{1} << 26;
   C compressor{};
-  /// Hashes what a store has already before it is believed, O(bytes): payloads that it maps in one piece, and chunks that need not
-  /// be put again. Off: whoever may write there is trusted, and so is the disk. What is mapped may change after it was verified,
-  /// where somebody writes into the file: `FileStoreOptions::private_copies` rules that out.
+  /// Hashes what a store has already before it is believed, O(bytes): payloads that it maps in one
+  /// piece, and chunks that need not be put again. Off: whoever may write there is trusted, and so
+  /// is the disk. What is mapped may change after it was verified, where somebody writes into the
+  /// file: `FileStoreOptions::private_copies` rules that out.
   bool verify_stored = true;
 
   [[nodiscard]] ManifestLimits limits() const noexcept {
@@ -44,7 +46,8 @@ struct StoredBytes {
 
 namespace detail {
 
-/// The key of a payload that a store keeps in one piece: the hash's tag with bit 6 set, then the payload's digest.
+/// The key of a payload that a store keeps in one piece: the hash's tag with bit 6 set, then the
+/// payload's digest.
 template <ContentHash Hash>
 [[nodiscard]] BlobKey payload_key(const Payload& payload) {
   BlobKey key;
@@ -53,10 +56,11 @@ template <ContentHash Hash>
   return key;
 }
 
-/// Whether an error proves that a blob is not what its key names. One that this build cannot read (another version, another
-/// compressor) may be somebody else's good one, and stays.
+/// Whether an error proves that a blob is not what its key names. One that this build cannot read
+/// (another version, another compressor) may be somebody else's good one, and stays.
 [[nodiscard]] constexpr bool proves_damage(ErrorCode code) noexcept {
-  return code == ErrorCode::id_mismatch || code == ErrorCode::corrupt || code == ErrorCode::truncated;
+  return code == ErrorCode::id_mismatch || code == ErrorCode::corrupt ||
+         code == ErrorCode::truncated;
 }
 
 KVMELD_LAZY [[nodiscard]] Status check_limits(const Manifest& manifest,
@@ -73,18 +77,22 @@ KVMELD_LAZY [[nodiscard]] Status check_limits(const Manifest& manifest,
   return {};
 }
 
-/// Good where a stored chunk is what its key names; else why not, as `decode_chunk` says it. O(bytes), no copy where it is raw.
+/// Good where a stored chunk is what its key names; else why not, as `decode_chunk` says it.
+/// O(bytes), no copy where it is raw.
 template <ContentHash Hash, Compressor C>
-[[nodiscard]] Status check_chunk(const Blob& stored, const BlobKey& key, const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] Status check_chunk(const Blob& stored, const BlobKey& key,
+                                 const FragmentFormat<Hash, C>& format) {
   const auto open = open_chunk(stored.bytes(), max_chunk_bytes);
   const bool raw = open && open->codec == 0 && open->data.size() == open->raw_bytes;
   if (raw && chunk_key<Hash>(open->data) == key) return {};
   return decode_chunk<Hash>(stored.bytes(), key, max_chunk_bytes, format.compressor).status();
 }
 
-/// Whether a chunk need not be put: it is there, and verified as the format says. Errors: the store's.
+/// Whether a chunk need not be put: it is there, and verified as the format says. Errors: the
+/// store's.
 template <BlobStore S, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<bool> has_chunk(S& store, const BlobKey& key, const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] Result<bool> has_chunk(S& store, const BlobKey& key,
+                                     const FragmentFormat<Hash, C>& format) {
   if (!format.verify_stored) return store.contains(key);
   const auto stored = store.get(key);
   if (stored) return check_chunk(*stored, key, format).ok();
@@ -92,8 +100,11 @@ template <BlobStore S, ContentHash Hash, Compressor C>
   return stored.error();
 }
 
-/// What a manifest takes in memory at most: a position of one byte takes 8, and its chunks some 64 each.
-[[nodiscard]] constexpr std::uint64_t manifest_memory(std::uint64_t bytes) noexcept { return 8 * bytes; }
+/// What a manifest takes in memory at most: a position of one byte takes 8, and its chunks some 64
+/// each.
+[[nodiscard]] constexpr std::uint64_t manifest_memory(std::uint64_t bytes) noexcept {
+  return 8 * bytes;
+}
 
 inline void count(StoredBytes& counted, bool fresh, std::size_t bytes) {
   (fresh ? counted.bytes : counted.dedup_bytes) += bytes;
@@ -102,14 +113,16 @@ inline void count(StoredBytes& counted, bool fresh, std::size_t bytes) {
 
 }  // namespace detail
 
-/// Puts a whole fragment into a store: payloads in one piece where the store can, else in chunks; the manifest last, so that whoever
-/// finds it finds the rest. O(bytes).
+/// Puts a whole fragment into a store: payloads in one piece where the store can, else in chunks;
+/// the manifest last, so that whoever finds it finds the rest. O(bytes).
 ///
-/// What the store has already is looked at (`FragmentFormat::verify_stored`), and put anew where it is not what it should be.
-/// Errors: the store's, those of `make_manifest` (`payload_missing`), and `oversized` for what the
-/// format's bounds would not let anybody read again. What was put stays and harms nobody: a retry finds it there.
+/// What the store has already is looked at (`FragmentFormat::verify_stored`), and put anew where it
+/// is not what it should be. Errors: the store's, those of `make_manifest` (`payload_missing`), and
+/// `oversized` for what the format's bounds would not let anybody read again. What was put stays
+/// and harms nobody: a retry finds it there.
 template <BlobStore S, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<StoredBytes> store_fragment(S& store, const Fragment& fragment, const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] Result<StoredBytes> store_fragment(S& store, const Fragment& fragment,
+                                                 const FragmentFormat<Hash, C>& format) {
   auto manifest = make_manifest<Hash>(fragment, format.chunk_bytes);
   if (!manifest) return manifest.error();
   KVMELD_TRY(detail::check_limits(*manifest, format.limits()));
@@ -117,7 +130,8 @@ template <BlobStore S, ContentHash Hash, Compressor C>
   for (std::size_t p = 0; p < fragment.payloads().size(); ++p) {
     const Payload& payload = fragment.payloads()[p];
     if constexpr (PayloadStore<S>) {
-      const auto fresh = store.put_payload(detail::payload_key<Hash>(payload), {payload.bytes.get(), payload.byte_count});
+      const auto fresh = store.put_payload(detail::payload_key<Hash>(payload),
+                                           {payload.bytes.get(), payload.byte_count});
       if (!fresh) return fresh.error();
       detail::count(counted, *fresh, payload.byte_count);
     } else {
@@ -129,7 +143,9 @@ template <BlobStore S, ContentHash Hash, Compressor C>
           detail::count(counted, false, raw.size());
           continue;
         }
-        const auto stored = encode_chunk(raw, format.compressor, chunk_form(fragment.geometry(), payload, c, format.chunk_bytes));
+        const auto stored =
+            encode_chunk(raw, format.compressor,
+                         chunk_form(fragment.geometry(), payload, c, format.chunk_bytes));
         const auto fresh = store.put(manifest->chunks[p][c], stored);
         if (!fresh) return fresh.error();
         detail::count(counted, *fresh, stored.size());
@@ -143,17 +159,21 @@ template <BlobStore S, ContentHash Hash, Compressor C>
   return counted;
 }
 
-/// A manifest from a store, verified; one that is wrong is erased, so that a right one can take its place.
+/// A manifest from a store, verified; one that is wrong is erased, so that a right one can take its
+/// place.
 ///
-/// Errors: `not_found`, the store's, those of `decode_manifest`, `id_mismatch` for another fragment's.
+/// Errors: `not_found`, the store's, those of `decode_manifest`, `id_mismatch` for another
+/// fragment's.
 template <BlobStore S, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<Manifest> load_manifest(S& store, const FragmentId& id, const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] Result<Manifest> load_manifest(S& store, const FragmentId& id,
+                                             const FragmentFormat<Hash, C>& format) {
   const auto blob = store.get(manifest_key(id));
   if (!blob) return blob.error();
   auto manifest = decode_manifest<Hash>(blob->bytes(), format.limits());
   Status status = manifest.status();
   if (status.ok() && manifest->fragment.id() != id) {
-    status = detail::error(ErrorCode::id_mismatch, "manifest of fragment ", manifest->fragment.id().hex(), " under the key of ", id.hex());
+    status = detail::error(ErrorCode::id_mismatch, "manifest of fragment ",
+                           manifest->fragment.id().hex(), " under the key of ", id.hex());
   }
   if (status.ok()) return manifest;
   if (detail::proves_damage(status.code())) (void)store.erase(manifest_key(id));
@@ -164,16 +184,19 @@ namespace detail {
 
 /// Maps every payload of a fragment; none where one is not there, or is not what the manifest says.
 template <PayloadStore S, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<Fragment> map_fragment(S& store, const Manifest& manifest, const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] Result<Fragment> map_fragment(S& store, const Manifest& manifest,
+                                            const FragmentFormat<Hash, C>& format) {
   auto body = std::make_shared<Fragment::Body>(*manifest.fragment.body());
   for (Payload& payload : body->payloads) {
     const BlobKey key = payload_key<Hash>(payload);
     const auto blob = store.map_payload(key);
     if (!blob) return blob.error();
     payload.bytes = blob->data;
-    if (blob->size != payload.byte_count || (format.verify_stored && payload_digest<Hash>(payload) != payload.digest)) {
+    if (blob->size != payload.byte_count ||
+        (format.verify_stored && payload_digest<Hash>(payload) != payload.digest)) {
       (void)store.erase_payload(key);
-      return error(ErrorCode::id_mismatch, "a mapped payload of ", blob->size, " bytes is not the one of ", payload.byte_count, " bytes that ",
+      return error(ErrorCode::id_mismatch, "a mapped payload of ", blob->size,
+                   " bytes is not the one of ", payload.byte_count, " bytes that ",
                    manifest.fragment.id().hex(), " names");
     }
   }
@@ -184,9 +207,11 @@ template <PayloadStore S, ContentHash Hash, Compressor C>
 
 /// A chunk in its stored form, verified by its key; one that is wrong is erased.
 ///
-/// Errors: `not_found`, the store's, those of `decode_chunk`. O(bytes), no copy where it is stored raw.
+/// Errors: `not_found`, the store's, those of `decode_chunk`. O(bytes), no copy where it is stored
+/// raw.
 template <BlobStore S, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<Blob> load_chunk(S& store, const BlobKey& key, const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] Result<Blob> load_chunk(S& store, const BlobKey& key,
+                                      const FragmentFormat<Hash, C>& format) {
   auto stored = store.get(key);
   if (!stored) return stored.error();
   const Status status = detail::check_chunk(*stored, key, format);
@@ -195,9 +220,11 @@ template <BlobStore S, ContentHash Hash, Compressor C>
   return status;
 }
 
-/// Adds the chunks that a store has to an assembler; a chunk that is wrong is erased and stays wanted.
+/// Adds the chunks that a store has to an assembler; a chunk that is wrong is erased and stays
+/// wanted.
 ///
-/// @param room  bytes that the assembler may hold in the end: a list that names what lies in a store
+/// @param room  bytes that the assembler may hold in the end: a list that names what lies in a
+/// store
 ///              anyway costs who sent it little. Beyond, chunks stay wanted.
 /// Errors: the store's, but for `not_found`.
 template <BlobStore S, ContentHash Hash, Compressor C>
@@ -217,11 +244,14 @@ Status load_chunks(S& store, Assembler<Hash>& assembler, const FragmentFormat<Ha
   return {};
 }
 
-/// A whole, verified fragment from a store. O(bytes); where the store maps payloads and is trusted, O(manifest).
+/// A whole, verified fragment from a store. O(bytes); where the store maps payloads and is trusted,
+/// O(manifest).
 ///
-/// Errors: `not_found` where the manifest or a part is not there (what is wrong counts as not there), the store's.
+/// Errors: `not_found` where the manifest or a part is not there (what is wrong counts as not
+/// there), the store's.
 template <BlobStore S, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<Fragment> load_fragment(S& store, const FragmentId& id, const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] Result<Fragment> load_fragment(S& store, const FragmentId& id,
+                                             const FragmentFormat<Hash, C>& format) {
   auto manifest = load_manifest(store, id, format);
   if (!manifest) return manifest.error();
   if constexpr (PayloadStore<S>) {
@@ -229,7 +259,9 @@ template <BlobStore S, ContentHash Hash, Compressor C>
   }
   Assembler<Hash> assembler(*std::move(manifest));
   KVMELD_TRY(load_chunks(store, assembler, format));
-  if (!assembler.complete()) return detail::error(ErrorCode::not_found, assembler.left(), " chunks of fragment ", id.hex(), " are not in the store");
+  if (!assembler.complete())
+    return detail::error(ErrorCode::not_found, assembler.left(), " chunks of fragment ", id.hex(),
+                         " are not in the store");
   auto fragment = assembler.finish();
   if (!fragment) (void)store.erase(manifest_key(id));  // its list of chunks lied
   return fragment;

@@ -1,6 +1,7 @@
 #pragma once
 
-/// Who an agent is to its peers, in values that nobody can forget to give: its epoch and its merger.
+/// Who an agent is to its peers, in values that nobody can forget to give: its epoch and its
+/// merger.
 
 #include <chrono>
 #include <cstdint>
@@ -65,9 +66,10 @@ namespace detail {
 
 }  // namespace detail
 
-/// An epoch that this store has given to nobody: `fresh_epoch()`, written down before it is returned.
-/// Two processes that claim from one store get two, also if their random sources are copies of one
-/// another, as those of a machine that was resumed twice are. One small blob stays for each start.
+/// An epoch that this store has given to nobody: `fresh_epoch()`, written down before it is
+/// returned. Two processes that claim from one store get two, also if their random sources are
+/// copies of one another, as those of a machine that was resumed twice are. One small blob stays
+/// for each start.
 ///
 /// Errors: the store's.
 template <BlobStore Store>

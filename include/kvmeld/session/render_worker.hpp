@@ -19,7 +19,9 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Milliseconds on the steady clock since it began.
 [[nodiscard]] inline double steady_ms() noexcept {
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration<double, std::milli>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 /// How a render on the worker ended: a cache, or why there is none.
@@ -32,11 +34,13 @@ struct RenderOutcome {
 
 /// Renders snapshots of a set on a thread of its own, so that generation never waits for a render.
 ///
-/// The newest request wins: one that was not begun is dropped, a finished one that was not taken is replaced. `request`, `take`
-/// and `idle` hold a lock for as long as it takes to move a pointer; they belong to one thread, the generating one.
-/// @tparam M a `Merger`; @tparam Backing where the bytes go; @tparam E the executor that the worker renders on. On a device
-/// (`gpu::Stream`, with `cuda/render.cuh` included) buffers are views of its memory, the worker waits for the stream before it
-/// hands one out, and the thread's device is the one that was current where the worker was made.
+/// The newest request wins: one that was not begun is dropped, a finished one that was not taken is
+/// replaced. `request`, `take` and `idle` hold a lock for as long as it takes to move a pointer;
+/// they belong to one thread, the generating one.
+/// @tparam M a `Merger`; @tparam Backing where the bytes go; @tparam E the executor that the worker
+/// renders on. On a device (`gpu::Stream`, with `cuda/render.cuh` included) buffers are views of
+/// its memory, the worker waits for the stream before it hands one out, and the thread's device is
+/// the one that was current where the worker was made.
 template <class M, CacheBacking Backing = HostBacking, ExecutionPolicy E = exec::Sequential>
 class RenderWorker {
  public:
@@ -45,7 +49,10 @@ class RenderWorker {
   using Options = typename detail::RunOptionsOf<E>::type;
 
   explicit RenderWorker(M merger, Backing backing = {}, E exec = E{}, Options options = {})
-      : merger_(std::move(merger)), backing_(std::move(backing)), exec_(std::move(exec)), options_(options) {
+      : merger_(std::move(merger)),
+        backing_(std::move(backing)),
+        exec_(std::move(exec)),
+        options_(options) {
 #if defined(__cpp_exceptions)
     try {
       thread_ = std::thread([this] { work(); });
@@ -67,8 +74,9 @@ class RenderWorker {
     if (thread_.joinable()) thread_.join();
   }
 
-  /// Asks for a cache of this snapshot; returns the request's number, from 1. Does not wait. `target.local`, where it is given,
-  /// views memory that lives and does not change until the outcome is taken.
+  /// Asks for a cache of this snapshot; returns the request's number, from 1. Does not wait.
+  /// `target.local`, where it is given, views memory that lives and does not change until the
+  /// outcome is taken.
   std::uint64_t request(FragmentSet set, Target target) {
     std::optional<Request> next(Request{std::move(set), std::move(target), ++last_request_});
     if (!thread_.joinable()) {
@@ -99,7 +107,8 @@ class RenderWorker {
   /// Waits until `idle`, at most so long; for hosts that are at a barrier anyway.
   bool wait_idle(std::int64_t timeout_ms) const {
     std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms), [this] { return !waiting_ && !busy_; });
+    return changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms),
+                             [this] { return !waiting_ && !busy_; });
   }
 
   [[nodiscard]] const M& merger() const noexcept { return merger_; }
@@ -144,7 +153,8 @@ class RenderWorker {
     const double begin = steady_ms();
     auto made = plan(request.set, merger_, request.target);
     if (!made) return made.error();
-    auto buffer = backing_.make(made->shared_geometry(), made->positions(), made->token_ids(), pool_->take());
+    auto buffer =
+        backing_.make(made->shared_geometry(), made->positions(), made->token_ids(), pool_->take());
     if (!buffer) return buffer.error();
     out.buffer = *std::move(buffer);
     out.home = pool_;
@@ -155,7 +165,8 @@ class RenderWorker {
     out.tokens.assign(made->token_ids().begin(), made->token_ids().end());
     out.holes.assign(made->holes().begin(), made->holes().end());
     out.request = request.number;
-    if constexpr (requires { out.buffer->capacity_tokens(); }) {  // what is appended later moves nothing that is being read
+    // what is appended later moves nothing that is being read
+    if constexpr (requires { out.buffer->capacity_tokens(); }) {
       out.positions.reserve(static_cast<std::size_t>(out.buffer->capacity_tokens()));
       out.tokens.reserve(static_cast<std::size_t>(out.buffer->capacity_tokens()));
     }

@@ -18,27 +18,39 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// One member's copy of the set, kept in step with the others' by messages that may be lost, repeated, reordered and damaged.
+/// One member's copy of the set, kept in step with the others' by messages that may be lost,
+/// repeated, reordered and damaged.
 ///
-/// It does no I/O but through its store, and has no clock: the caller gives messages and milliseconds in and sends what `take_outbox`
-/// gives out, so that a simulation runs what a deployment runs. Operations are broadcast as deltas; news of what has been seen follow at
-/// intervals, and whoever lacks something asks for it. Payloads come after ids, chunk by chunk, verified against the id. Not thread-safe.
+/// It does no I/O but through its store, and has no clock: the caller gives messages and
+/// milliseconds in and sends what `take_outbox` gives out, so that a simulation runs what a
+/// deployment runs. Operations are broadcast as deltas; news of what has been seen follow at
+/// intervals, and whoever lacks something asks for it. Payloads come after ids, chunk by chunk,
+/// verified against the id. Not thread-safe.
 ///
-/// An agent's operations are its own to tell. Members give on what others did; what a member says of another's dots goes no further than
-/// their author vouches for, and a stranger's word on them counts for nothing (docs/convergence.md, "Whose word counts").
+/// An agent's operations are its own to tell. Members give on what others did; what a member says
+/// of another's dots goes no further than their author vouches for, and a stranger's word on them
+/// counts for nothing (docs/convergence.md, "Whose word counts").
 ///
-/// @tparam Store a `BlobStore`: what was written there survives this object. It must outlive the replica.
-template <BlobStore Store, Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
+/// @tparam Store a `BlobStore`: what was written there survives this object. It must outlive the
+/// replica.
+template <BlobStore Store, Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128,
+          Compressor C = NoCompression>
 class Replica {
  public:
   using Options = ReplicaOptions<Auth, Hash, C>;
 
-  Replica(Store& store, Options options) : store_(&store), options_(std::move(options)), set_(options_.set_hash), random_(options_.seed),
+  Replica(Store& store, Options options)
+      : store_(&store),
+        options_(std::move(options)),
+        set_(options_.set_hash),
+        random_(options_.seed),
         clock_(options_.max_retry_ms) {}
 
-  /// Reads the store's records. A record that is damaged costs itself; what it held comes back from peers.
+  /// Reads the store's records. A record that is damaged costs itself; what it held comes back from
+  /// peers.
   ///
-  /// Errors: the store's, call again; `dot_reused` where this agent was in this epoch before: take `claim_epoch`.
+  /// Errors: the store's, call again; `dot_reused` where this agent was in this epoch before: take
+  /// `claim_epoch`.
   Status open() {
     opened_ = false;
     const Status read = read_records();
@@ -49,17 +61,22 @@ class Replica {
     if (used <= next_sequence_) return {};
     next_sequence_ = used;
     ++counters_.reused_dots;
-    return detail::error(ErrorCode::dot_reused, "agent ", options_.self, " did ", used, " operations in epoch ", std::uint64_t{options_.epoch},
+    return detail::error(ErrorCode::dot_reused, "agent ", options_.self, " did ", used,
+                         " operations in epoch ", std::uint64_t{options_.epoch},
                          " before; an agent takes a fresh epoch whenever it starts");
   }
 
-  /// Adds a fragment that this agent produced. Durable, as far as the store is, when it returns without error; told to the others
-  /// with the next outbox.
+  /// Adds a fragment that this agent produced. Durable, as far as the store is, when it returns
+  /// without error; told to the others with the next outbox.
   ///
-  /// Errors: the store's, `payload_missing`, `hash_mismatch`, `non_finite`, `quota_exceeded`; `dot_reused` once it is known that somebody
-  /// else has this life's dots (`reused_lives`). The set is unchanged then.
-  Result<Provenance> insert(const Fragment& fragment, std::optional<float> confidence = std::nullopt, std::int64_t time_ms = 0) {
-    KVMELD_TRY(FragmentSet(options_.set_hash).insert(fragment, {options_.self, 0, options_.epoch}, confidence));
+  /// Errors: the store's, `payload_missing`, `hash_mismatch`, `non_finite`, `quota_exceeded`;
+  /// `dot_reused` once it is known that somebody else has this life's dots (`reused_lives`). The
+  /// set is unchanged then.
+  Result<Provenance> insert(const Fragment& fragment,
+                            std::optional<float> confidence = std::nullopt,
+                            std::int64_t time_ms = 0) {
+    KVMELD_TRY(FragmentSet(options_.set_hash)
+                   .insert(fragment, {options_.self, 0, options_.epoch}, confidence));
     KVMELD_TRY(check_life());
     const auto stored = store_fragment(*store_, fragment, options_.format);
     if (!stored) return stored.error();
@@ -74,7 +91,8 @@ class Replica {
   }
   /// As `FragmentSet::supersede`, told to the others.
   Result<Provenance> supersede(const FragmentId& id, const FragmentId& successor) {
-    return change([&](FragmentSet& set, const Provenance& dot) { return set.supersede(id, successor, dot); });
+    return change(
+        [&](FragmentSet& set, const Provenance& dot) { return set.supersede(id, successor, dot); });
   }
   /// As `FragmentSet::remove`, told to the others.
   Result<Provenance> remove(const FragmentId& id) {
@@ -82,33 +100,41 @@ class Replica {
   }
   /// As `FragmentSet::evict`: this replica alone forgets the bytes.
   Status evict(const FragmentId& id) { return set_.evict(id); }
-  /// Wants a fragment's bytes, which were evicted here. Errors: `not_found` for an id that is not in the set.
+  /// Wants a fragment's bytes, which were evicted here. Errors: `not_found` for an id that is not
+  /// in the set.
   Status fetch(const FragmentId& id) {
     const FragmentSet::Entry* const entry = set_.find(id);
-    if (entry == nullptr) return detail::error(ErrorCode::not_found, "fragment ", id.hex(), " is not in the set");
+    if (entry == nullptr)
+      return detail::error(ErrorCode::not_found, "fragment ", id.hex(), " is not in the set");
     want(*entry);
     return {};
   }
 
-  /// Takes a message. Frames of the caller's own types are given back, checked, with a body that points into `bytes`.
+  /// Takes a message. Frames of the caller's own types are given back, checked, with a body that
+  /// points into `bytes`.
   ///
-  /// @param from who sent it, as the transport or the authenticator says: what it may say of whom depends on that.
-  /// Errors: those of `decode_frame` and of what the message holds; the state is as it was. `quota_exceeded` and `dot_reused` where some
-  /// operations of a message were left out; the others are taken.
+  /// @param from who sent it, as the transport or the authenticator says: what it may say of whom
+  /// depends on that. Errors: those of `decode_frame` and of what the message holds; the state is
+  /// as it was. `quota_exceeded` and `dot_reused` where some operations of a message were left out;
+  /// the others are taken.
   Result<std::optional<FrameView>> receive(MemberId from, std::span<const std::byte> bytes);
 
-  /// Takes operations that came by another way than a message: in a call to a service, say. Written to the store first. Payloads in them
-  /// are believed: verify them before.
+  /// Takes operations that came by another way than a message: in a call to a service, say. Written
+  /// to the store first. Payloads in them are believed: verify them before.
   ///
-  /// @param speaker whose word they are, as it was authenticated; `everyone` where the caller vouches for all of them.
-  /// Errors: as `receive` has them for operations.
-  Status join(const FragmentSet& operations, MemberId speaker) { return take(operations, speaker, false); }
+  /// @param speaker whose word they are, as it was authenticated; `everyone` where the caller
+  /// vouches for all of them. Errors: as `receive` has them for operations.
+  Status join(const FragmentSet& operations, MemberId speaker) {
+    return take(operations, speaker, false);
+  }
   /// Notes what a member says that it has seen, where that came by another way than its news.
   ///
-  /// Errors: `dot_reused` where it has seen operations of this life that this replica has not done; `quota_exceeded` for too many members.
+  /// Errors: `dot_reused` where it has seen operations of this life that this replica has not done;
+  /// `quota_exceeded` for too many members.
   Status heard(MemberId member, const CausalContext& seen);
 
-  /// Lets time pass: sends news, asks again, reads a shared store, compacts. A clock that jumps back or ahead does no harm.
+  /// Lets time pass: sends news, asks again, reads a shared store, compacts. A clock that jumps
+  /// back or ahead does no harm.
   ///
   /// Errors: the store's; nothing is lost, call again.
   Status tick(std::int64_t now_ms);
@@ -135,8 +161,9 @@ class Replica {
   /// Asks a member for what this replica lacks. Errors: `oversized`.
   Status ask_for_delta(MemberId to) { return post_want(to, set_.context()); }
 
-  /// Tells who the members are from now on, for one that joins or leaves while this replica runs. What was compacted before still reaches
-  /// whoever joins; one that has left is waited for no longer, and asked for nothing.
+  /// Tells who the members are from now on, for one that joins or leaves while this replica runs.
+  /// What was compacted before still reaches whoever joins; one that has left is waited for no
+  /// longer, and asked for nothing.
   void set_members(std::vector<MemberId> members) {
     for (const MemberId before : options_.members) {
       if (std::find(members.begin(), members.end(), before) == members.end()) peers_.erase(before);
@@ -149,11 +176,13 @@ class Replica {
     }
   }
 
-  /// Writes everything to the store anew: for one that was emptied behind this replica's back. O(bytes).
+  /// Writes everything to the store anew: for one that was emptied behind this replica's back.
+  /// O(bytes).
   Status republish() {
     for (const FragmentSet::Entry& entry : set_.entries()) {
       if (!entry.complete()) continue;
-      if (const auto stored = store_fragment(*store_, entry.fragment, options_.format); !stored) return stored.error();
+      if (const auto stored = store_fragment(*store_, entry.fragment, options_.format); !stored)
+        return stored.error();
     }
     return store_->add_record(encode_record(encode_set(set_)));
   }
@@ -161,8 +190,8 @@ class Replica {
   [[nodiscard]] const FragmentSet& set() const noexcept { return set_; }
   [[nodiscard]] const Options& options() const noexcept { return options_; }
   [[nodiscard]] const ReplicaCounters& counters() const noexcept { return counters_; }
-  /// Gives the bytes of a fragment that came by another way. They must be verified, and are not stored
-  /// here. Errors: `not_found` for an id that is not in the set.
+  /// Gives the bytes of a fragment that came by another way. They must be verified, and are not
+  /// stored here. Errors: `not_found` for an id that is not in the set.
   Status restore(const Fragment& fragment) {
     KVMELD_TRY(set_.restore(fragment));
     end_want(fragment.id());
@@ -179,8 +208,8 @@ class Replica {
   [[nodiscard]] std::uint64_t fetch_bytes() const noexcept { return fetch_bytes_; }
   /// Fragments that one `tick` looks for in the store and asks peers for, at most.
   static constexpr std::size_t pursued_at_once = 64;
-  /// Members heard of so far that render with another merger than this replica: they hold the same set and make other caches of it.
-  /// Known from the first message of any type on.
+  /// Members heard of so far that render with another merger than this replica: they hold the same
+  /// set and make other caches of it. Known from the first message of any type on.
   [[nodiscard]] std::vector<MemberId> other_mergers() const {
     return members_where([&](const MergerDigest& theirs) {
       return theirs.renders() && options_.merger.renders() && theirs != options_.merger;
@@ -190,9 +219,11 @@ class Replica {
   [[nodiscard]] std::vector<MemberId> not_rendering() const {
     return members_where([](const MergerDigest& theirs) { return !theirs.renders(); });
   }
-  /// Lives whose dots somebody used twice: two processes of one agent in one epoch, a restart in an epoch that an older disk did not
-  /// know of any more, or a lie. Ascending; stays for as long as this replica lives. Members that met such dots in different order hold
-  /// different sets. While this replica's own life is among them it takes no more operations: start it again in a fresh epoch.
+  /// Lives whose dots somebody used twice: two processes of one agent in one epoch, a restart in an
+  /// epoch that an older disk did not know of any more, or a lie. Ascending; stays for as long as
+  /// this replica lives. Members that met such dots in different order hold different sets. While
+  /// this replica's own life is among them it takes no more operations: start it again in a fresh
+  /// epoch.
   [[nodiscard]] std::span<const AgentLife> reused_lives() const noexcept { return reused_; }
   /// What a member said that it has seen; null where it was never heard of.
   [[nodiscard]] const CausalContext* seen_by(MemberId member) const {
@@ -202,15 +233,16 @@ class Replica {
 
  private:
   static constexpr std::size_t max_peers = 4096;
-  static constexpr std::size_t max_outbox_bytes = std::size_t{64} << 20U;  // of answers; this replica's own words always go out
+  // of answers; this replica's own words always go out
+  static constexpr std::size_t max_outbox_bytes = std::size_t{64} << 20U;
 
   struct Peer {
     CausalContext context;
     std::optional<MergerDigest> merger{};
     std::optional<std::uint64_t> epoch{};  // of its life now
-    CausalContext vouched;   // of its own operations, by its own word
-    CausalContext claimed;   // of others' operations: gone, by its word
-    Digest256 unequal_mine;  // sets that differ though their contexts do not
+    CausalContext vouched;                 // of its own operations, by its own word
+    CausalContext claimed;                 // of others' operations: gone, by its word
+    Digest256 unequal_mine;                // sets that differ though their contexts do not
     Digest256 unequal_theirs;
     std::uint32_t unequal_asks = 0;
     bool asked_for_all = false;
@@ -225,29 +257,37 @@ class Replica {
   /// A fragment whose bytes are on their way.
   struct Want {
     std::unique_ptr<Assembler<Hash>> assembler;
-    std::uint64_t author = 0;           // in whose turn it is looked for
-    bool member = false;                // whether that is a named member
-    std::uint64_t charged = 0;          // bytes of memory, to the peer of its manifest
-    MemberId holder = everyone;         // asked now
+    std::uint64_t author = 0;    // in whose turn it is looked for
+    bool member = false;         // whether that is a named member
+    std::uint64_t charged = 0;   // bytes of memory, to the peer of its manifest
+    MemberId holder = everyone;  // asked now
     MemberId manifest_from = everyone;
-    std::size_t in_flight = 0;          // chunks asked for and not here
-    bool answered = false;              // the holder sent something since it was asked
-    std::size_t barren = 0;             // requests for chunks since one came
-    std::int64_t next = 0;              // ask again then; changed by `look_at` alone
+    std::size_t in_flight = 0;  // chunks asked for and not here
+    bool answered = false;      // the holder sent something since it was asked
+    std::size_t barren = 0;     // requests for chunks since one came
+    std::int64_t next = 0;      // ask again then; changed by `look_at` alone
     std::int64_t patience = 0;
     std::size_t rotation = 0;
   };
 
-  [[nodiscard]] Provenance next_dot() noexcept { return {options_.self, next_sequence_++, options_.epoch}; }  // never given out twice, even where it fails
+  // never given out twice, even where it fails
+  [[nodiscard]] Provenance next_dot() noexcept {
+    return {options_.self, next_sequence_++, options_.epoch};
+  }
   [[nodiscard]] Status own_life_reused() const {
-    if (!std::binary_search(reused_.begin(), reused_.end(), AgentLife{options_.self, options_.epoch})) return {};
-    return detail::error(ErrorCode::dot_reused, "operations of agent ", options_.self, " in epoch ", std::uint64_t{options_.epoch},
-                         " were done by somebody else: two processes have this id, or an earlier life had this epoch; start again in a fresh epoch");
+    if (!std::binary_search(reused_.begin(), reused_.end(),
+                            AgentLife{options_.self, options_.epoch}))
+      return {};
+    return detail::error(ErrorCode::dot_reused, "operations of agent ", options_.self, " in epoch ",
+                         std::uint64_t{options_.epoch},
+                         " were done by somebody else: two processes have this id, or an earlier "
+                         "life had this epoch; start again in a fresh epoch");
   }
   void note_reused(const AgentLife& life) {
     ++counters_.reused_dots;
     const auto at = std::lower_bound(reused_.begin(), reused_.end(), life);
-    if ((at == reused_.end() || *at != life) && reused_.size() < max_peers) reused_.insert(at, life);
+    if ((at == reused_.end() || *at != life) && reused_.size() < max_peers)
+      reused_.insert(at, life);
   }
   template <class Test>
   [[nodiscard]] std::vector<MemberId> members_where(const Test& test) const {
@@ -260,7 +300,8 @@ class Replica {
   [[nodiscard]] Status check_life() const {
     KVMELD_TRY(own_life_reused());
     if (next_sequence_ < options_.max_operations) return {};
-    return detail::error(ErrorCode::quota_exceeded, "agent ", options_.self, " did ", options_.max_operations, " operations in this life; nobody takes more");
+    return detail::error(ErrorCode::quota_exceeded, "agent ", options_.self, " did ",
+                         options_.max_operations, " operations in this life; nobody takes more");
   }
   template <class Change>
   Result<Provenance> change(const Change& make) {
@@ -282,9 +323,14 @@ class Replica {
     KVMELD_TRY(set_.join(operation));
     return post(everyone, ReplicaMessage::delta, bytes);
   }
-  Status post_news(MemberId to) { return post(to, ReplicaMessage::news, detail::encode(detail::News{set_.context(), set_.digest(), options_.epoch})); }
+  Status post_news(MemberId to) {
+    return post(to, ReplicaMessage::news,
+                detail::encode(detail::News{set_.context(), set_.digest(), options_.epoch}));
+  }
 
-  [[nodiscard]] std::int64_t jitter(std::int64_t ms) { return ms + static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(ms / 4 + 1)); }
+  [[nodiscard]] std::int64_t jitter(std::int64_t ms) {
+    return ms + static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(ms / 4 + 1));
+  }
   Status post_want(MemberId to, const CausalContext& seen) {
     ByteWriter w;
     write_context(w, seen);
@@ -343,8 +389,8 @@ class Replica {
   std::size_t outbox_bytes_ = 0;
   detail::DueQueue due_members_;
   detail::DueQueue due_others_;
-  std::uint64_t fetch_bytes_ = 0;  // of fragments on their way
-  std::size_t unnamed_ranges_ = 0; // of what peers have seen that are no named members
+  std::uint64_t fetch_bytes_ = 0;   // of fragments on their way
+  std::size_t unnamed_ranges_ = 0;  // of what peers have seen that are no named members
   ReplicaCounters counters_;
   std::vector<AgentLife> reused_;  // ascending
   Elapsed clock_;
@@ -354,13 +400,13 @@ class Replica {
   std::optional<std::uint64_t> generation_;  // of the store
   std::size_t records_read_ = 0;
   std::size_t records_written_ = 0;  // since records were read
-  bool opened_ = true;               // the store's records were read: nobody else has this agent's dots
-  bool keep_records_ = false;        // some were not taken, and are not this replica's to drop
+  bool opened_ = true;         // the store's records were read: nobody else has this agent's dots
+  bool keep_records_ = false;  // some were not taken, and are not this replica's to drop
 };
 
 KVMELD_NAMESPACE_END
 
+#include <kvmeld/session/replica_bounds.hpp>
 #include <kvmeld/session/replica_fetch.hpp>
 #include <kvmeld/session/replica_sync.hpp>
 #include <kvmeld/session/replica_word.hpp>
-#include <kvmeld/session/replica_bounds.hpp>

@@ -17,10 +17,11 @@ std::size_t Replica<Store, Auth, Hash, C>::range_limit() const {
   return (std::min)(options_.max_ranges, (std::max)(fit, least));
 }
 
-/// Agents of whose operations a delta would bring more than there is room for, ascending: of new ones
-/// those beyond `max_authors`, else those first that have most of what is short. O(ranges).
+/// Agents of whose operations a delta would bring more than there is room for, ascending: of new
+/// ones those beyond `max_authors`, else those first that have most of what is short. O(ranges).
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-std::vector<std::uint64_t> Replica<Store, Auth, Hash, C>::overdrawn(const FragmentSet& delta) const {
+std::vector<std::uint64_t> Replica<Store, Auth, Hash, C>::overdrawn(
+    const FragmentSet& delta) const {
   struct Share {
     std::uint64_t agent = 0;
     std::size_t ranges = 0;
@@ -71,8 +72,11 @@ std::vector<std::uint64_t> Replica<Store, Auth, Hash, C>::overdrawn(const Fragme
       all -= (std::min)(all, adds(share));
     }
   };
-  const auto grown = [](const Share& s) { return s.ranges - (std::min)(s.ranges, s.ranges_before); };
-  bar_most(joined.ranges().size(), range_limit(), [](const Share& s) { return s.ranges; }, grown);
+  const auto grown = [](const Share& s) {
+    return s.ranges - (std::min)(s.ranges, s.ranges_before);
+  };
+  bar_most(
+      joined.ranges().size(), range_limit(), [](const Share& s) { return s.ranges; }, grown);
   const auto added = [](const Share& s) { return s.entries; };
   std::size_t entries = set_.size();
   for (const Share& share : shares) entries += share.entries;

@@ -50,7 +50,8 @@ Status Replica<Store, Auth, Hash, C>::charge(Want& want, std::uint64_t bytes) {
   const auto fits = [bytes](std::uint64_t used, std::uint64_t most) {
     return used <= most && bytes <= most - used;
   };
-  if (fits(fetch_bytes_, options_.max_fetch_bytes) && fits(of_peer, options_.max_peer_fetch_bytes)) {
+  if (fits(fetch_bytes_, options_.max_fetch_bytes) &&
+      fits(of_peer, options_.max_peer_fetch_bytes)) {
     fetch_bytes_ += bytes;
     want.charged += bytes;
     if (peer != peers_.end()) peer->second.fetch_bytes += bytes;
@@ -105,7 +106,8 @@ MemberId Replica<Store, Auth, Hash, C>::next_holder(Want& want) {
   return everyone;
 }
 
-/// Leaves the present holder for the next one, which `pursue` then asks: were it to step on too, every second peer would be passed over.
+/// Leaves the present holder for the next one, which `pursue` then asks: were it to step on too,
+/// every second peer would be passed over.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 void Replica<Store, Auth, Hash, C>::turn(Want& want) {
   want.holder = next_holder(want);
@@ -132,8 +134,9 @@ Status Replica<Store, Auth, Hash, C>::pursue(const FragmentId& id, Want& want) {
   look_at(id, want, elapsed_ + jitter(want.patience));
   want.patience = (std::min)(want.patience * 2, options_.max_retry_ms);
   if (want.assembler && ++want.barren > peers_.size() + 1) {
-    // Everybody was asked and nobody sent these chunks: the manifest's list of them, which the id does not cover, may be a lie, or all are
-    // slow. So nobody is blamed, and another is asked for a manifest.
+    // Everybody was asked and nobody sent these chunks: the manifest's list of them, which the id
+    // does not cover, may be a lie, or all are slow. So nobody is blamed, and another is asked for
+    // a manifest.
     drop_assembler(want);
     want.barren = 0;
     want.patience = options_.retry_ms;
@@ -146,7 +149,9 @@ Status Replica<Store, Auth, Hash, C>::pursue(const FragmentId& id, Want& want) {
     }
     if (loaded.error().code() == ErrorCode::unavailable) return loaded.error();
   }
-  if (want.holder == everyone || !std::exchange(want.answered, false)) want.holder = next_holder(want);  // one that was silent
+  // one that was silent
+  if (want.holder == everyone || !std::exchange(want.answered, false))
+    want.holder = next_holder(want);
   return ask(id, want);
 }
 
@@ -155,7 +160,9 @@ Status Replica<Store, Auth, Hash, C>::ask(const FragmentId& id, Want& want) {
   if (want.holder == everyone || want.holder == options_.self) return {};
   detail::Fetch fetch{id, {}};
   if (want.assembler) {
-    const std::size_t room = (std::max<std::size_t>)(1, options_.max_message_bytes / (want.assembler->manifest().chunk_bytes + 1));
+    const std::size_t room =
+        (std::max<std::size_t>)(1, options_.max_message_bytes /
+                                       (want.assembler->manifest().chunk_bytes + 1));
     fetch.chunks = want.assembler->missing((std::min)(room * 8, detail::Fetch::max_chunks));
   }
   want.in_flight = (std::max<std::size_t>)(1, fetch.chunks.size());
@@ -168,19 +175,24 @@ Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const st
   if (!fetch) return fetch.error();
   // Asks of a few bytes do not fill this replica's memory; the asker tries again.
   if (outbox_bytes_ > max_outbox_bytes) return {};
-  const auto answer = [&](ReplicaMessage type, const BlobKey& key, std::span<const std::byte> bytes) {
+  const auto answer = [&](ReplicaMessage type, const BlobKey& key,
+                          std::span<const std::byte> bytes) {
     return post(from, type, detail::encode(detail::Piece{fetch->id, key, bytes}));
   };
   const Fragment here = set_.payload(fetch->id);
-  const bool whole = here.valid() && std::all_of(here.payloads().begin(), here.payloads().end(), [](const Payload& p) { return p.bytes != nullptr; });
+  const bool whole =
+      here.valid() && std::all_of(here.payloads().begin(), here.payloads().end(),
+                                  [](const Payload& p) { return p.bytes != nullptr; });
   std::optional<Manifest> manifest;
   const auto made = [&]() -> const Manifest* {
     if (!manifest && whole) {
-      if (auto fresh = make_manifest<Hash>(here, options_.format.chunk_bytes)) manifest = *std::move(fresh);
+      if (auto fresh = make_manifest<Hash>(here, options_.format.chunk_bytes))
+        manifest = *std::move(fresh);
     }
     return manifest ? &*manifest : nullptr;
   };
-  // What rotted in the store is not sent, or the asker would take this replica for a liar; what is in memory takes its place.
+  // What rotted in the store is not sent, or the asker would take this replica for a liar; what is
+  // in memory takes its place.
   const auto rotten = [](const Status& loaded) { return detail::proves_damage(loaded.code()); };
   if (fetch->chunks.empty()) {
     const BlobKey key = manifest_key(fetch->id);
@@ -211,8 +223,9 @@ Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const st
         const auto index = static_cast<std::size_t>(at - fresh->chunks[p].begin());
         const Payload& payload = here.payloads()[p];
         found = true;
-        const auto bytes = encode_chunk(raw_chunk(payload, index, options_.format.chunk_bytes), options_.format.compressor,
-                                        chunk_form(here.geometry(), payload, index, options_.format.chunk_bytes));
+        const auto bytes = encode_chunk(
+            raw_chunk(payload, index, options_.format.chunk_bytes), options_.format.compressor,
+            chunk_form(here.geometry(), payload, index, options_.format.chunk_bytes));
         if (rotten(stored.error())) (void)store_->put(key, bytes);
         KVMELD_TRY(answer(ReplicaMessage::chunk, key, bytes));
       }
@@ -223,7 +236,8 @@ Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const st
 }
 
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::on_piece(MemberId from, ReplicaMessage type, std::span<const std::byte> body) {
+Status Replica<Store, Auth, Hash, C>::on_piece(MemberId from, ReplicaMessage type,
+                                               std::span<const std::byte> body) {
   const auto piece = detail::decode_piece(body);
   if (!piece) return piece.error();
   const auto at = wants_.find(piece->id);
@@ -239,13 +253,15 @@ Status Replica<Store, Auth, Hash, C>::on_piece(MemberId from, ReplicaMessage typ
       drop_assembler(want);
       strike(from);
       turn(want);
-      return !manifest ? manifest.error() : detail::error(ErrorCode::id_mismatch, "member ", from, " sent another fragment's manifest for ", piece->id.hex());
+      return !manifest ? manifest.error()
+                       : detail::error(ErrorCode::id_mismatch, "member ", from,
+                                       " sent another fragment's manifest for ", piece->id.hex());
     }
     want.assembler = std::make_unique<Assembler<Hash>>(*std::move(manifest));
     const std::uint64_t room = options_.max_fetch_bytes - fetch_bytes_;
     const std::uint64_t of_peer = options_.max_peer_fetch_bytes - peer->second.fetch_bytes;
-    const Status loaded = load_chunks(*store_, *want.assembler, options_.format,
-                                      (std::min)(room, of_peer));
+    const Status loaded =
+        load_chunks(*store_, *want.assembler, options_.format, (std::min)(room, of_peer));
     KVMELD_TRY(charge(want, want.assembler->held_bytes()));
     KVMELD_TRY(loaded);
   } else {

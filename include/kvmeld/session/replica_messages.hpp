@@ -18,13 +18,13 @@ KVMELD_NAMESPACE_BEGIN
 /// begins with the digest of its sender's merger, so that whoever hears one word knows whether both
 /// make the same cache of the same set.
 enum class ReplicaMessage : std::uint8_t {
-  news = 1,      ///< which life I am in, and what I have seen: context, digest of the set
-  want = 2,      ///< send me what this context lacks
-  delta = 3,     ///< a part of the set, to be joined
-  fetch = 4,     ///< send me the manifest, or these chunks, of this fragment
+  news = 1,   ///< which life I am in, and what I have seen: context, digest of the set
+  want = 2,   ///< send me what this context lacks
+  delta = 3,  ///< a part of the set, to be joined
+  fetch = 4,  ///< send me the manifest, or these chunks, of this fragment
   manifest = 5,
   chunk = 6,
-  lacking = 7,   ///< I cannot serve that fragment
+  lacking = 7,  ///< I cannot serve that fragment
   application = 32,
 };
 
@@ -76,7 +76,7 @@ struct News {
   return w.take();
 }
 [[nodiscard]] inline Result<News> decode_news(std::span<const std::byte> body,
-                                               std::size_t max_ranges = default_max_ranges) {
+                                              std::size_t max_ranges = default_max_ranges) {
   ByteReader r(body);
   News news;
   news.epoch = r.value<std::uint64_t>();
@@ -112,7 +112,9 @@ template <class Key>
   ByteReader r(body);
   Fetch fetch{read_key<FragmentId>(r), {}};
   const std::size_t n = r.count(32);
-  if (n > Fetch::max_chunks) return error(ErrorCode::oversized, "fetch of ", n, " chunks where at most ", Fetch::max_chunks, " go into one");
+  if (n > Fetch::max_chunks)
+    return error(ErrorCode::oversized, "fetch of ", n, " chunks where at most ", Fetch::max_chunks,
+                 " go into one");
   for (std::size_t i = 0; i < n; ++i) fetch.chunks.push_back(read_key<BlobKey>(r));
   KVMELD_TRY(r.finish("fetch"));
   return fetch;
@@ -141,14 +143,17 @@ struct Piece {
   return piece;
 }
 
-/// Cuts a delta into sets of at most so many entries and removals, each of which can be joined alone.
+/// Cuts a delta into sets of at most so many entries and removals, each of which can be joined
+/// alone.
 KVMELD_LAZY [[nodiscard]] std::vector<FragmentSet> cut(const FragmentSet& delta, std::size_t most) {
   if (delta.size() + delta.removals().size() <= most) return {delta};
   std::vector<FragmentSet> out;
   std::vector<FragmentSet::Entry> entries;
   std::vector<Removal> removals;
   const auto flush = [&](const CausalContext& compacted) {
-    if (auto part = FragmentSet::from_parts(delta.hash(), std::exchange(entries, {}), std::exchange(removals, {}), compacted)) out.push_back(*std::move(part));
+    if (auto part = FragmentSet::from_parts(delta.hash(), std::exchange(entries, {}),
+                                            std::exchange(removals, {}), compacted))
+      out.push_back(*std::move(part));
   };
   for (const FragmentSet::Entry& entry : delta.entries()) {
     entries.push_back(entry);

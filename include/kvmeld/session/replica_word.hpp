@@ -29,15 +29,15 @@ bool Replica<Store, Auth, Hash, C>::is_heard(const AgentLife& life) const {
   return at != peers_.end() && at->second.vouched.next_sequence(life.agent, life.epoch) > 0;
 }
 
-/// Whether somebody is there who will say itself which of its operations are gone: an agent that is named as a member or, where nobody
-/// is named, has spoken.
+/// Whether somebody is there who will say itself which of its operations are gone: an agent that is
+/// named as a member or, where nobody is named, has spoken.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 bool Replica<Store, Auth, Hash, C>::is_guarded(const AgentLife& life) const {
   return options_.members.empty() ? is_heard(life) : is_member(life.agent);
 }
 
-/// The first sequence of a life that nobody vouches for: its agent, or two members that say the same, or what this replica has taken
-/// before. O(members).
+/// The first sequence of a life that nobody vouches for: its agent, or two members that say the
+/// same, or what this replica has taken before. O(members).
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 std::uint64_t Replica<Store, Auth, Hash, C>::vouched(const AgentLife& life) const {
   std::uint64_t own = set_.context().next_sequence(life.agent, life.epoch);
@@ -46,7 +46,8 @@ std::uint64_t Replica<Store, Auth, Hash, C>::vouched(const AgentLife& life) cons
   for (const auto& [member, peer] : peers_) {
     if (member == life.agent) {
       own = (std::max)(own, peer.vouched.next_sequence(life.agent, life.epoch));
-    } else if (!options_.members.empty() && is_member(member)) {  // who is not named may be one under many names
+    } else if (!options_.members.empty() &&
+               is_member(member)) {  // who is not named may be one under many names
       const std::uint64_t said = peer.context.next_sequence(life.agent, life.epoch);
       second = (std::max)(second, (std::min)(said, most));
       most = (std::max)(most, said);
@@ -55,7 +56,8 @@ std::uint64_t Replica<Store, Auth, Hash, C>::vouched(const AgentLife& life) cons
   return (std::max)(own, second);
 }
 
-/// The first sequence of a life on which a sender's word is not taken, with the operation itself beside it.
+/// The first sequence of a life on which a sender's word is not taken, with the operation itself
+/// beside it.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 std::uint64_t Replica<Store, Auth, Hash, C>::tellable(MemberId from, const AgentLife& life) const {
   const bool may_speak = from == everyone || from == life.agent || is_member(from);
@@ -66,7 +68,8 @@ std::uint64_t Replica<Store, Auth, Hash, C>::tellable(MemberId from, const Agent
   return guarded && life.agent != options_.self ? vouched(life) : options_.max_operations;
 }
 
-/// The first sequence of a life of which a sender may not say that it ends, by a removal of whomever.
+/// The first sequence of a life of which a sender may not say that it ends, by a removal of
+/// whomever.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 std::uint64_t Replica<Store, Auth, Hash, C>::removable(MemberId from, const AgentLife& life) const {
   if (opened_ && life == AgentLife{options_.self, options_.epoch}) return next_sequence_;
@@ -75,19 +78,22 @@ std::uint64_t Replica<Store, Auth, Hash, C>::removable(MemberId from, const Agen
   return is_guarded(life) && life.agent != options_.self ? vouched(life) : options_.max_operations;
 }
 
-/// Whether a sender's word alone says that operations of a life are gone, without a removal beside it.
+/// Whether a sender's word alone says that operations of a life are gone, without a removal beside
+/// it.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 bool Replica<Store, Auth, Hash, C>::decides(MemberId from, const AgentLife& life) const {
   if (opened_ && life == AgentLife{options_.self, options_.epoch}) return false;
   if (from == everyone || from == life.agent) return true;
   if (!is_member(from)) return false;
-  // Of its own earlier lives an agent may have lost what it knew, and nobody else is there to say it.
+  // Of its own earlier lives an agent may have lost what it knew, and nobody else is there to say
+  // it.
   return life.agent == options_.self || !is_guarded(life);
 }
 
 /// What a sender can tell of what it has seen.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-CausalContext Replica<Store, Auth, Hash, C>::tellable(MemberId from, const CausalContext& all) const {
+CausalContext Replica<Store, Auth, Hash, C>::tellable(MemberId from,
+                                                      const CausalContext& all) const {
   CausalContext out;
   AgentLife life;
   std::uint64_t end = 0;
@@ -129,7 +135,8 @@ void Replica<Store, Auth, Hash, C>::note_word(MemberId from, const CausalContext
   peer->vouched = std::move(latest);
 }
 
-/// Looks for operations of this life, in what a sender has seen, that this replica has not done. A stranger's word proves nothing.
+/// Looks for operations of this life, in what a sender has seen, that this replica has not done. A
+/// stranger's word proves nothing.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::check_own(MemberId from, const CausalContext& context) {
   if (!opened_ || (from != everyone && !is_member(from))) return {};
@@ -142,15 +149,18 @@ Status Replica<Store, Auth, Hash, C>::check_own(MemberId from, const CausalConte
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 bool Replica<Store, Auth, Hash, C>::forgets(const CausalContext& gone) const {
   if (gone.empty()) return false;
-  return std::any_of(set_.entries().begin(), set_.entries().end(), [&](const FragmentSet::Entry& entry) {
-    const auto& marks = entry.metadata.marks;
-    return std::any_of(marks.begin(), marks.end(), [&](const Mark& mark) { return gone.contains(mark.dot); });
-  });
+  return std::any_of(
+      set_.entries().begin(), set_.entries().end(), [&](const FragmentSet::Entry& entry) {
+        const auto& marks = entry.metadata.marks;
+        return std::any_of(marks.begin(), marks.end(),
+                           [&](const Mark& mark) { return gone.contains(mark.dot); });
+      });
 }
 
 /// Of what a sender says is gone: what is its to say, and what another member says as well.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-CausalContext Replica<Store, Auth, Hash, C>::admitted_gone(const CausalContext& gone, MemberId from) {
+CausalContext Replica<Store, Auth, Hash, C>::admitted_gone(const CausalContext& gone,
+                                                           MemberId from) {
   constexpr std::size_t most = std::size_t{1} << 16U;
   CausalContext out;
   CausalContext doubtful;
@@ -161,7 +171,9 @@ CausalContext Replica<Store, Auth, Hash, C>::admitted_gone(const CausalContext& 
     range.last = (std::min)(range.last, end - 1);
     const bool own = opened_ && life == AgentLife{options_.self, options_.epoch};
     if (own && from == everyone) {
-      if (range.first < next_sequence_) out.append({range.agent, range.epoch, range.first, (std::min)(range.last, next_sequence_ - 1)});
+      if (range.first < next_sequence_)
+        out.append(
+            {range.agent, range.epoch, range.first, (std::min)(range.last, next_sequence_ - 1)});
     } else if (decides(from, life)) {
       out.append(range);
     } else if (!own) {  // this replica saw for itself what of this life is gone
@@ -174,7 +186,8 @@ CausalContext Replica<Store, Auth, Hash, C>::admitted_gone(const CausalContext& 
     for (const auto& [member, peer] : peers_) {
       if (member != from && is_member(member)) out.join(meet(doubtful, peer.claimed));
     }
-    if (Peer* const peer = peer_of(from); peer != nullptr && doubtful.ranges().size() <= most) peer->claimed = doubtful;
+    if (Peer* const peer = peer_of(from); peer != nullptr && doubtful.ranges().size() <= most)
+      peer->claimed = doubtful;
   }
   for (const DotRange& range : doubtful.ranges()) {
     CausalContext one;
@@ -184,10 +197,12 @@ CausalContext Replica<Store, Auth, Hash, C>::admitted_gone(const CausalContext& 
   return out;
 }
 
-/// Leaves out of a delta what this replica does not take from its sender: operations beyond an author's quota, in this replica's name,
-/// or other than what it knows of their dot; and, until somebody vouches for it, what is not the sender's to say.
+/// Leaves out of a delta what this replica does not take from its sender: operations beyond an
+/// author's quota, in this replica's name, or other than what it knows of their dot; and, until
+/// somebody vouches for it, what is not the sender's to say.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& delta, MemberId from) {
+Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& delta,
+                                                            MemberId from) {
   struct Bounds {
     std::uint64_t told;
     std::uint64_t removed;
@@ -199,14 +214,22 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& d
     if (fresh) at->second = {tellable(from, life), removable(from, life)};
     return at->second;
   };
-  const std::vector<std::uint64_t> barred = from == everyone ? std::vector<std::uint64_t>() : overdrawn(delta);
-  const auto is_barred = [&](std::uint64_t agent) { return std::binary_search(barred.begin(), barred.end(), agent); };
+  const std::vector<std::uint64_t> barred =
+      from == everyone ? std::vector<std::uint64_t>() : overdrawn(delta);
+  const auto is_barred = [&](std::uint64_t agent) {
+    return std::binary_search(barred.begin(), barred.end(), agent);
+  };
   CausalContext gone;
   const CausalContext vouched_gone = admitted_gone(delta.compacted(), from);
   for (const DotRange& range : vouched_gone.ranges()) {
-    if (is_barred(range.agent)) ++counters_.refused_operations; else gone.append(range);
+    if (is_barred(range.agent))
+      ++counters_.refused_operations;
+    else
+      gone.append(range);
   }
-  const auto is_own = [&](const Provenance& dot) { return dot.agent == options_.self && dot.epoch == options_.epoch; };
+  const auto is_own = [&](const Provenance& dot) {
+    return dot.agent == options_.self && dot.epoch == options_.epoch;
+  };
   /// True: the operation stays out.
   const auto left_out = [&](const Provenance& dot) {
     if (is_barred(dot.agent)) {
@@ -223,11 +246,13 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& d
     return true;
   };
   const auto contradicts = [&](const FragmentId& id, const Mark& mark) {
-    if (from == everyone || mark.dot.agent == from || !set_.context().contains(mark.dot)) return false;
+    if (from == everyone || mark.dot.agent == from || !set_.context().contains(mark.dot))
+      return false;
     const FragmentSet::Entry* const mine = set_.find(id);
     if (mine == nullptr) return false;
     const auto& marks = mine->metadata.marks;
-    const auto at = std::find_if(marks.begin(), marks.end(), [&](const Mark& m) { return m.dot == mark.dot; });
+    const auto at =
+        std::find_if(marks.begin(), marks.end(), [&](const Mark& m) { return m.dot == mark.dot; });
     if (at == marks.end() || *at == mark) return false;
     ++counters_.refused_operations;
     note_reused({mark.dot.agent, mark.dot.epoch});
@@ -235,32 +260,44 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& d
   };
   const auto ends = [&](const Provenance& dot) {
     if (is_barred(dot.agent) && !set_.context().contains(dot)) return false;
-    return set_.context().contains(dot) || dot.sequence < (std::min)(bounds(dot).removed, options_.max_operations);
+    return set_.context().contains(dot) ||
+           dot.sequence < (std::min)(bounds(dot).removed, options_.max_operations);
   };
   const auto counted = counters_;
   const auto stays = [&](const FragmentSet::Entry& entry) {
     const auto& marks = entry.metadata.marks;
-    return std::none_of(marks.begin(), marks.end(), [&](const Mark& mark) { return left_out(mark.dot) || contradicts(entry.id, mark); });
+    return std::none_of(marks.begin(), marks.end(), [&](const Mark& mark) {
+      return left_out(mark.dot) || contradicts(entry.id, mark);
+    });
   };
-  // A removal that this agent made in an earlier life, and has lost: whom it named had done that then, and is in another life now.
+  // A removal that this agent made in an earlier life, and has lost: whom it named had done that
+  // then, and is in another life now.
   const auto ended_before = [&](const Removal& removal, const Provenance& dot) {
     const auto at = peers_.find(dot.agent);
-    return removal.dot.agent == options_.self && at != peers_.end() && at->second.epoch && *at->second.epoch != dot.epoch;
+    return removal.dot.agent == options_.self && at != peers_.end() && at->second.epoch &&
+           *at->second.epoch != dot.epoch;
   };
   const auto may_end = [&](const Removal& removal) {
-    return std::all_of(removal.removed.begin(), removal.removed.end(),
-                       [&](const Provenance& dot) { return ends(dot) || ended_before(removal, dot); });
+    return std::all_of(removal.removed.begin(), removal.removed.end(), [&](const Provenance& dot) {
+      return ends(dot) || ended_before(removal, dot);
+    });
   };
-  const auto holds = [&](const Removal& removal) { return !left_out(removal.dot) && may_end(removal); };
-  if (gone == delta.compacted() && std::all_of(delta.entries().begin(), delta.entries().end(), stays) &&
+  const auto holds = [&](const Removal& removal) {
+    return !left_out(removal.dot) && may_end(removal);
+  };
+  if (gone == delta.compacted() &&
+      std::all_of(delta.entries().begin(), delta.entries().end(), stays) &&
       std::all_of(delta.removals().begin(), delta.removals().end(), holds)) {
     return delta;
   }
   counters_ = counted;  // what was found is found again
   std::vector<FragmentSet::Entry> entries;
   for (FragmentSet::Entry entry : delta.entries()) {
-    std::erase_if(entry.metadata.marks, [&](const Mark& mark) { return left_out(mark.dot) || contradicts(entry.id, mark); });
-    if (!entry.metadata.marks.empty() || entry.metadata.unattributed) entries.push_back(std::move(entry));
+    std::erase_if(entry.metadata.marks, [&](const Mark& mark) {
+      return left_out(mark.dot) || contradicts(entry.id, mark);
+    });
+    if (!entry.metadata.marks.empty() || entry.metadata.unattributed)
+      entries.push_back(std::move(entry));
   }
   std::vector<Removal> removals;
   for (const Removal& removal : delta.removals()) {
@@ -275,8 +312,9 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& d
   return FragmentSet::from_parts(delta.hash(), std::move(entries), std::move(removals), gone);
 }
 
-/// Sets that differ though both have seen the same: one of them knows a fragment without provenance, lacks what its author never let go
-/// of, or one dot names two operations. So the other's whole set is asked for; each time it is in vain the next is longer in coming.
+/// Sets that differ though both have seen the same: one of them knows a fragment without
+/// provenance, lacks what its author never let go of, or one dot names two operations. So the
+/// other's whole set is asked for; each time it is in vain the next is longer in coming.
 ///
 /// Errors: `dot_reused`, once, where that did not help.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
@@ -295,11 +333,13 @@ Status Replica<Store, Auth, Hash, C>::compare(MemberId from, Peer& peer, const D
     return post_want(from, {});
   }
   ++counters_.reused_dots;
-  return detail::error(ErrorCode::dot_reused, "member ", from, " has seen the same operations as this one and holds set ", theirs.hex(),
+  return detail::error(ErrorCode::dot_reused, "member ", from,
+                       " has seen the same operations as this one and holds set ", theirs.hex(),
                        ", this one ", set_.digest().hex(), ": some dot names two operations");
 }
 
-/// Looks in the whole set of a member, whose operations are this replica's, for dots that name another operation here.
+/// Looks in the whole set of a member, whose operations are this replica's, for dots that name
+/// another operation here.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
 Status Replica<Store, Auth, Hash, C>::find_reused(MemberId from, const FragmentSet& delta) {
   struct Named {
@@ -315,8 +355,12 @@ Status Replica<Store, Auth, Hash, C>::find_reused(MemberId from, const FragmentS
   std::sort(mine.begin(), mine.end(), [](const Named& a, const Named& b) { return a.dot < b.dot; });
   std::optional<AgentLife> found;
   const auto look = [&](const Named& theirs) {
-    const auto at = std::lower_bound(mine.begin(), mine.end(), theirs.dot, [](const Named& n, const Provenance& dot) { return n.dot < dot; });
-    if (at == mine.end() || at->dot != theirs.dot || (at->id == theirs.id && at->removal == theirs.removal)) return;
+    const auto at =
+        std::lower_bound(mine.begin(), mine.end(), theirs.dot,
+                         [](const Named& n, const Provenance& dot) { return n.dot < dot; });
+    if (at == mine.end() || at->dot != theirs.dot ||
+        (at->id == theirs.id && at->removal == theirs.removal))
+      return;
     found = AgentLife{theirs.dot.agent, theirs.dot.epoch};
     note_reused(*found);
   };
@@ -330,7 +374,8 @@ Status Replica<Store, Auth, Hash, C>::find_reused(MemberId from, const FragmentS
   peer.unequal_asks = ~std::uint32_t{0};  // that is why they differ: nothing more to ask
   peer.want_patience = options_.max_retry_ms;
   KVMELD_TRY(own_life_reused());
-  return detail::error(ErrorCode::dot_reused, "agent ", found->agent, " in epoch ", found->epoch, " used one dot for two operations: member ", from,
+  return detail::error(ErrorCode::dot_reused, "agent ", found->agent, " in epoch ", found->epoch,
+                       " used one dot for two operations: member ", from,
                        " holds one of them, this member the other");
 }
 

@@ -15,17 +15,22 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// What the members of synchronous rounds agree on beforehand. Times are milliseconds after `begin`.
+/// What the members of synchronous rounds agree on beforehand. Times are milliseconds after
+/// `begin`.
 struct RoundOptions {
-  std::uint64_t session = 0;           ///< chosen afresh for each run, equal on all members: rounds of another run are another's
-  std::vector<MemberId> members{};     ///< the same on all; round r is published by members[r mod n]
-  std::size_t quorum = 0;              ///< members, the publisher included, that must be ready at the soft deadline; 0: a majority
-  std::int64_t soft_ms = 1'000;        ///< until then the publisher waits for all members
-  std::int64_t cut_ms = 2'000;         ///< a member that has seen no cut by then keeps its cache
-  std::int64_t timeout_ms = 5'000;     ///< a member that could not fetch and render the cut by then keeps its cache
-  std::int64_t retry_ms = 100;         ///< how often a member repeats that it is ready
-  std::uint64_t max_ahead = 1U << 20U; ///< rounds that a message may be ahead of this member's; what says more is refused
-  SetHash set_hash{};                  ///< of the members' sets
+  /// Chosen afresh for each run, equal on all members: rounds of another run are another's.
+  std::uint64_t session = 0;
+  std::vector<MemberId> members{};  ///< the same on all; round r is published by members[r mod n]
+  /// Members, the publisher included, that must be ready at the soft deadline; 0: a majority.
+  std::size_t quorum = 0;
+  std::int64_t soft_ms = 1'000;  ///< until then the publisher waits for all members
+  std::int64_t cut_ms = 2'000;   ///< a member that has seen no cut by then keeps its cache
+  /// A member that could not fetch and render the cut by then keeps its cache.
+  std::int64_t timeout_ms = 5'000;
+  std::int64_t retry_ms = 100;  ///< how often a member repeats that it is ready
+  /// Rounds that a message may be ahead of this member's; what says more is refused.
+  std::uint64_t max_ahead = 1U << 20U;
+  SetHash set_hash{};  ///< of the members' sets
 };
 
 enum class RoundState : std::uint8_t {
@@ -38,12 +43,14 @@ enum class RoundState : std::uint8_t {
 
 enum class RoundMessage : std::uint8_t { ready, cut };
 
-/// The barrier of synchronous rounds, for one member: no clock, no I/O, one message in, messages out.
-/// The caller's clock may be set back or ahead while a round goes on: deadlines count what has passed.
+/// The barrier of synchronous rounds, for one member: no clock, no I/O, one message in, messages
+/// out. The caller's clock may be set back or ahead while a round goes on: deadlines count what has
+/// passed.
 ///
-/// One member publishes a round's cut, and which one is fixed, so that a round has one cut or none. Whoever holds the cut gives it to
-/// members that still say they are ready: a publisher that dies after any of its sends splits nobody into different caches.
-/// Before it sends, a publisher writes the cut down where it finds it after a restart (`AgentSession` does, in its store).
+/// One member publishes a round's cut, and which one is fixed, so that a round has one cut or none.
+/// Whoever holds the cut gives it to members that still say they are ready: a publisher that dies
+/// after any of its sends splits nobody into different caches. Before it sends, a publisher writes
+/// the cut down where it finds it after a restart (`AgentSession` does, in its store).
 class Round {
  public:
   struct Outgoing {
@@ -55,24 +62,32 @@ class Round {
   Round(MemberId self, RoundOptions options)
       : self_(self), options_(std::move(options)), clock_(options_.timeout_ms) {}
 
-  /// Comes to the barrier of the next round: behind the last one here, or the newest one that anybody spoke of.
+  /// Comes to the barrier of the next round: behind the last one here, or the newest one that
+  /// anybody spoke of.
   ///
-  /// Errors: `invalid_argument` while a round is in progress, behind the last number, where the options do not fit, and for a member that
-  /// renders nothing.
+  /// Errors: `invalid_argument` while a round is in progress, behind the last number, where the
+  /// options do not fit, and for a member that renders nothing.
   Status begin(std::int64_t now_ms, const MergerDigest& merger, CausalContext seen) {
     const auto& members = options_.members;
     if (state_ == RoundState::waiting || state_ == RoundState::cut) {
       return detail::error(ErrorCode::invalid_argument, "round ", round_, " has not ended");
     }
     if (std::find(members.begin(), members.end(), self_) == members.end()) {
-      return detail::error(ErrorCode::invalid_argument, "member ", self_, " is not among the ", members.size(), " of the session's rounds");
+      return detail::error(ErrorCode::invalid_argument, "member ", self_, " is not among the ",
+                           members.size(), " of the session's rounds");
     }
-    if (quorum() > members.size() || options_.soft_ms > options_.cut_ms || options_.cut_ms > options_.timeout_ms || options_.retry_ms <= 0) {
-      return detail::error(ErrorCode::invalid_argument, "rounds of ", members.size(), " members, quorum ", quorum(), ", deadlines ", options_.soft_ms, ", ",
-                           options_.cut_ms, " and ", options_.timeout_ms, " ms, repeated after ", options_.retry_ms, " ms");
+    if (quorum() > members.size() || options_.soft_ms > options_.cut_ms ||
+        options_.cut_ms > options_.timeout_ms || options_.retry_ms <= 0) {
+      return detail::error(ErrorCode::invalid_argument, "rounds of ", members.size(),
+                           " members, quorum ", quorum(), ", deadlines ", options_.soft_ms, ", ",
+                           options_.cut_ms, " and ", options_.timeout_ms, " ms, repeated after ",
+                           options_.retry_ms, " ms");
     }
-    if (!merger.renders()) return detail::error(ErrorCode::invalid_argument, "member ", self_, " renders nothing: rounds are for members that do");
-    if (round_ == ~std::uint64_t{0}) return detail::error(ErrorCode::invalid_argument, "no round comes after ", round_);
+    if (!merger.renders())
+      return detail::error(ErrorCode::invalid_argument, "member ", self_,
+                           " renders nothing: rounds are for members that do");
+    if (round_ == ~std::uint64_t{0})
+      return detail::error(ErrorCode::invalid_argument, "no round comes after ", round_);
     round_ = (std::max)(round_ + 1, newest_);
     newest_ = round_;
     state_ = RoundState::waiting;
@@ -90,14 +105,19 @@ class Round {
     return {};
   }
 
-  /// A message of another member. Messages of other sessions, or from outside the members, change nothing. Ends no round by its
-  /// deadline: that is for `tick`.
+  /// A message of another member. Messages of other sessions, or from outside the members, change
+  /// nothing. Ends no round by its deadline: that is for `tick`.
   ///
-  /// A cut of a later round is taken from its publisher only: whoever gives a cut on was asked for it, in that round.
-  /// Errors: those of the decoders; `corrupt` for a second, different cut of one round, one by a member that does not publish it, and a
-  /// round more than `RoundOptions::max_ahead` ahead: one such number would be the end of all rounds.
-  Status receive(MemberId from, RoundMessage kind, std::span<const std::byte> body, std::int64_t now_ms) {
-    if (std::find(options_.members.begin(), options_.members.end(), from) == options_.members.end() || from == self_) return {};
+  /// A cut of a later round is taken from its publisher only: whoever gives a cut on was asked for
+  /// it, in that round. Errors: those of the decoders; `corrupt` for a second, different cut of one
+  /// round, one by a member that does not publish it, and a round more than
+  /// `RoundOptions::max_ahead` ahead: one such number would be the end of all rounds.
+  Status receive(MemberId from, RoundMessage kind, std::span<const std::byte> body,
+                 std::int64_t now_ms) {
+    if (std::find(options_.members.begin(), options_.members.end(), from) ==
+            options_.members.end() ||
+        from == self_)
+      return {};
     if (kind == RoundMessage::ready) {
       auto ready = decode_ready(body);
       if (!ready) return ready.error();
@@ -119,7 +139,8 @@ class Round {
     const std::int64_t now = clock_.advance(now_ms);
     const std::int64_t age = now - begun_ms_;
     if (state_ == RoundState::waiting && age >= options_.cut_ms) {
-      // Members that merge otherwise are not waited for; where that leaves too few, it is the reason.
+      // Members that merge otherwise are not waited for; where that leaves too few, it is the
+      // reason.
       const bool mismatch = !mismatched_.empty() && ready_.size() + 1 < quorum();
       std::string why = "no cut after " + detail::decimal(age) +
                         " ms; ready: " + detail::decimal(ready_.size() + 1) + " of " +
@@ -135,29 +156,37 @@ class Round {
       keep(ErrorCode::timed_out, "the cut was not rendered after " + detail::decimal(age) + " ms");
     if (state_ != RoundState::waiting || now < next_ready_ms_) return;
     next_ready_ms_ = now + options_.retry_ms;
-    out_.push_back({everyone, RoundMessage::ready, encode(RoundReady{options_.session, round_, merger_, seen_})});
+    out_.push_back({everyone, RoundMessage::ready,
+                    encode(RoundReady{options_.session, round_, merger_, seen_})});
   }
 
-  /// Whether this member is to publish now: all members are ready, its replica has `seen` what they have and is `complete` (no payload
-  /// is missing), or the soft deadline has passed and a quorum is ready.
+  /// Whether this member is to publish now: all members are ready, its replica has `seen` what they
+  /// have and is `complete` (no payload is missing), or the soft deadline has passed and a quorum
+  /// is ready.
   [[nodiscard]] bool wants_cut(std::int64_t now_ms, const CausalContext& seen, bool complete) {
     const std::int64_t now = clock_.advance(now_ms);
     if (state_ != RoundState::waiting || publisher(round_) != self_) return false;
     if (now - begun_ms_ >= options_.soft_ms) return ready_.size() + 1 >= quorum();
     if (!complete || ready_.size() + 1 < options_.members.size()) return false;
-    return std::all_of(ready_.begin(), ready_.end(), [&](const auto& ready) { return leq(ready.second, seen); });
+    return std::all_of(ready_.begin(), ready_.end(),
+                       [&](const auto& ready) { return leq(ready.second, seen); });
   }
-  /// Publishes the cut that was written down. Errors: `invalid_argument` where it is not this round's, or not this member's to publish.
+  /// Publishes the cut that was written down. Errors: `invalid_argument` where it is not this
+  /// round's, or not this member's to publish.
   Status publish(const RoundCut& cut) {
-    if (state_ != RoundState::waiting || cut.round != round_ || cut.session != options_.session || cut.publisher != self_ || publisher(round_) != self_) {
-      return detail::error(ErrorCode::invalid_argument, "member ", self_, " cannot publish a cut of round ", cut.round, " by ", cut.publisher, " now");
+    if (state_ != RoundState::waiting || cut.round != round_ || cut.session != options_.session ||
+        cut.publisher != self_ || publisher(round_) != self_) {
+      return detail::error(ErrorCode::invalid_argument, "member ", self_,
+                           " cannot publish a cut of round ", cut.round, " by ", cut.publisher,
+                           " now");
     }
     cut_ = cut;
     adopt();
     out_.push_back({everyone, RoundMessage::cut, encode(cut)});
     return {};
   }
-  /// The cut was rendered and swapped in, or could not be: ends the round. Does nothing where it has ended.
+  /// The cut was rendered and swapped in, or could not be: ends the round. Does nothing where it
+  /// has ended.
   void finish(const Status& status) {
     if (state_ != RoundState::cut) return;
     if (status) {
@@ -171,13 +200,18 @@ class Round {
   [[nodiscard]] std::vector<Outgoing> take_messages() { return std::exchange(out_, {}); }
 
   [[nodiscard]] RoundState state() const noexcept { return state_; }
-  /// Why a round ended with the old cache: `timed_out`, `merger_mismatch`, or what `finish` was told.
+  /// Why a round ended with the old cache: `timed_out`, `merger_mismatch`, or what `finish` was
+  /// told.
   [[nodiscard]] const Status& status() const noexcept { return status_; }
   [[nodiscard]] std::uint64_t number() const noexcept { return round_; }
   /// What to render; null unless the state is `cut` or `swapped`.
-  [[nodiscard]] const RoundCut* cut() const noexcept { return state_ == RoundState::cut || state_ == RoundState::swapped ? &*cut_ : nullptr; }
+  [[nodiscard]] const RoundCut* cut() const noexcept {
+    return state_ == RoundState::cut || state_ == RoundState::swapped ? &*cut_ : nullptr;
+  }
   /// Who publishes a round.
-  [[nodiscard]] MemberId publisher(std::uint64_t round) const noexcept { return options_.members[round % options_.members.size()]; }
+  [[nodiscard]] MemberId publisher(std::uint64_t round) const noexcept {
+    return options_.members[round % options_.members.size()];
+  }
   [[nodiscard]] const RoundOptions& options() const noexcept { return options_; }
   /// How long ago this member came to the barrier, at the last call that told the time.
   [[nodiscard]] std::int64_t age_ms() const noexcept { return clock_.ms() - begun_ms_; }
@@ -187,7 +221,9 @@ class Round {
   [[nodiscard]] std::uint64_t conflicts() const noexcept { return conflicts_; }
 
  private:
-  [[nodiscard]] std::size_t quorum() const noexcept { return options_.quorum == 0 ? options_.members.size() / 2 + 1 : options_.quorum; }
+  [[nodiscard]] std::size_t quorum() const noexcept {
+    return options_.quorum == 0 ? options_.members.size() / 2 + 1 : options_.quorum;
+  }
 
   /// When a member was answered last.
   struct Answered {
@@ -198,14 +234,20 @@ class Round {
 
   [[nodiscard]] Status check_near(MemberId from, std::uint64_t round) const {
     if (round <= round_ || round - round_ <= options_.max_ahead) return {};
-    return detail::error(ErrorCode::corrupt, "member ", from, " speaks of round ", round, ", and this one is at ", round_, "; at most ", options_.max_ahead, " ahead");
+    return detail::error(ErrorCode::corrupt, "member ", from, " speaks of round ", round,
+                         ", and this one is at ", round_, "; at most ", options_.max_ahead,
+                         " ahead");
   }
-  /// Whether an answer is due: whoever asks more often than members repeat themselves is not answered each time, as answers are large.
-  [[nodiscard]] bool due(MemberId member, std::optional<std::int64_t> Answered::*last, std::int64_t now) {
-    auto at = std::find_if(answered_.begin(), answered_.end(), [&](const Answered& a) { return a.member == member; });
+  /// Whether an answer is due: whoever asks more often than members repeat themselves is not
+  /// answered each time, as answers are large.
+  [[nodiscard]] bool due(MemberId member, std::optional<std::int64_t> Answered::*last,
+                         std::int64_t now) {
+    auto at = std::find_if(answered_.begin(), answered_.end(),
+                           [&](const Answered& a) { return a.member == member; });
     if (at == answered_.end()) at = answered_.insert(at, Answered{member});
     std::optional<std::int64_t>& before = (*at).*last;
-    if (before && now - *before < (options_.retry_ms + 1) / 2) return false;  // half: they do not arrive evenly
+    // half: they do not arrive evenly
+    if (before && now - *before < (options_.retry_ms + 1) / 2) return false;
     before = now;
     return true;
   }
@@ -213,24 +255,28 @@ class Round {
     newest_ = (std::max)(newest_, ready.round);
     for (const std::optional<RoundCut>* const held : {&cut_, &later_}) {
       if (!*held || (*held)->round != ready.round) continue;  // else it missed the cut
-      if (due(from, &Answered::cut_ms, now)) out_.push_back({from, RoundMessage::cut, encode(**held)});
+      if (due(from, &Answered::cut_ms, now))
+        out_.push_back({from, RoundMessage::cut, encode(**held)});
       return;
     }
     if (state_ != RoundState::waiting || ready.round < round_) {
       // A straggler learns which round comes next from whoever is ahead.
       if (state_ == RoundState::waiting && due(from, &Answered::ready_ms, now)) {
-        out_.push_back({from, RoundMessage::ready, encode(RoundReady{options_.session, round_, merger_, seen_})});
+        out_.push_back({from, RoundMessage::ready,
+                        encode(RoundReady{options_.session, round_, merger_, seen_})});
       }
       return;
     }
     if (ready.round != round_) return;
     if (ready.merger != merger_) {
-      if (std::find(mismatched_.begin(), mismatched_.end(), from) == mismatched_.end()) mismatched_.push_back(from);
+      if (std::find(mismatched_.begin(), mismatched_.end(), from) == mismatched_.end())
+        mismatched_.push_back(from);
       if (publisher(round_) == from) keep(ErrorCode::merger_mismatch, mergers(ready.merger));
       return;
     }
     std::erase(mismatched_, from);
-    const auto at = std::find_if(ready_.begin(), ready_.end(), [&](const auto& r) { return r.first == from; });
+    const auto at =
+        std::find_if(ready_.begin(), ready_.end(), [&](const auto& r) { return r.first == from; });
     if (at == ready_.end()) {
       ready_.emplace_back(from, std::move(ready.context));
     } else {
@@ -239,13 +285,15 @@ class Round {
   }
   Status on_cut(MemberId from, RoundCut cut) {
     if (cut.publisher != publisher(cut.round)) {
-      return detail::error(ErrorCode::corrupt, "a cut of round ", cut.round, " by member ", cut.publisher, "; ", publisher(cut.round), " publishes it");
+      return detail::error(ErrorCode::corrupt, "a cut of round ", cut.round, " by member ",
+                           cut.publisher, "; ", publisher(cut.round), " publishes it");
     }
     for (const std::optional<RoundCut>* const held : {&cut_, &later_}) {
       if (!*held || (*held)->round != cut.round) continue;
       if (**held == cut) return {};
       ++conflicts_;
-      return detail::error(ErrorCode::corrupt, "round ", cut.round, " has a second cut, of set ", cut.set.digest().hex(), "; the first one, of ",
+      return detail::error(ErrorCode::corrupt, "round ", cut.round, " has a second cut, of set ",
+                           cut.set.digest().hex(), "; the first one, of ",
                            (*held)->set.digest().hex(), ", stands");
     }
     if (cut.round == round_) {
@@ -253,7 +301,8 @@ class Round {
       if (state_ == RoundState::waiting) adopt();
     } else if (cut.round > round_ && from == cut.publisher) {
       newest_ = (std::max)(newest_, cut.round);
-      if (!later_ || later_->round < cut.round) later_ = std::move(cut);  // for a round that begins later here, and for others that ask
+      // for a round that begins later here, and for others that ask
+      if (!later_ || later_->round < cut.round) later_ = std::move(cut);
     }
     return {};
   }
@@ -267,8 +316,8 @@ class Round {
     status_ = detail::error(code, "round ", round_, " ends with the old cache: ", why);
   }
   [[nodiscard]] std::string mergers(const Digest128& other) const {
-    return "member " + detail::decimal(publisher(round_)) + " merges by " + other.hex() + ", this one by " +
-           merger_.hex();
+    return "member " + detail::decimal(publisher(round_)) + " merges by " + other.hex() +
+           ", this one by " + merger_.hex();
   }
 
   MemberId self_;
@@ -283,7 +332,8 @@ class Round {
   Digest128 merger_;
   CausalContext seen_;
   std::vector<std::pair<MemberId, CausalContext>> ready_;  // other members, this round
-  std::optional<RoundCut> cut_;    // of this member's round, or else the last one before it that is known
+  // of this member's round, or else the last one before it that is known
+  std::optional<RoundCut> cut_;
   std::optional<RoundCut> later_;  // of a round that has not begun here
   std::vector<Answered> answered_;
   std::vector<MemberId> mismatched_;

@@ -17,7 +17,8 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// Rows of tokens that are not sealed yet, copied out of the engine's cache in canonical order, so that the engine may go on.
+/// Rows of tokens that are not sealed yet, copied out of the engine's cache in canonical order, so
+/// that the engine may go on.
 class RowBuffer {
  public:
   explicit RowBuffer(std::shared_ptr<const Geometry> geometry) : geometry_(std::move(geometry)) {
@@ -28,9 +29,12 @@ class RowBuffer {
   }
 
   [[nodiscard]] std::int64_t tokens() const noexcept { return tokens_; }
-  [[nodiscard]] const std::shared_ptr<const Geometry>& shared_geometry() const noexcept { return geometry_; }
+  [[nodiscard]] const std::shared_ptr<const Geometry>& shared_geometry() const noexcept {
+    return geometry_;
+  }
 
-  /// Copies the rows of tokens `first` … `rows.tokens() − 1` behind those that are there. On an error nothing changed.
+  /// Copies the rows of tokens `first` … `rows.tokens() − 1` behind those that are there. On an
+  /// error nothing changed.
   KVMELD_LAZY Status append(const KvCacheRef& rows, std::int64_t first) {
     KVMELD_TRY(check(rows));
     Status status;
@@ -38,7 +42,8 @@ class RowBuffer {
     for (std::size_t l = 0; l < geometry_->layers.size() && status; ++l) {
       for (std::size_t p = 0; p < geometry_->layers[l].planes.size() && status; ++p, ++index) {
         status = append_plane(planes_[index], rows.plane(l, p), first, rows.tokens());
-        if (!status) status = error(status.code(), "layer ", l, " plane ", p, ": ", status.message());
+        if (!status)
+          status = error(status.code(), "layer ", l, " plane ", p, ": ", status.message());
       }
     }
     if (!status) {
@@ -47,7 +52,8 @@ class RowBuffer {
     }
     for (std::size_t l = 0; l < geometry_->layers.size(); ++l) {
       for (std::int64_t t = first; t < rows.tokens(); ++t) {
-        present_[l].push_back(geometry_->layers[l].planes.empty() || rows.plane(l, 0).slots.slot(t) >= 0 ? 1 : 0);
+        present_[l].push_back(
+            geometry_->layers[l].planes.empty() || rows.plane(l, 0).slots.slot(t) >= 0 ? 1 : 0);
       }
     }
     tokens_ += rows.tokens() - first;
@@ -59,13 +65,15 @@ class RowBuffer {
     const auto n = static_cast<std::ptrdiff_t>(count);
     for (PlaneRows& plane : planes_) {
       plane.bytes.erase(plane.bytes.begin(), plane.bytes.begin() + n * token_bytes(plane.shape));
-      plane.scales.erase(plane.scales.begin(), plane.scales.begin() + n * token_scales(plane.shape));
+      plane.scales.erase(plane.scales.begin(),
+                         plane.scales.begin() + n * token_scales(plane.shape));
     }
     for (std::vector<std::uint8_t>& layer : present_) layer.erase(layer.begin(), layer.begin() + n);
     tokens_ -= count;
   }
 
-  /// A view and the slot lists of layers that do not hold every token; stays true until the buffer changes.
+  /// A view and the slot lists of layers that do not hold every token; stays true until the buffer
+  /// changes.
   struct View {
     std::vector<std::vector<std::int32_t>> slots;
     KvCacheRef ref;
@@ -85,7 +93,8 @@ class RowBuffer {
       }
       for (std::size_t p = 0; p < geometry_->layers[l].planes.size(); ++p, ++index) {
         const PlaneRows& plane = planes_[index];
-        planes.push_back(canonical_plane(plane.shape, plane.bytes.data(), plane.scales.data(), count));
+        planes.push_back(
+            canonical_plane(plane.shape, plane.bytes.data(), plane.scales.data(), count));
         if (!all) planes.back().slots = {.kind = SlotKind::slot_list_i32, .table = slots.data()};
       }
     }
@@ -100,8 +109,12 @@ class RowBuffer {
     std::vector<float> scales;     // (token, head, group)
   };
 
-  [[nodiscard]] static std::ptrdiff_t token_bytes(const PlaneShape& shape) { return row_bytes(shape) * shape.heads; }
-  [[nodiscard]] static std::ptrdiff_t token_scales(const PlaneShape& shape) { return row_scales(shape) * shape.heads; }
+  [[nodiscard]] static std::ptrdiff_t token_bytes(const PlaneShape& shape) {
+    return row_bytes(shape) * shape.heads;
+  }
+  [[nodiscard]] static std::ptrdiff_t token_scales(const PlaneShape& shape) {
+    return row_scales(shape) * shape.heads;
+  }
 
   KVMELD_LAZY [[nodiscard]] Status check(const KvCacheRef& rows) const {
     KVMELD_TRY(check_on_host(rows, "append"));
@@ -111,7 +124,8 @@ class RowBuffer {
         KVMELD_TRY(check_scales(plane, "append"));
         for (std::int64_t t = 0; p > 0 && t < rows.tokens(); ++t) {
           if ((plane.slots.slot(t) >= 0) != (rows.plane(l, 0).slots.slot(t) >= 0)) {
-            return error(ErrorCode::token_count_mismatch, "layer ", l, ": plane ", p, " and plane 0 disagree about token ", t);
+            return error(ErrorCode::token_count_mismatch, "layer ", l, ": plane ", p,
+                         " and plane 0 disagree about token ", t);
           }
         }
       }
@@ -119,17 +133,23 @@ class RowBuffer {
     return {};
   }
 
-  KVMELD_LAZY [[nodiscard]] static Status append_plane(PlaneRows& plane, const PlaneRef& rows, std::int64_t first, std::int64_t last) {
+  KVMELD_LAZY [[nodiscard]] static Status append_plane(PlaneRows& plane, const PlaneRef& rows,
+                                                       std::int64_t first, std::int64_t last) {
     const std::size_t before = plane.bytes.size(), scales_before = plane.scales.size();
     const std::int64_t count = last - first;
     plane.bytes.resize(before + static_cast<std::size_t>(count * token_bytes(plane.shape)));
-    plane.scales.resize(scales_before + static_cast<std::size_t>(count * token_scales(plane.shape)));
+    plane.scales.resize(scales_before +
+                        static_cast<std::size_t>(count * token_scales(plane.shape)));
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int64_t slot = rows.slots.slot(first + i);
       if (slot < 0) continue;
-      gather_heads(rows, slot, plane.bytes.data() + before + static_cast<std::size_t>(i * token_bytes(plane.shape)));
+      gather_heads(
+          rows, slot,
+          plane.bytes.data() + before + static_cast<std::size_t>(i * token_bytes(plane.shape)));
       if (plane.shape.scales != ScaleScheme::none) {
-        gather_scales(rows, slot, plane.scales.data() + scales_before + static_cast<std::size_t>(i * token_scales(plane.shape)));
+        gather_scales(rows, slot,
+                      plane.scales.data() + scales_before +
+                          static_cast<std::size_t>(i * token_scales(plane.shape)));
       }
     }
     const auto scales = std::as_writable_bytes(std::span(plane.scales).subspan(scales_before));
@@ -143,13 +163,15 @@ class RowBuffer {
   }
   void shrink(std::int64_t tokens) {
     for (PlaneRows& plane : planes_) {
-      plane.bytes.resize((std::min)(plane.bytes.size(), static_cast<std::size_t>(tokens * token_bytes(plane.shape))));
-      plane.scales.resize((std::min)(plane.scales.size(), static_cast<std::size_t>(tokens * token_scales(plane.shape))));
+      plane.bytes.resize((std::min)(plane.bytes.size(),
+                                    static_cast<std::size_t>(tokens * token_bytes(plane.shape))));
+      plane.scales.resize((std::min)(plane.scales.size(),
+                                     static_cast<std::size_t>(tokens * token_scales(plane.shape))));
     }
   }
 
   std::shared_ptr<const Geometry> geometry_;
-  std::vector<PlaneRows> planes_;                       // layer-major
+  std::vector<PlaneRows> planes_;                   // layer-major
   std::vector<std::vector<std::uint8_t>> present_;  // (layer, token)
   std::int64_t tokens_ = 0;
 };

@@ -18,9 +18,13 @@ namespace detail {
 inline constexpr std::uint8_t set_version = 1;
 
 /// Bytes of an id that say something: an XXH3-128 id ends in 15 zeros.
-[[nodiscard]] constexpr std::size_t id_bytes(std::uint8_t tag) noexcept { return tag == Xxh3_128::tag ? 17 : 32; }
+[[nodiscard]] constexpr std::size_t id_bytes(std::uint8_t tag) noexcept {
+  return tag == Xxh3_128::tag ? 17 : 32;
+}
 
-inline void write_id(ByteWriter& w, std::uint8_t tag, const FragmentId& id) { w.bytes(std::as_bytes(std::span(id.bytes)).first(id_bytes(tag))); }
+inline void write_id(ByteWriter& w, std::uint8_t tag, const FragmentId& id) {
+  w.bytes(std::as_bytes(std::span(id.bytes)).first(id_bytes(tag)));
+}
 
 [[nodiscard]] inline FragmentId read_id(ByteReader& r, std::uint8_t tag) {
   FragmentId id;
@@ -97,14 +101,20 @@ KVMELD_LAZY [[nodiscard]] CausalContext read_ranges(ByteReader& r, const Lines& 
     const std::uint64_t more = r.varint();
     if (first > max_sequence || more > max_sequence - first) r.fail(ErrorCode::corrupt);
     const DotRange range{agent, epoch, first, first + more};
-    if (i > 0 && (!before.before(range) || (before.same_line(range) && first <= before.last + 1))) r.fail(ErrorCode::corrupt);
+    if (i > 0 && (!before.before(range) || (before.same_line(range) && first <= before.last + 1)))
+      r.fail(ErrorCode::corrupt);
     if (r.ok()) out.append(range);
     before = range;
   }
   return out;
 }
 
-enum MarkFlags : std::uint8_t { mark_confidence = 1, mark_superseded = 2, mark_time = 4, mark_known = 7 };
+enum MarkFlags : std::uint8_t {
+  mark_confidence = 1,
+  mark_superseded = 2,
+  mark_time = 4,
+  mark_known = 7
+};
 
 }  // namespace detail
 
@@ -127,8 +137,8 @@ inline void write_context(ByteWriter& w, const CausalContext& context) {
   return detail::read_ranges(r, lines, max_ranges);
 }
 
-/// The bytes of a set without its payloads: ids, marks, removals, and what was compacted away. About 20 bytes an entry for XXH3 ids,
-/// the same bytes for the same set and log. O(n).
+/// The bytes of a set without its payloads: ids, marks, removals, and what was compacted away.
+/// About 20 bytes an entry for XXH3 ids, the same bytes for the same set and log. O(n).
 KVMELD_LAZY [[nodiscard]] std::vector<std::byte> encode_set(const FragmentSet& set) {
   const std::uint8_t tag = set.hash().tag;
   detail::Lines lines;
@@ -151,7 +161,8 @@ KVMELD_LAZY [[nodiscard]] std::vector<std::byte> encode_set(const FragmentSet& s
     w.varint(entry.metadata.marks.size() * 2 + (entry.metadata.unattributed ? 1U : 0U));
     for (const Mark& mark : entry.metadata.marks) {
       lines.write_dot(w, mark.dot);
-      w.value(static_cast<std::uint8_t>((mark.confidence ? detail::mark_confidence : 0) | (mark.superseded_by.empty() ? 0 : detail::mark_superseded) |
+      w.value(static_cast<std::uint8_t>((mark.confidence ? detail::mark_confidence : 0) |
+                                        (mark.superseded_by.empty() ? 0 : detail::mark_superseded) |
                                         (mark.time_ms != 0 ? detail::mark_time : 0)));
       if (mark.confidence) w.value(*mark.confidence);
       if (!mark.superseded_by.empty()) detail::write_id(w, tag, mark.superseded_by);
@@ -169,17 +180,24 @@ KVMELD_LAZY [[nodiscard]] std::vector<std::byte> encode_set(const FragmentSet& s
   return w.take();
 }
 
-/// A set from bytes that nobody vouches for. Fragments are known by id alone; `FragmentSet::restore` adds them.
+/// A set from bytes that nobody vouches for. Fragments are known by id alone;
+/// `FragmentSet::restore` adds them.
 ///
-/// Errors: `version_mismatch`, `hash_mismatch` for ids of another hash than `hash`'s, `truncated`, `oversized`, `corrupt`, `unknown_field`,
-/// and those of `FragmentSet::from_parts`. O(n log n), memory within a small multiple of the bytes.
-KVMELD_LAZY [[nodiscard]] Result<FragmentSet> decode_set(std::span<const std::byte> bytes, const SetHash& hash = {}) {
+/// Errors: `version_mismatch`, `hash_mismatch` for ids of another hash than `hash`'s, `truncated`,
+/// `oversized`, `corrupt`, `unknown_field`, and those of `FragmentSet::from_parts`. O(n log n),
+/// memory within a small multiple of the bytes.
+KVMELD_LAZY [[nodiscard]] Result<FragmentSet> decode_set(std::span<const std::byte> bytes,
+                                                         const SetHash& hash = {}) {
   ByteReader r(bytes);
   const auto version = r.value<std::uint8_t>();
   const auto tag = r.value<std::uint8_t>();
   KVMELD_TRY(r.status("set"));
-  if (version != detail::set_version) return detail::error(ErrorCode::version_mismatch, "set of version ", version, ", this build reads version ", detail::set_version);
-  if (tag != hash.tag) return detail::error(ErrorCode::hash_mismatch, "set of hash tag ", tag, ", this replica's is ", hash.tag);
+  if (version != detail::set_version)
+    return detail::error(ErrorCode::version_mismatch, "set of version ", version,
+                         ", this build reads version ", detail::set_version);
+  if (tag != hash.tag)
+    return detail::error(ErrorCode::hash_mismatch, "set of hash tag ", tag, ", this replica's is ",
+                         hash.tag);
   detail::Lines lines;
   lines.read(r);
   std::vector<FragmentSet::Entry> entries;
@@ -204,7 +222,8 @@ KVMELD_LAZY [[nodiscard]] Result<FragmentSet> decode_set(std::span<const std::by
   std::vector<Removal> removals;
   for (std::size_t n = r.count(detail::id_bytes(tag) + 3); n > 0 && r.ok(); --n) {
     Removal removal{lines.read_dot(r), detail::read_id(r, tag), {}};
-    for (std::size_t d = r.count(2); d > 0 && r.ok(); --d) removal.removed.push_back(lines.read_dot(r));
+    for (std::size_t d = r.count(2); d > 0 && r.ok(); --d)
+      removal.removed.push_back(lines.read_dot(r));
     removals.push_back(std::move(removal));
   }
   const CausalContext compacted = detail::read_ranges(r, lines, default_max_ranges);
@@ -212,7 +231,8 @@ KVMELD_LAZY [[nodiscard]] Result<FragmentSet> decode_set(std::span<const std::by
   return FragmentSet::from_parts(hash, std::move(entries), std::move(removals), compacted);
 }
 
-/// A set's bytes as a store keeps them: ending in a checksum, since a bit that rots would otherwise make another set of them.
+/// A set's bytes as a store keeps them: ending in a checksum, since a bit that rots would otherwise
+/// make another set of them.
 [[nodiscard]] inline std::vector<std::byte> encode_record(std::span<const std::byte> set) {
   const std::uint64_t sum = XXH3_64bits(set.data(), set.size());
   ByteWriter w;
@@ -222,12 +242,15 @@ KVMELD_LAZY [[nodiscard]] Result<FragmentSet> decode_set(std::span<const std::by
   return w.take();
 }
 /// The set in a store's record. Errors: `truncated`, `corrupt`, those of `decode_set`.
-[[nodiscard]] inline Result<FragmentSet> decode_record(std::span<const std::byte> record, const SetHash& hash = {}) {
-  if (record.size() < sizeof(std::uint64_t)) return detail::error(ErrorCode::truncated, "a record of ", record.size(), " bytes");
+[[nodiscard]] inline Result<FragmentSet> decode_record(std::span<const std::byte> record,
+                                                       const SetHash& hash = {}) {
+  if (record.size() < sizeof(std::uint64_t))
+    return detail::error(ErrorCode::truncated, "a record of ", record.size(), " bytes");
   const auto set = record.first(record.size() - sizeof(std::uint64_t));
   ByteReader r(record.last(sizeof(std::uint64_t)));
   if (r.value<std::uint64_t>() != XXH3_64bits(set.data(), set.size())) {
-    return detail::error(ErrorCode::corrupt, "record: checksum of its ", record.size(), " bytes differs");
+    return detail::error(ErrorCode::corrupt, "record: checksum of its ", record.size(),
+                         " bytes differs");
   }
   return decode_set(set, hash);
 }

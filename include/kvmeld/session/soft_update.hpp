@@ -18,7 +18,8 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// Blends rows: row r is one token of one (layer, plane), all heads. Models `RowWork`; one lane does a row's work.
+/// Blends rows: row r is one token of one (layer, plane), all heads. Models `RowWork`; one lane
+/// does a row's work.
 struct SoftUpdateWork {
   using State = NoState;
   struct Task {
@@ -36,19 +37,22 @@ struct SoftUpdateWork {
     if (lane != 0) return;
     const Task& task = tasks[row / tokens];
     const std::int64_t t = row % tokens;
-    const std::int64_t a = task.fused.slots.slot(t), b = task.local.slots.slot(t), o = task.out.slots.slot(t);
+    const std::int64_t a = task.fused.slots.slot(t), b = task.local.slots.slot(t),
+                       o = task.out.slots.slot(t);
     if (o < 0 || a < 0 || b < 0) return;
     for (std::int64_t head = 0; head < task.out.shape.heads; ++head) blend(task, a, b, o, head);
   }
 
  private:
-  void blend(const Task& task, std::int64_t a, std::int64_t b, std::int64_t o, std::int64_t head) const noexcept {
+  void blend(const Task& task, std::int64_t a, std::int64_t b, std::int64_t o,
+             std::int64_t head) const noexcept {
     alignas(64) std::byte fused[max_bytes], local[max_bytes];
     alignas(64) float x[max_channels], y[max_channels];
     const PlaneShape& shape = task.out.shape;
     gather_row(task.fused, a, head, fused);
     gather_row(task.local, b, head, local);
-    if (beta == 0.0F || beta == 1.0F) return scatter_row(task.out, o, head, beta == 0.0F ? local : fused);
+    if (beta == 0.0F || beta == 1.0F)
+      return scatter_row(task.out, o, head, beta == 0.0F ? local : fused);
     load_row<Isa::baseline>(shape.type, fused, shape.channels, x);
     load_row<Isa::baseline>(shape.type, local, shape.channels, y);
     for (std::int32_t c = 0; c < shape.channels; ++c) {
@@ -89,13 +93,16 @@ KVMELD_LAZY Status check_blended(const SoftUpdateWork::Task& task, std::int64_t 
   return {};
 }
 
-/// Whether two views name the same elements by the same tokens, so that a row is read before it is written.
+/// Whether two views name the same elements by the same tokens, so that a row is read before it is
+/// written.
 [[nodiscard]] inline bool same_rows(const KvCacheRef& a, const KvCacheRef& b) {
   if (a.planes().size() != b.planes().size()) return false;
   for (std::size_t p = 0; p < a.planes().size(); ++p) {
     const PlaneRef& x = a.planes()[p];
     const PlaneRef& y = b.planes()[p];
-    if (!same_lattice(x, y) || x.slots.kind != y.slots.kind || x.slots.table != y.slots.table || x.slots.first != y.slots.first) return false;
+    if (!same_lattice(x, y) || x.slots.kind != y.slots.kind || x.slots.table != y.slots.table ||
+        x.slots.first != y.slots.first)
+      return false;
   }
   return true;
 }
@@ -117,13 +124,17 @@ KVMELD_LAZY Status check_blended(const SoftUpdateWork::Task& task, std::int64_t 
 /// `output_too_small`, `aliasing`, `unsupported` (scales, f64, or more than 1,024 channels a head),
 /// `memory_space`, `float_environment`.
 template <ExecutionPolicy E>
-  requires(!E::on_device)
-[[nodiscard]] Status soft_update(const E& exec, const KvCacheRef& fused, std::span<const std::int64_t> fused_positions, const KvCacheRef& local,
-                                 std::span<const std::int64_t> local_positions, float beta, const MutableKvCacheRef& out) {
+requires(!E::on_device) [[nodiscard]] Status
+    soft_update(const E& exec, const KvCacheRef& fused,
+                std::span<const std::int64_t> fused_positions, const KvCacheRef& local,
+                std::span<const std::int64_t> local_positions, float beta,
+                const MutableKvCacheRef& out) {
   using detail::error;
   KVMELD_TRY(check_float_environment());
-  if (!(beta >= 0.0F && beta <= 1.0F)) return error(ErrorCode::invalid_argument, "soft_update: beta ", beta, " is not in [0, 1]");
-  if (!fused.valid() || !local.valid() || !out.valid()) return error(ErrorCode::invalid_argument, "soft_update: a view has no geometry");
+  if (!(beta >= 0.0F && beta <= 1.0F))
+    return error(ErrorCode::invalid_argument, "soft_update: beta ", beta, " is not in [0, 1]");
+  if (!fused.valid() || !local.valid() || !out.valid())
+    return error(ErrorCode::invalid_argument, "soft_update: a view has no geometry");
   KVMELD_TRY(validate(local.geometry()));
   KVMELD_TRY(check_same(local.geometry(), fused.geometry()));
   KVMELD_TRY(check_same(local.geometry(), out.geometry()));
@@ -131,27 +142,38 @@ template <ExecutionPolicy E>
   KVMELD_TRY(detail::check_on_host(local, "soft_update"));
   KVMELD_TRY(detail::check_on_host(out, "soft_update"));
   const std::int64_t tokens = local.tokens();
-  if (fused.tokens() != tokens || std::ssize(fused_positions) != tokens || std::ssize(local_positions) != tokens) {
-    return error(ErrorCode::token_count_mismatch, "soft_update: ", fused.tokens(), " fused tokens at ", fused_positions.size(), " positions, ", tokens,
+  if (fused.tokens() != tokens || std::ssize(fused_positions) != tokens ||
+      std::ssize(local_positions) != tokens) {
+    return error(ErrorCode::token_count_mismatch, "soft_update: ", fused.tokens(),
+                 " fused tokens at ", fused_positions.size(), " positions, ", tokens,
                  " local ones at ", local_positions.size());
   }
   for (std::size_t t = 0; t < fused_positions.size(); ++t) {
     if (fused_positions[t] == local_positions[t]) continue;
-    return error(fused_positions[t] > local_positions[t] ? ErrorCode::position_gap : ErrorCode::duplicate_position, "soft_update: token ", t,
-                 " lies at position ", fused_positions[t], " in one cache, at ", local_positions[t], " in the other");
+    return error(fused_positions[t] > local_positions[t] ? ErrorCode::position_gap
+                                                         : ErrorCode::duplicate_position,
+                 "soft_update: token ", t, " lies at position ", fused_positions[t],
+                 " in one cache, at ", local_positions[t], " in the other");
   }
-  if (out.tokens() < tokens) return error(ErrorCode::output_too_small, "soft_update: ", tokens, " tokens, the output holds ", out.tokens());
+  if (out.tokens() < tokens)
+    return error(ErrorCode::output_too_small, "soft_update: ", tokens, " tokens, the output holds ",
+                 out.tokens());
   const MutableKvCacheRef written = out.first(tokens);
   const KvCacheRef target(written);
   if (overlaps(fused, target) || (overlaps(local, target) && !detail::same_rows(local, target))) {
-    return error(ErrorCode::aliasing, "soft_update: the output shares memory with an input and is not the local cache itself");
+    return error(
+        ErrorCode::aliasing,
+        "soft_update: the output shares memory with an input and is not the local cache itself");
   }
   std::vector<detail::SoftUpdateWork::Task> tasks;
   for (std::size_t p = 0; p < written.planes().size(); ++p) {
     const PlaneShape& shape = written.planes()[p].shape;
-    if (shape.scales != ScaleScheme::none || shape.type == ElementType::f64 || shape.channels > detail::SoftUpdateWork::max_channels) {
-      return error(ErrorCode::unsupported, "soft_update: plane ", p, " of ", shape.channels, " channels of ", to_string(shape.type),
-                   " cannot be blended: no scales apart, no f64, at most ", detail::SoftUpdateWork::max_channels, " channels");
+    if (shape.scales != ScaleScheme::none || shape.type == ElementType::f64 ||
+        shape.channels > detail::SoftUpdateWork::max_channels) {
+      return error(ErrorCode::unsupported, "soft_update: plane ", p, " of ", shape.channels,
+                   " channels of ", to_string(shape.type),
+                   " cannot be blended: no scales apart, no f64, at most ",
+                   detail::SoftUpdateWork::max_channels, " channels");
     }
     KVMELD_TRY(check_writable(written.planes()[p]));
     tasks.push_back({fused.planes()[p], local.planes()[p], written.planes()[p]});

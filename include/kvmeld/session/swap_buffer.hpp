@@ -21,7 +21,8 @@ namespace detail {
 /// Rows `begin` … of a cache whose tokens lie at their own index; none where it holds no more than
 /// `begin`.
 template <class Byte>
-[[nodiscard]] BasicKvCacheRef<Byte> rows_from(const BasicKvCacheRef<Byte>& cache, std::int64_t begin) {
+[[nodiscard]] BasicKvCacheRef<Byte> rows_from(const BasicKvCacheRef<Byte>& cache,
+                                              std::int64_t begin) {
   begin = (std::max)((std::min)(begin, cache.tokens()), std::int64_t{0});
   std::vector<BasicPlaneRef<Byte>> planes(cache.planes().begin(), cache.planes().end());
   for (BasicPlaneRef<Byte>& plane : planes) {
@@ -31,7 +32,8 @@ template <class Byte>
   return BasicKvCacheRef<Byte>(cache.shared_geometry(), std::move(planes), cache.tokens() - begin);
 }
 
-/// Plans one fragment alone behind what a cache holds: an agent's words since the snapshot, for its own view only.
+/// Plans one fragment alone behind what a cache holds: an agent's words since the snapshot, for its
+/// own view only.
 [[nodiscard]] inline auto plan_behind(const Fragment& fragment, std::int64_t position) {
   const auto keep = kvmeld::merger(ById{});
   Target target{fragment.geometry()};
@@ -55,13 +57,16 @@ struct CacheSnapshot {
 
   [[nodiscard]] explicit operator bool() const noexcept { return owner != nullptr; }
   /// The rows. Allocates plane descriptors.
-  [[nodiscard]] KvCacheRef kv_cache_ref() const { return KvCacheRef(owner->buffer->mutable_ref()).first(tokens); }
+  [[nodiscard]] KvCacheRef kv_cache_ref() const {
+    return KvCacheRef(owner->buffer->mutable_ref()).first(tokens);
+  }
 };
 
-/// The cache that an agent of kvmeld-owned memory generates from: replaced by pointer, at a moment that the agent chooses.
+/// The cache that an agent of kvmeld-owned memory generates from: replaced by pointer, at a moment
+/// that the agent chooses.
 ///
-/// `swap` and `append` belong to the generating thread; `current` may be called by any. A buffer that was swapped out lives
-/// while somebody holds it, then serves the next render.
+/// `swap` and `append` belong to the generating thread; `current` may be called by any. A buffer
+/// that was swapped out lives while somebody holds it, then serves the next render.
 class SwapBuffer {
  public:
   using Buffer = HostBuffer;
@@ -84,28 +89,36 @@ class SwapBuffer {
     live_.swap(next);
   }
 
-  /// Appends rows of new tokens at the positions that follow, so that the live cache is all that the agent has seen.
+  /// Appends rows of new tokens at the positions that follow, so that the live cache is all that
+  /// the agent has seen.
   ///
-  /// Errors: `output_too_small` where the buffer has no free rows left (`HostBacking::spare_tokens`), those of `gather`; the live
-  /// cache is as it was then.
+  /// Errors: `output_too_small` where the buffer has no free rows left
+  /// (`HostBacking::spare_tokens`), those of `gather`; the live cache is as it was then.
   Status append(const KvCacheRef& rows, std::span<const TokenId> tokens = {}) {
-    if (live_ == nullptr) return detail::error(ErrorCode::invalid_argument, rows.tokens(), " tokens, and no cache is live");
+    if (live_ == nullptr)
+      return detail::error(ErrorCode::invalid_argument, rows.tokens(),
+                           " tokens, and no cache is live");
     return append_to(*live_, rows, tokens);
   }
   /// Whether a cache is live. Of the generating thread.
   [[nodiscard]] bool live() const noexcept { return live_ != nullptr; }
   /// Whether so many tokens more fit behind the live cache; true where none is live.
-  [[nodiscard]] Status check_room(std::int64_t tokens) const { return live_ == nullptr ? Status() : room(*live_, tokens); }
-  /// Appends a sealed span, turned to the positions that follow, to a cache that is not live yet or to the live one.
+  [[nodiscard]] Status check_room(std::int64_t tokens) const {
+    return live_ == nullptr ? Status() : room(*live_, tokens);
+  }
+  /// Appends a sealed span, turned to the positions that follow, to a cache that is not live yet or
+  /// to the live one.
   ///
-  /// `first_position` is where a cache without rows begins. Errors: as `append`, and those of `plan`.
+  /// `first_position` is where a cache without rows begins. Errors: as `append`, and those of
+  /// `plan`.
   Status carry(Rendered<Buffer>& cache, const Fragment& fragment, std::int64_t first_position = 0) {
     const auto made = detail::plan_behind(fragment, cache.next_position(first_position));
     if (!made) return made.error();
     KVMELD_TRY(room(cache, made->tokens()));
     std::vector<std::byte> workspace(made->workspace_bytes());
     const auto at = std::ssize(cache.positions);
-    const auto report = run(exec::seq, *made, workspace, detail::rows_from(cache.buffer->mutable_ref(), at));
+    const auto report =
+        run(exec::seq, *made, workspace, detail::rows_from(cache.buffer->mutable_ref(), at));
     if (!report) return report.error();
     publish(cache, made->positions(), made->token_ids());
     return {};
@@ -115,18 +128,24 @@ class SwapBuffer {
   [[nodiscard]] static Status room(Rendered<Buffer>& cache, std::int64_t tokens) {
     const std::int64_t left = cache.buffer->capacity_tokens() - std::ssize(cache.positions);
     if (tokens <= left) return {};
-    return detail::error(ErrorCode::output_too_small, tokens, " tokens more in a buffer with room for ", left, "; raise HostBacking::spare_tokens");
+    return detail::error(ErrorCode::output_too_small, tokens,
+                         " tokens more in a buffer with room for ", left,
+                         "; raise HostBacking::spare_tokens");
   }
-  Status append_to(Rendered<Buffer>& cache, const KvCacheRef& rows, std::span<const TokenId> tokens) {
-    if (!rows.valid()) return detail::error(ErrorCode::invalid_argument, "the view has no geometry");
+  Status append_to(Rendered<Buffer>& cache, const KvCacheRef& rows,
+                   std::span<const TokenId> tokens) {
+    if (!rows.valid())
+      return detail::error(ErrorCode::invalid_argument, "the view has no geometry");
     if (!tokens.empty() && static_cast<std::int64_t>(tokens.size()) != rows.tokens()) {
-      return detail::error(ErrorCode::token_count_mismatch, tokens.size(), " token ids for ", rows.tokens(), " rows of K/V");
+      return detail::error(ErrorCode::token_count_mismatch, tokens.size(), " token ids for ",
+                           rows.tokens(), " rows of K/V");
     }
     KVMELD_TRY(room(cache, rows.tokens()));
     std::vector<std::int64_t> map(static_cast<std::size_t>(rows.tokens()));
     std::iota(map.begin(), map.end(), 0);
     const auto at = std::ssize(cache.positions);
-    const auto moved = gather(exec::seq, rows, std::span<const std::int64_t>(map), detail::rows_from(cache.buffer->mutable_ref(), at));
+    const auto moved = gather(exec::seq, rows, std::span<const std::int64_t>(map),
+                              detail::rows_from(cache.buffer->mutable_ref(), at));
     if (!moved) return moved.error();
     std::iota(map.begin(), map.end(), cache.next_position());
     std::vector<TokenId> ids(tokens.begin(), tokens.end());
@@ -135,7 +154,8 @@ class SwapBuffer {
     return {};
   }
   // Readers hold spans over what was there: the vectors have room, so nothing moves under them.
-  void publish(Rendered<Buffer>& cache, std::span<const std::int64_t> positions, std::span<const TokenId> tokens) {
+  void publish(Rendered<Buffer>& cache, std::span<const std::int64_t> positions,
+               std::span<const TokenId> tokens) {
     const std::lock_guard lock(mutex_);
     cache.positions.insert(cache.positions.end(), positions.begin(), positions.end());
     cache.tokens.insert(cache.tokens.end(), tokens.begin(), tokens.end());

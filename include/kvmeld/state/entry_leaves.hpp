@@ -17,7 +17,8 @@ KVMELD_NAMESPACE_BEGIN
 /// What a set knows of one id.
 struct SetEntry {
   FragmentId id{};
-  Fragment fragment{};  ///< not valid() where nothing but the id has arrived; its payloads' bytes may be evicted
+  /// Not valid() where nothing but the id has arrived; its payloads' bytes may be evicted.
+  Fragment fragment{};
   Metadata metadata{};
 
   /// Whether every payload's bytes are here.
@@ -34,12 +35,15 @@ namespace detail {
 
 /// A pointer whose copies share, until one of them wants to write.
 ///
-/// `unique` synchronises with the release of every other copy, which `shared_ptr::use_count` does not: copies live in other threads.
+/// `unique` synchronises with the release of every other copy, which `shared_ptr::use_count` does
+/// not: copies live in other threads.
 template <class T>
 class CowPtr {
  public:
   CowPtr() : node_(new Node) {}
-  CowPtr(const CowPtr& other) noexcept : node_(other.node_) { node_->count.fetch_add(1, std::memory_order_relaxed); }
+  CowPtr(const CowPtr& other) noexcept : node_(other.node_) {
+    node_->count.fetch_add(1, std::memory_order_relaxed);
+  }
   CowPtr(CowPtr&& other) noexcept : node_(std::exchange(other.node_, nullptr)) {}
   CowPtr& operator=(CowPtr other) noexcept {
     std::swap(node_, other.node_);
@@ -70,19 +74,24 @@ class CowPtr {
   Node* node_;
 };
 
-/// What a walk reads of an entry: half of its id, most significant byte first, and 64 bits of its digest, the lowest of which says
-/// whether all bytes are there.
+/// What a walk reads of an entry: half of its id, most significant byte first, and 64 bits of its
+/// digest, the lowest of which says whether all bytes are there.
 struct Probe {
   std::uint64_t high = 0;
   std::uint64_t low = 0;
   std::uint64_t tag = 0;
 
-  [[nodiscard]] bool same_prefix(const Probe& other) const noexcept { return high == other.high && low == other.low; }
-  [[nodiscard]] bool before(const Probe& other) const noexcept { return high != other.high ? high < other.high : low < other.low; }
+  [[nodiscard]] bool same_prefix(const Probe& other) const noexcept {
+    return high == other.high && low == other.low;
+  }
+  [[nodiscard]] bool before(const Probe& other) const noexcept {
+    return high != other.high ? high < other.high : low < other.low;
+  }
   [[nodiscard]] bool complete() const noexcept { return (tag & 1U) != 0; }
 };
 
-KVMELD_LAZY [[nodiscard]] inline Probe probe_of(const FragmentId& id, std::uint64_t tag = 0) noexcept {
+KVMELD_LAZY [[nodiscard]] inline Probe probe_of(const FragmentId& id,
+                                                std::uint64_t tag = 0) noexcept {
   Probe out{0, 0, tag};
   for (std::size_t i = 0; i < 8; ++i) {
     out.high = out.high << 8U | id.bytes[i];
@@ -91,10 +100,12 @@ KVMELD_LAZY [[nodiscard]] inline Probe probe_of(const FragmentId& id, std::uint6
   return out;
 }
 
-/// Entries of neighbouring ids. Probes lie apart, since a join walks them and mostly finds them equal.
+/// Entries of neighbouring ids. Probes lie apart, since a join walks them and mostly finds them
+/// equal.
 struct Leaf {
   std::vector<Probe> probes;
-  std::vector<std::shared_ptr<const SetEntry>> entries;  // never null, never changed: copies of a leaf share them
+  // never null, never changed: copies of a leaf share them
+  std::vector<std::shared_ptr<const SetEntry>> entries;
 
   /// The first entry at or behind an id. O(log leaf_size).
   KVMELD_LAZY [[nodiscard]] std::size_t lower_bound(const FragmentId& id) const noexcept {
@@ -109,12 +120,14 @@ struct Leaf {
         count = half;
       }
     }
-    while (first < probes.size() && probes[first].same_prefix(key) && entries[first]->id < id) ++first;
+    while (first < probes.size() && probes[first].same_prefix(key) && entries[first]->id < id)
+      ++first;
     return first;
   }
 };
 
-/// Entries in ascending order of id, in leaves of bounded size: a copy costs a pointer a leaf, a change one leaf.
+/// Entries in ascending order of id, in leaves of bounded size: a copy costs a pointer a leaf, a
+/// change one leaf.
 class EntryLeaves {
  public:
   static constexpr std::size_t leaf_size = 48;
@@ -152,10 +165,15 @@ class EntryLeaves {
   /// A walk over probes that looks at entries only when asked to.
   class Walk {
    public:
-    explicit Walk(const EntryLeaves& all) noexcept : leaf_(all.leaves_.data()), end_(leaf_ + all.leaves_.size()) { enter(); }
+    explicit Walk(const EntryLeaves& all) noexcept
+        : leaf_(all.leaves_.data()), end_(leaf_ + all.leaves_.size()) {
+      enter();
+    }
     [[nodiscard]] bool done() const noexcept { return leaf_ == end_; }
     [[nodiscard]] const Probe& probe() const noexcept { return *at_; }
-    [[nodiscard]] const SetEntry& entry() const noexcept { return *(*leaf_)->entries[static_cast<std::size_t>(at_ - (*leaf_)->probes.data())]; }
+    [[nodiscard]] const SetEntry& entry() const noexcept {
+      return *(*leaf_)->entries[static_cast<std::size_t>(at_ - (*leaf_)->probes.data())];
+    }
     void next() noexcept {
       if (++at_ != stop_) return;
       ++leaf_;
@@ -182,7 +200,9 @@ class EntryLeaves {
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
   KVMELD_LAZY [[nodiscard]] Iterator begin() const noexcept { return {leaves_.data(), 0}; }
-  KVMELD_LAZY [[nodiscard]] Iterator end() const noexcept { return {leaves_.data() + leaves_.size(), 0}; }
+  KVMELD_LAZY [[nodiscard]] Iterator end() const noexcept {
+    return {leaves_.data() + leaves_.size(), 0};
+  }
 
   /// Null where the id is not there. O(log n).
   KVMELD_LAZY [[nodiscard]] const SetEntry* find(const FragmentId& id) const noexcept {
@@ -193,7 +213,8 @@ class EntryLeaves {
   }
   /// Inserts an entry, or replaces the one of its id. O(log n + leaf_size).
   KVMELD_LAZY void put(SetEntry entry, std::uint64_t tag) {
-    const Probe probe = probe_of(entry.id, (tag & ~std::uint64_t{1}) | (entry.complete() ? 1U : 0U));
+    const Probe probe =
+        probe_of(entry.id, (tag & ~std::uint64_t{1}) | (entry.complete() ? 1U : 0U));
     auto shared = std::make_shared<const SetEntry>(std::move(entry));
     if (leaves_.empty()) {
       leaves_.emplace_back();  // not empty for long
@@ -212,7 +233,8 @@ class EntryLeaves {
     leaf.entries.insert(leaf.entries.begin() + at, std::move(shared));
     ++size_;
     firsts_[l] = leaf.probes.front();
-    if (leaf.entries.size() > leaf_size) split(l, i + 1 == leaf.entries.size() && l + 1 == leaves_.size());
+    if (leaf.entries.size() > leaf_size)
+      split(l, i + 1 == leaf.entries.size() && l + 1 == leaves_.size());
   }
   /// Takes an entry out that must be there. O(log n + leaf_size).
   KVMELD_LAZY void erase(const FragmentId& id) {
@@ -235,7 +257,8 @@ class EntryLeaves {
   KVMELD_LAZY [[nodiscard]] std::size_t leaf_of(const FragmentId& id) const noexcept {
     const Probe key = probe_of(id);
     const auto begins_behind = [&](std::size_t l) {
-      return firsts_[l].same_prefix(key) ? id < leaves_[l]->entries.front()->id : key.before(firsts_[l]);
+      return firsts_[l].same_prefix(key) ? id < leaves_[l]->entries.front()->id
+                                         : key.before(firsts_[l]);
     };
     std::size_t after = 0;
     for (std::size_t count = firsts_.size(); count > 0;) {
@@ -249,12 +272,14 @@ class EntryLeaves {
     }
     return after == 0 ? 0 : after - 1;
   }
-  /// Cuts a leaf in two; one that grew at the very end keeps nearly all, so that ascending insertion fills leaves.
+  /// Cuts a leaf in two; one that grew at the very end keeps nearly all, so that ascending
+  /// insertion fills leaves.
   KVMELD_LAZY void split(std::size_t l, bool ascending) {
     CowPtr<Leaf> right;
     Leaf& left = leaves_[l].own();
     Leaf& to = right.own();
-    const auto cut = static_cast<std::ptrdiff_t>(ascending ? left.entries.size() - 1 : left.entries.size() / 2);
+    const auto cut =
+        static_cast<std::ptrdiff_t>(ascending ? left.entries.size() - 1 : left.entries.size() / 2);
     const auto move_tail = [&](auto& from, auto& into) {
       into.reserve(leaf_size + 1);
       into.assign(std::make_move_iterator(from.begin() + cut), std::make_move_iterator(from.end()));

@@ -29,7 +29,8 @@ struct Merger {
   static_assert(OrderPolicy<Order>, "kvmeld: the order slot needs an OrderPolicy");
   static_assert(SeamPolicy<Seam>, "kvmeld: the seam slot needs a SeamPolicy");
 
-  static_assert(detail::NearMisses<Select>::none && detail::NearMisses<Order>::none && detail::NearMisses<Seam>::none);
+  static_assert(detail::NearMisses<Select>::none && detail::NearMisses<Order>::none &&
+                detail::NearMisses<Seam>::none);
 
   Select select{};
   Order order{};
@@ -37,9 +38,11 @@ struct Merger {
   Fuser<Fuse> fuse{};
   Seam seam{};
 
-  /// True where equal sets render to equal bytes on every machine; false as soon as one policy does not promise it.
-  static constexpr bool reproducible =
-      Select::reproducible && Order::reproducible && Align::reproducible && Fuse::reproducible && Seam::reproducible;
+  /// True where equal sets render to equal bytes on every machine; false as soon as one policy does
+  /// not promise it.
+  static constexpr bool reproducible = Select::reproducible && Order::reproducible &&
+                                       Align::reproducible && Fuse::reproducible &&
+                                       Seam::reproducible;
 
   /// Metadata that any of the five reads; `render_id` covers it.
   static constexpr MetadataFields metadata = [] {
@@ -73,7 +76,10 @@ namespace detail {
 enum class Slot : int { none = -1, select, order, align, fuse, seam };
 
 template <class P>
-inline constexpr Slot slot_of = SelectPolicy<P> ? Slot::select : OrderPolicy<P> ? Slot::order : SeamPolicy<P> ? Slot::seam : Slot::none;
+inline constexpr Slot slot_of = SelectPolicy<P>  ? Slot::select
+                                : OrderPolicy<P> ? Slot::order
+                                : SeamPolicy<P>  ? Slot::seam
+                                                 : Slot::none;
 template <class P>
 inline constexpr Slot slot_of<Aligner<P>> = Slot::align;
 template <class P>
@@ -87,17 +93,19 @@ template <class P>
 inline constexpr bool names_mark = requires {
   &P::mark;
 };
-/// Meant as a select, order or seam policy: it has the member that makes one, and is no fuser or aligner without its
-/// name.
+/// Meant as a select, order or seam policy: it has the member that makes one, and is no fuser or
+/// aligner without its name.
 template <class P>
-inline constexpr bool meant_as_part = (names_select<P> || names_order<P> || names_mark<P>)&&!SelectForm<P> &&
+inline constexpr bool meant_as_part = (names_select<P> || names_order<P> ||
+                                       names_mark<P>)&&!SelectForm<P> &&
                                       !AlignPolicy<P>;
 
 /// Says which member a select, order or seam policy lacks.
 template <class P>
 struct PartMembers {
   static constexpr bool meant = slot_of<P> == Slot::none && meant_as_part<P>;
-  static_assert(!meant || std::copyable<P>, "kvmeld: this select, order or seam policy cannot be copied");
+  static_assert(!meant || std::copyable<P>,
+                "kvmeld: this select, order or seam policy cannot be copied");
   static_assert(
       !meant || requires(const P& policy, Hasher& hasher) { policy.digest(hasher); },
       "kvmeld: this select, order or seam policy lacks 'void digest(Hasher&) const'");
@@ -143,7 +151,9 @@ struct PartMembers<Fuser<P>> {
 template <Slot S, class Default, class... Parts>
 [[nodiscard]] constexpr auto pick(Default fallback, const Parts&... parts) {
   constexpr int count = (0 + ... + (slot_of<Parts> == S ? 1 : 0));
-  static_assert(count <= 1, "kvmeld: merger(parts...) got two policies for one slot (select, order, align, fuse, seam)");
+  static_assert(
+      count <= 1,
+      "kvmeld: merger(parts...) got two policies for one slot (select, order, align, fuse, seam)");
   if constexpr (count == 1) {
     constexpr std::size_t index = [] {
       constexpr Slot slots[] = {slot_of<Parts>...};
@@ -159,13 +169,15 @@ template <Slot S, class Default, class... Parts>
 
 }  // namespace detail
 
-/// Sorts policies into the five slots of a `Merger` by what they model; a missing one takes its default.
+/// Sorts policies into the five slots of a `Merger` by what they model; a missing one takes its
+/// default.
 ///
 /// A policy twice, or one that models none of the five concepts, does not compile and says so.
 template <class... Parts>
 [[nodiscard]] constexpr auto merger(Parts... parts) {
   static_assert((detail::PartMembers<Parts>::known && ...),
-                "kvmeld: merger(parts...) got a type that is no SelectPolicy, OrderPolicy, SeamPolicy, Aligner<...> or "
+                "kvmeld: merger(parts...) got a type that is no SelectPolicy, OrderPolicy, "
+                "SeamPolicy, Aligner<...> or "
                 "Fuser<...>: "
                 "it has neither 'select' nor 'order' nor 'mark'; "
                 "wrap alignment and fusion policies: Aligner{policy}, Fuser{policy}");
@@ -175,8 +187,9 @@ template <class... Parts>
   auto align = detail::pick<Slot::align>(Aligner<Concat>{}, parts...);
   auto fuse = detail::pick<Slot::fuse>(Fuser<WeightedMean>{}, parts...);
   auto seam = detail::pick<Slot::seam>(SeamNone{}, parts...);
-  return Merger<decltype(select), decltype(order), typename decltype(align)::policy_type, typename decltype(fuse)::policy_type,
-                decltype(seam)>{std::move(select), std::move(order), std::move(align), std::move(fuse), std::move(seam)};
+  return Merger<decltype(select), decltype(order), typename decltype(align)::policy_type,
+                typename decltype(fuse)::policy_type, decltype(seam)>{
+      std::move(select), std::move(order), std::move(align), std::move(fuse), std::move(seam)};
 }
 
 KVMELD_NAMESPACE_END

@@ -17,24 +17,28 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// A table of turns for each layer whose keys are turned; layers of one RoPE share one. Errors: `unsupported` for keys in a Hadamard basis; those
-/// of `RopeTable::build`.
+/// A table of turns for each layer whose keys are turned; layers of one RoPE share one. Errors:
+/// `unsupported` for keys in a Hadamard basis; those of `RopeTable::build`.
 KVMELD_LAZY Status build_ropes(PlanCore& core, std::int64_t context_length) {
   const Geometry& geometry = *core.geometry;
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     const LayerShape& layer = geometry.layers[l];
     std::int32_t table = -1;
-    const bool turned = core.shifts.size() > 1 && layer.rope.kind != RopeKind::none && layer.key_form == KeyForm::post_rope &&
-                        std::any_of(layer.planes.begin(), layer.planes.end(), [](const PlaneShape& p) { return p.rotary; });
+    const bool turned = core.shifts.size() > 1 && layer.rope.kind != RopeKind::none &&
+                        layer.key_form == KeyForm::post_rope &&
+                        std::any_of(layer.planes.begin(), layer.planes.end(),
+                                    [](const PlaneShape& p) { return p.rotary; });
     if (turned) {
       for (const PlaneShape& shape : layer.planes) {
         if (shape.rotary && shape.hadamard != 0) {
-          return error(ErrorCode::unsupported, "layer ", l, ": keys in a Hadamard basis of ", shape.hadamard,
+          return error(ErrorCode::unsupported, "layer ", l, ": keys in a Hadamard basis of ",
+                       shape.hadamard,
                        " cannot be turned; use unquantised keys, or positions that do not move");
         }
       }
       for (std::size_t m = 0; m < l && table < 0; ++m) {
-        if (core.layer_rope[m] >= 0 && geometry.layers[m].rope == layer.rope) table = core.layer_rope[m];
+        if (core.layer_rope[m] >= 0 && geometry.layers[m].rope == layer.rope)
+          table = core.layer_rope[m];
       }
       if (table < 0) {
         auto built = RopeTable::build(layer.rope, span_of(core.shifts), context_length);
@@ -74,7 +78,8 @@ KVMELD_LAZY Status compile_groups(PlanCore& core, const Alignment& alignment, Fu
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     std::size_t g = 0;
     while (g < alignment.groups.size() && !alignment.groups[g].layers.contains(l)) ++g;
-    if (g == alignment.groups.size()) return error(ErrorCode::invalid_argument, "no group of the alignment covers layer ", l);
+    if (g == alignment.groups.size())
+      return error(ErrorCode::invalid_argument, "no group of the alignment covers layer ", l);
     Key key{g, geometry.layers[l].key_form == KeyForm::pre_rope, {}};
     for (const PlanSource& source : core.sources) {
       key.sets.push_back(&source.payload().token_sets[source.payload().layer_set[l]]);
@@ -83,14 +88,17 @@ KVMELD_LAZY Status compile_groups(PlanCore& core, const Alignment& alignment, Fu
     while (k < keys.size() && !keys[k].alike(key)) ++k;
     if (k == keys.size()) {
       keys.push_back(std::move(key));
-      compile_rows(core, alignment.groups[g], l, fuser, recompute, shift_of, core.groups.emplace_back());
+      compile_rows(core, alignment.groups[g], l, fuser, recompute, shift_of,
+                   core.groups.emplace_back());
     }
     core.layer_group.push_back(static_cast<std::uint32_t>(k));
     const GroupArrays& rows = core.groups[k];
     core.head_weights.push_back(compile_head_weights(geometry, alignment.groups[g], l, rows));
     std::int64_t token_bytes = 0;
-    for (const PlaneShape& shape : geometry.layers[l].planes) token_bytes += row_bytes(shape) * shape.heads;
-    for (std::size_t o = 0; o < core.positions.size(); ++o) core.bytes += rows.row_begin[o] == rows.row_begin[o + 1] ? 0 : token_bytes;
+    for (const PlaneShape& shape : geometry.layers[l].planes)
+      token_bytes += row_bytes(shape) * shape.heads;
+    for (std::size_t o = 0; o < core.positions.size(); ++o)
+      core.bytes += rows.row_begin[o] == rows.row_begin[o + 1] ? 0 : token_bytes;
   }
   return {};
 }
@@ -108,7 +116,8 @@ KVMELD_LAZY Status compile(PlanCore& core, const Alignment& alignment, FuserTrai
     is_hole = std::move(holes);
   }
   for (std::size_t o = 0; o < is_hole.size(); ++o) {
-    if (is_hole[o] != 0) core.holes.push_back({static_cast<std::int64_t>(o), core.positions[o], core.tokens[o]});
+    if (is_hole[o] != 0)
+      core.holes.push_back({static_cast<std::int64_t>(o), core.positions[o], core.tokens[o]});
   }
   return build_ropes(core, context_length);
 }

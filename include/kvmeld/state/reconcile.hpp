@@ -13,44 +13,57 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Finds the entries in which two replicas differ, by messages whose bytes grow with the difference and not with the sets.
+/// Finds the entries in which two replicas differ, by messages whose bytes grow with the difference
+/// and not with the sets.
 ///
-/// One object on each side, no clock and no I/O: one side calls `start` and sends what it returns; both feed what arrives to
-/// `receive` and send what that returns, until it says `done`. Both then hold the same answer, each from its side.
+/// One object on each side, no clock and no I/O: one side calls `start` and sends what it returns;
+/// both feed what arrives to `receive` and send what that returns, until it says `done`. Both then
+/// hold the same answer, each from its side.
 ///
-/// Cost, both ways together, for sets to 100,000 ids: at most 1.3 × 32 bytes for each id that differs, and 256 bytes more for the
-/// session. 32 of them are the id itself, sent once where one side lacks it, and not at all where both hold it with different
-/// tags. The estimate behind it is random: none of some 36,000 sessions measured cost more, but an unlucky salt could.
-/// Messages: about 16 + 2 log2(1 + differing) at most, for each window of cells that `ReconcileLimits::message_bytes` sets. Work:
-/// O(n) hashes and, where few of many differ, about 60 products in GF(2^32) for an item; memory: O(n) and the message.
+/// Cost, both ways together, for sets to 100,000 ids: at most 1.3 × 32 bytes for each id that
+/// differs, and 256 bytes more for the session. 32 of them are the id itself, sent once where one
+/// side lacks it, and not at all where both hold it with different tags. The estimate behind it is
+/// random: none of some 36,000 sessions measured cost more, but an unlucky salt could. Messages:
+/// about 16 + 2 log2(1 + differing) at most, for each window of cells that
+/// `ReconcileLimits::message_bytes` sets. Work: O(n) hashes and, where few of many differ, about 60
+/// products in GF(2^32) for an item; memory: O(n) and the message.
 ///
-/// How. Ids are hashed with the session's salt. Signs summed over all hashes estimate how many differ (Alon, Matias, Szegedy
-/// 1996). The hashes are cut into cells of about 24 differences: ranges as those of Meyer, Range-Based Set Reconciliation, 2023,
-/// but of hashes, so that it does not matter how ids lie. Of each cell the side with fewer items sends count, 64-bit
-/// fingerprint and a sketch: power sums of 32-bit hashes, 4 bytes for each difference (PinSketch; Dodis et al. 2008). The other
-/// side adds its own, finds the polynomial whose roots are the differing hashes, tries its own items on it, sends the ids of
-/// those that are roots and what is left of the polynomial; the first side tries its items on that and sends their ids. Where
-/// too many differ, more sums are sent, and the earlier ones stay. Where most items differ, 24-bit hashes are listed instead.
-/// Fingerprints confirm each cell, then the whole; cells whose short hashes met are salted anew. Then the same again over
-/// hashes of (id, tag) of the ids that both hold.
+/// How. Ids are hashed with the session's salt. Signs summed over all hashes estimate how many
+/// differ (Alon, Matias, Szegedy 1996). The hashes are cut into cells of about 24 differences:
+/// ranges as those of Meyer, Range-Based Set Reconciliation, 2023, but of hashes, so that it does
+/// not matter how ids lie. Of each cell the side with fewer items sends count, 64-bit fingerprint
+/// and a sketch: power sums of 32-bit hashes, 4 bytes for each difference (PinSketch; Dodis et al.
+/// 2008). The other side adds its own, finds the polynomial whose roots are the differing hashes,
+/// tries its own items on it, sends the ids of those that are roots and what is left of the
+/// polynomial; the first side tries its items on that and sends their ids. Where too many differ,
+/// more sums are sent, and the earlier ones stay. Where most items differ, 24-bit hashes are listed
+/// instead. Fingerprints confirm each cell, then the whole; cells whose short hashes met are salted
+/// anew. Then the same again over hashes of (id, tag) of the ids that both hold.
 ///
-/// A message is a byte 0x10 + `detail::ReconcileKind`, the number of the message in the session as varint, and what the kind
-/// holds. Nothing in it is believed before the fingerprints agree, so a flipped bit ends in an error or in the right answer. A
-/// peer that lies about its set gets the answer for that lie. It can make this side do about 1,000 products an item and open
-/// 65,536 cells, and can make it hold what it sends itself; the limits bound what it may announce. An error ends the session.
+/// A message is a byte 0x10 + `detail::ReconcileKind`, the number of the message in the session as
+/// varint, and what the kind holds. Nothing in it is believed before the fingerprints agree, so a
+/// flipped bit ends in an error or in the right answer. A peer that lies about its set gets the
+/// answer for that lie. It can make this side do about 1,000 products an item and open 65,536
+/// cells, and can make it hold what it sends itself; the limits bound what it may announce. An
+/// error ends the session.
 ///
-/// Deterministic for the items and the salt. The salt should be hard to guess where others choose the ids.
+/// Deterministic for the items and the salt. The salt should be hard to guess where others choose
+/// the ids.
 class Reconciliation {
  public:
   /// @param mine ascending by id, no id twice; must outlive the session.
-  explicit Reconciliation(std::span<const ReconcileItem> mine, const ReconcileLimits& limits = {}) : session_(mine, limits) {}
+  explicit Reconciliation(std::span<const ReconcileItem> mine, const ReconcileLimits& limits = {})
+      : session_(mine, limits) {}
 
   /// The first message. Only one of the two sides calls it.
   ///
-  /// Errors: `invalid_argument` for items that do not ascend or a session that has begun; `quota_exceeded` for too many items.
+  /// Errors: `invalid_argument` for items that do not ascend or a session that has begun;
+  /// `quota_exceeded` for too many items.
   KVMELD_LAZY [[nodiscard]] Result<std::vector<std::byte>> start(std::uint64_t salt) {
     if (!failure_.ok()) return failure_;
-    if (step_ != 0) return fail(detail::error(ErrorCode::invalid_argument, "the session has begun and is at step ", step_));
+    if (step_ != 0)
+      return fail(detail::error(ErrorCode::invalid_argument,
+                                "the session has begun and is at step ", step_));
     ByteWriter out;
     head(out);
     if (Status status = session_.start(salt, out); !status) return fail(std::move(status));
@@ -60,13 +73,15 @@ class Reconciliation {
 
   /// What follows from a message of the peer.
   ///
-  /// Over a transport that loses: the side that started sends its last message again when nothing comes, the other one does so
-  /// only when it waits for the very last message. A message that came before changes nothing, and is answered as before
-  /// by the side that did not start, and by the other one when it is done.
+  /// Over a transport that loses: the side that started sends its last message again when nothing
+  /// comes, the other one does so only when it waits for the very last message. A message that came
+  /// before changes nothing, and is answered as before by the side that did not start, and by the
+  /// other one when it is done.
   ///
-  /// Errors: `corrupt`, `truncated` or `oversized` for bytes that contradict themselves or the session, `version_mismatch`,
-  /// `quota_exceeded` for a set above the limits, and those of `start`. `corrupt` also where short hashes met under each of six
-  /// salts, which honest sets do not come to; another session takes another salt.
+  /// Errors: `corrupt`, `truncated` or `oversized` for bytes that contradict themselves or the
+  /// session, `version_mismatch`, `quota_exceeded` for a set above the limits, and those of
+  /// `start`. `corrupt` also where short hashes met under each of six salts, which honest sets do
+  /// not come to; another session takes another salt.
   KVMELD_LAZY [[nodiscard]] Result<ReconcileReply> receive(std::span<const std::byte> message) {
     if (!failure_.ok()) return failure_;
     ByteReader in(message);
@@ -74,18 +89,23 @@ class Reconciliation {
     const std::uint64_t step = in.varint();
     if (!in.ok()) return fail(in.status("reconciliation message"));
     if (first >> 4U != version) {
-      return fail(detail::error(ErrorCode::version_mismatch, "reconciliation message of version ", first >> 4U, ", this build reads ", version));
+      return fail(detail::error(ErrorCode::version_mismatch, "reconciliation message of version ",
+                                first >> 4U, ", this build reads ", version));
     }
     const bool theirs = (step % 2 == 1) == starter_;
     if (theirs && step < step_) return repeated(step, message);
     if (step != step_ || done()) {
-      return fail(detail::error(ErrorCode::corrupt, "message ", step, " of a reconciliation that is at ", step_));
+      return fail(detail::error(ErrorCode::corrupt, "message ", step,
+                                " of a reconciliation that is at ", step_));
     }
     ++step_;
     ByteWriter out;
     head(out);
-    if (Status status = session_.take(static_cast<detail::ReconcileKind>(first & 15U), in, out); !status) return fail(std::move(status));
-    if (Status status = in.finish("reconciliation message"); !status) return fail(std::move(status));
+    if (Status status = session_.take(static_cast<detail::ReconcileKind>(first & 15U), in, out);
+        !status)
+      return fail(std::move(status));
+    if (Status status = in.finish("reconciliation message"); !status)
+      return fail(std::move(status));
     if (done()) result_ = session_.finish();
     ReconcileReply reply{.message = {}, .done = done()};
     if (session_.said() == detail::ReconcileKind::none) return reply;
@@ -108,17 +128,23 @@ class Reconciliation {
     out.value(std::uint8_t{0});  // `finished` knows the kind
     out.varint(step_);
   }
-  KVMELD_LAZY [[nodiscard]] std::vector<std::byte> finished(ByteWriter&& out, std::span<const std::byte> answered) {
+  KVMELD_LAZY [[nodiscard]] std::vector<std::byte> finished(ByteWriter&& out,
+                                                            std::span<const std::byte> answered) {
     ++step_;
     last_reply_ = out.take();
-    last_reply_[0] = static_cast<std::byte>((version << 4U) | static_cast<unsigned>(session_.said()));
+    last_reply_[0] =
+        static_cast<std::byte>((version << 4U) | static_cast<unsigned>(session_.said()));
     last_received_ = XXH3_64bits(answered.data(), answered.size());
     return last_reply_;
   }
-  KVMELD_LAZY [[nodiscard]] Result<ReconcileReply> repeated(std::uint64_t step, std::span<const std::byte> message) const {
+  KVMELD_LAZY [[nodiscard]] Result<ReconcileReply> repeated(
+      std::uint64_t step, std::span<const std::byte> message) const {
     ReconcileReply reply{.message = {}, .done = done()};
-    const bool answers = !starter_ || done();  // else one message doubled would double all that follow
-    if (answers && step + 2 == step_ && last_received_ == XXH3_64bits(message.data(), message.size())) reply.message = last_reply_;
+    // else one message doubled would double all that follow
+    const bool answers = !starter_ || done();
+    if (answers && step + 2 == step_ &&
+        last_received_ == XXH3_64bits(message.data(), message.size()))
+      reply.message = last_reply_;
     return reply;
   }
 

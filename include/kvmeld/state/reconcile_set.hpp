@@ -9,9 +9,11 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// A set as `Reconciliation` sees it: every id, and 64 bits of what its entry's digest covers. O(n).
+/// A set as `Reconciliation` sees it: every id, and 64 bits of what its entry's digest covers.
+/// O(n).
 ///
-/// For sets whose contexts say nothing of each other, as sets of fragments without provenance. Replicas compare contexts, which is cheaper.
+/// For sets whose contexts say nothing of each other, as sets of fragments without provenance.
+/// Replicas compare contexts, which is cheaper.
 KVMELD_LAZY [[nodiscard]] std::vector<ReconcileItem> reconcile_items(const FragmentSet& set) {
   std::vector<ReconcileItem> out;
   out.reserve(set.size());
@@ -21,8 +23,10 @@ KVMELD_LAZY [[nodiscard]] std::vector<ReconcileItem> reconcile_items(const Fragm
   return out;
 }
 
-/// The entries of some ids as a set, to be joined where a reconciliation said that they lack; ids that are not here are left out.
-KVMELD_LAZY [[nodiscard]] Result<FragmentSet> part_of(const FragmentSet& set, std::span<const FragmentId> ids) {
+/// The entries of some ids as a set, to be joined where a reconciliation said that they lack; ids
+/// that are not here are left out.
+KVMELD_LAZY [[nodiscard]] Result<FragmentSet> part_of(const FragmentSet& set,
+                                                      std::span<const FragmentId> ids) {
   std::vector<FragmentSet::Entry> entries;
   for (const FragmentId& id : ids) {
     if (const FragmentSet::Entry* const entry = set.find(id)) entries.push_back(*entry);

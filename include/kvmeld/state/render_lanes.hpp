@@ -61,7 +61,8 @@ struct RenderLanes {
   }
 
  private:
-  /// One head's row as a fuser of the mix form reads it: channels are loaded, and turned, when they are asked for.
+  /// One head's row as a fuser of the mix form reads it: channels are loaded, and turned, when they
+  /// are asked for.
   struct LaneRows {
     const RenderLanes* lanes;
     const PlaneTask* task;
@@ -74,7 +75,9 @@ struct RenderLanes {
     [[nodiscard]] KVMELD_HD int layer() const { return task->layer; }
     [[nodiscard]] KVMELD_HD int head() const { return head_index; }
     [[nodiscard]] KVMELD_HD Plane plane() const { return task->out.shape.plane; }
-    [[nodiscard]] KVMELD_HD float weight(int contribution) const { return inputs->weight(at(contribution)); }
+    [[nodiscard]] KVMELD_HD float weight(int contribution) const {
+      return inputs->weight(at(contribution));
+    }
     [[nodiscard]] KVMELD_HD float value(int contribution, int channel) const {
       RopePair pair = pair_at(*task, channel);
       const bool second = pair.partner >= 0 && pair.partner < channel;
@@ -98,26 +101,31 @@ struct RenderLanes {
   };
 
   /// One lane's part of one head.
-  KVMELD_HD void lane_head(const PlaneTask& task, const HeadInputs& inputs, std::int32_t head, std::uint32_t out_shift, std::int64_t slot,
-                           int lane) const {
+  KVMELD_HD void lane_head(const PlaneTask& task, const HeadInputs& inputs, std::int32_t head,
+                           std::uint32_t out_shift, std::int64_t slot, int lane) const {
     if constexpr (MixForm<F>) {
       const LaneRows rows{this, &task, &inputs, head, inputs.used_count()};
       if (rows.contributions > 1 || !keeps_single<F>()) {
         const auto prepared = fuser.prepare(rows);
-        return put_head(task, head, out_shift, slot, lane, [&](std::int32_t channel, RopePair pair, float& a, float& b) {
-          a = fuser.channel(rows, prepared, channel);
-          if (pair.partner >= 0) b = fuser.channel(rows, prepared, pair.partner);
-        });
+        return put_head(task, head, out_shift, slot, lane,
+                        [&](std::int32_t channel, RopePair pair, float& a, float& b) {
+                          a = fuser.channel(rows, prepared, channel);
+                          if (pair.partner >= 0) b = fuser.channel(rows, prepared, pair.partner);
+                        });
       }
     }
     put_head(task, head, out_shift, slot, lane,
-             [&](std::int32_t channel, RopePair pair, float& a, float& b) { lane_fuse(task, inputs, head, channel, pair, a, b); });
+             [&](std::int32_t channel, RopePair pair, float& a, float& b) {
+               lane_fuse(task, inputs, head, channel, pair, a, b);
+             });
   }
 
   /// Stores what `fused` makes of each channel, or rope pair, that falls to this lane.
   template <class Fused>
-  KVMELD_HD void put_head(const PlaneTask& task, std::int32_t head, std::uint32_t out_shift, std::int64_t slot, int lane, const Fused& fused) const {
-    if (block_elements(task.out.shape.type) > 1) return put_blocks(task, head, out_shift, slot, lane, fused);
+  KVMELD_HD void put_head(const PlaneTask& task, std::int32_t head, std::uint32_t out_shift,
+                          std::int64_t slot, int lane, const Fused& fused) const {
+    if (block_elements(task.out.shape.type) > 1)
+      return put_blocks(task, head, out_shift, slot, lane, fused);
     const std::int64_t offset = task.out.row_offset(slot, head);
     for (std::int32_t c = lane; c < task.out.shape.channels; c += lanes_per_row) {
       const RopePair pair = pair_at(task, c);
@@ -128,13 +136,15 @@ struct RenderLanes {
       if (pair.partner >= 0 && task.turns(out_shift)) turn(task, out_shift, pair, a, b);
       store_element(task.out.shape.type, task.out.data, offset + task.out.channel_offset(c), a);
       if (pair.partner >= 0)
-        store_element(task.out.shape.type, task.out.data, offset + task.out.channel_offset(pair.partner), b);
+        store_element(task.out.shape.type, task.out.data,
+                      offset + task.out.channel_offset(pair.partner), b);
     }
   }
 
-  /// One channel, or one rope pair, of the fused row: the tree of the host's fold, channel by channel.
-  KVMELD_HD void lane_fuse(const PlaneTask& task, const HeadInputs& inputs, std::int32_t head, std::int32_t channel, RopePair pair, float& a_out,
-                           float& b_out) const {
+  /// One channel, or one rope pair, of the fused row: the tree of the host's fold, channel by
+  /// channel.
+  KVMELD_HD void lane_fuse(const PlaneTask& task, const HeadInputs& inputs, std::int32_t head,
+                           std::int32_t channel, RopePair pair, float& a_out, float& b_out) const {
     if (inputs.count == 1 && keeps_single<F>()) {
       lane_load(task, inputs.inputs[0], head, channel, pair, a_out, b_out);
       return;
@@ -147,7 +157,8 @@ struct RenderLanes {
   }
 
   /// The same for order statistics: all values of the channel, sorted by the host's network.
-  KVMELD_HD void lane_select(const PlaneTask& task, const HeadInputs& inputs, std::int32_t head, std::int32_t channel, RopePair pair, float& a_out,
+  KVMELD_HD void lane_select(const PlaneTask& task, const HeadInputs& inputs, std::int32_t head,
+                             std::int32_t channel, RopePair pair, float& a_out,
                              float& b_out) const {
     float a[max_selected];
     float b[max_selected];
@@ -165,12 +176,13 @@ struct RenderLanes {
     b_out = fuser.select(OrderedValues{b, 1, count});
   }
 
-  KVMELD_HD void lane_fold(const PlaneTask& task, const HeadInputs& inputs, std::int32_t head, std::int32_t channel, RopePair pair, float& a_out,
-                           float& b_out) const {
+  KVMELD_HD void lane_fold(const PlaneTask& task, const HeadInputs& inputs, std::int32_t head,
+                           std::int32_t channel, RopePair pair, float& a_out, float& b_out) const {
     const bool paired = pair.partner >= 0;
     const int count = inputs.count;
     const int used = inputs.used_count();
-    if (count <= chunk_inputs) {  // one chunk needs no tree, whose levels a device would keep in memory
+    // one chunk needs no tree, whose levels a device would keep in memory
+    if (count <= chunk_inputs) {
       Accumulator a = fuser.init();
       Accumulator b = fuser.init();
       const float weight = lane_absorb(task, inputs, 0, count, head, channel, pair, a, b);
@@ -214,8 +226,9 @@ struct RenderLanes {
   }
 
   /// Absorbs one chunk, in order; returns its weight.
-  KVMELD_HD float lane_absorb(const PlaneTask& task, const HeadInputs& inputs, int begin, int end, std::int32_t head,
-                              std::int32_t channel, RopePair pair, Accumulator& a_acc, Accumulator& b_acc) const {
+  KVMELD_HD float lane_absorb(const PlaneTask& task, const HeadInputs& inputs, int begin, int end,
+                              std::int32_t head, std::int32_t channel, RopePair pair,
+                              Accumulator& a_acc, Accumulator& b_acc) const {
     float weight = 0;
     for (int i = begin; i < end; ++i) {
       if (!inputs.used(i)) continue;
@@ -230,8 +243,8 @@ struct RenderLanes {
     return weight;
   }
 
-  KVMELD_HD void lane_load(const PlaneTask& task, const RowInput& in, std::int32_t head, std::int32_t channel,
-                           RopePair pair, float& a, float& b) const {
+  KVMELD_HD void lane_load(const PlaneTask& task, const RowInput& in, std::int32_t head,
+                           std::int32_t channel, RopePair pair, float& a, float& b) const {
     const std::byte* row = task.input(in, head);
     a = load_element(task.out.shape.type, row, channel);
     if (pair.partner < 0) return;
@@ -239,19 +252,22 @@ struct RenderLanes {
     if (task.turns(in.shift)) turn(task, in.shift, pair, a, b);
   }
 
-  KVMELD_HD static void turn(const PlaneTask& task, std::uint32_t shift, RopePair pair, float& a, float& b) {
+  KVMELD_HD static void turn(const PlaneTask& task, std::uint32_t shift, RopePair pair, float& a,
+                             float& b) {
     const float* table = task.table(shift);
     rotate_pair(a, b, table[pair.index], table[task.rotary_channels / 2 + pair.index]);
   }
 
   [[nodiscard]] KVMELD_HD static RopePair pair_at(const PlaneTask& task, std::int32_t channel) {
-    return task.rope == nullptr ? RopePair{}
-                                : rope_pair(task.pairing, task.first_channel, task.rotary_channels, channel);
+    return task.rope == nullptr
+               ? RopePair{}
+               : rope_pair(task.pairing, task.first_channel, task.rotary_channels, channel);
   }
 
   /// Types stored in blocks: a lane makes whole blocks, because the elements of one share a scale.
   template <class Fused>
-  KVMELD_HD void put_blocks(const PlaneTask& task, std::int32_t head, std::uint32_t out_shift, std::int64_t slot, int lane, const Fused& fused) const {
+  KVMELD_HD void put_blocks(const PlaneTask& task, std::int32_t head, std::uint32_t out_shift,
+                            std::int64_t slot, int lane, const Fused& fused) const {
     const std::int32_t blocks = task.out.shape.channels / static_cast<std::int32_t>(row_block);
     for (std::int32_t i = lane; i < blocks; i += lanes_per_row) {
       const std::int32_t first = i * static_cast<std::int32_t>(row_block);
@@ -262,11 +278,13 @@ struct RenderLanes {
         const bool second = pair.partner >= 0 && pair.partner < first + k;
         float a = 0;
         float b = 0;
-        fused(second ? pair.partner : first + k, second ? RopePair{first + k, pair.index} : pair, a, b);
+        fused(second ? pair.partner : first + k, second ? RopePair{first + k, pair.index} : pair, a,
+              b);
         if (pair.partner >= 0 && task.turns(out_shift)) turn(task, out_shift, pair, a, b);
         values[k] = second ? b : a;
       }
-      store_q8_0(values, task.out.data + task.out.byte_offset(task.out.row_offset(slot, head) + first));
+      store_q8_0(values,
+                 task.out.data + task.out.byte_offset(task.out.row_offset(slot, head) + first));
     }
   }
 };

@@ -1,6 +1,7 @@
 #pragma once
 
-/// Outputs that are folds of the same rows by weights of their own, as pooled tokens are: each row is read once for all of them.
+/// Outputs that are folds of the same rows by weights of their own, as pooled tokens are: each row
+/// is read once for all of them.
 
 #include <algorithm>
 #include <cstddef>
@@ -14,10 +15,14 @@ KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
 /// Channels of a head, up to a whole number of blocks.
-[[nodiscard]] inline std::int64_t pooled_width(const PlaneTask& task) noexcept { return (task.out.shape.channels + row_block - 1) / row_block * row_block; }
+[[nodiscard]] inline std::int64_t pooled_width(const PlaneTask& task) noexcept {
+  return (task.out.shape.channels + row_block - 1) / row_block * row_block;
+}
 
-/// Outputs from `o` on, below `last`, that are folded together: of the same rows, of which every head takes two or more. 0: not even one.
-KVMELD_LAZY [[nodiscard]] std::int64_t pooled_outputs(const PlaneTask& task, std::int64_t o, std::int64_t last) noexcept {
+/// Outputs from `o` on, below `last`, that are folded together: of the same rows, of which every
+/// head takes two or more. 0: not even one.
+KVMELD_LAZY [[nodiscard]] std::int64_t pooled_outputs(const PlaneTask& task, std::int64_t o,
+                                                      std::int64_t last) noexcept {
   if (task.head_weights == nullptr) return 0;
   const std::uint32_t* const begin = task.group.row_begin;
   const RowInput* const inputs = task.group.inputs + begin[o];
@@ -27,7 +32,9 @@ KVMELD_LAZY [[nodiscard]] std::int64_t pooled_outputs(const PlaneTask& task, std
     if (begin[o + n + 1] - begin[o + n] != count) return n;
     const RowInput* const others = task.group.inputs + begin[o + n];
     for (std::uint32_t i = 0; i < count; ++i) {
-      if (inputs[i].row != others[i].row || inputs[i].source != others[i].source || inputs[i].shift != others[i].shift) return n;
+      if (inputs[i].row != others[i].row || inputs[i].source != others[i].source ||
+          inputs[i].shift != others[i].shift)
+        return n;
     }
     for (std::int64_t head = 0; head < task.out.shape.heads; ++head) {
       if (task.head_inputs(o + n, head).used_count() < 2) return n;
@@ -36,21 +43,24 @@ KVMELD_LAZY [[nodiscard]] std::int64_t pooled_outputs(const PlaneTask& task, std
   return most;
 }
 
-/// One head of several outputs: chunks of 64 contributions, joined as a binary counter carries, all as `fold_heads` does for one output.
+/// One head of several outputs: chunks of 64 contributions, joined as a binary counter carries, all
+/// as `fold_heads` does for one output.
 template <class F>
 struct PooledHead {
   using Accumulator = typename FoldRows<F>::Accumulator;
   static constexpr std::int64_t most_outputs = max_channels / row_block;
-  static constexpr int rows_ahead = 8;  // a head's rows lie a token apart: no processor asks for them by itself
+  // a head's rows lie a token apart: no processor asks for them by itself
+  static constexpr int rows_ahead = 8;
 
-  PooledHead(const F& f, const PlaneTask& t, Isa i, std::int64_t n) : fuser(f), task(t), isa(i), outputs(n), width(pooled_width(t)) {}
+  PooledHead(const F& f, const PlaneTask& t, Isa i, std::int64_t n)
+      : fuser(f), task(t), isa(i), outputs(n), width(pooled_width(t)) {}
 
   const F& fuser;
   const PlaneTask& task;
   Isa isa;
   std::int64_t outputs;
   std::int64_t width;
-  int top = 0;  ///< the level that holds the totals
+  int top = 0;                                               ///< the level that holds the totals
   alignas(64) Accumulator levels[max_levels][max_channels];  // each (output, channel)
   float weights[max_levels][most_outputs];
 
@@ -60,7 +70,8 @@ struct PooledHead {
     for (int begin = 0; begin < all.count; begin += chunk_inputs, ++chunks) {
       int level = 0;
       while (((chunks >> level) & 1) != 0) ++level;
-      absorb(all, head, begin, begin + chunk_inputs < all.count ? begin + chunk_inputs : all.count, level);
+      absorb(all, head, begin, begin + chunk_inputs < all.count ? begin + chunk_inputs : all.count,
+             level);
       for (int k = level - 1; k >= 0; --k) join(k, level);
     }
     top = 0;
@@ -80,7 +91,8 @@ struct PooledHead {
     std::fill(row + shape.channels, row + width, 0.0F);
     for (int i = begin; i < end; ++i) {
       const RowInput& input = all.inputs[i];
-      const std::byte* const next = task.input(all.inputs[i + rows_ahead < all.count ? i + rows_ahead : i], head);
+      const std::byte* const next =
+          task.input(all.inputs[i + rows_ahead < all.count ? i + rows_ahead : i], head);
       for (std::int64_t b = 0; b < row_bytes(shape); b += 64) __builtin_prefetch(next + b);
       if (task.turns(input.shift)) {
         load_turned(shape.type, isa, turn_of(task, input.shift), task.input(input, head), 1, row);
@@ -103,7 +115,8 @@ struct PooledHead {
 
 /// Renders outputs from `o` on as long as they fold the same rows; returns how many are done.
 template <class F>
-std::int64_t render_pooled(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o, std::int64_t last) {
+std::int64_t render_pooled(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o,
+                           std::int64_t last) {
   const std::int64_t outputs = pooled_outputs(task, o, last);
   if (outputs == 0) return 0;
   PooledHead<F> pooled(fuser, task, mode.isa, outputs);
@@ -113,8 +126,9 @@ std::int64_t render_pooled(const F& fuser, const PlaneTask& task, RowMode mode, 
       const std::int64_t slot = task.out.slots.slot(o + p);
       if (slot < 0) continue;
       alignas(64) float row[max_channels];
-      FoldRows<F>{fuser, mode.isa, pooled.width}.finish(pooled.levels[pooled.top] + p * pooled.width, row, pooled.weights[pooled.top][p],
-                                                        task.head_inputs(o + p, head).used_count());
+      FoldRows<F>{fuser, mode.isa, pooled.width}.finish(
+          pooled.levels[pooled.top] + p * pooled.width, row, pooled.weights[pooled.top][p],
+          task.head_inputs(o + p, head).used_count());
       const std::uint32_t shift = task.group.out_shift[o + p];
       if (task.turns(shift)) turn_row(turn_of(task, shift), mode.isa, row);
       put_row(task, mode, slot, head, row);

@@ -2,7 +2,8 @@
 
 /// The host form of a render: the expressions of the lane form, over whole rows and runs of rows.
 ///
-/// What does not depend on the fuser is compiled once a file; a fuser adds two small loops for each instruction set.
+/// What does not depend on the fuser is compiled once a file; a fuser adds two small loops for each
+/// instruction set.
 
 #include <cstddef>
 #include <cstdint>
@@ -30,15 +31,19 @@ struct HeadSpan {
 };
 
 /// Heads of one contribution in f32, turned to the frame. row: (heads, channels)
-inline void fetch_rows(const PlaneTask& task, RowMode mode, const RowInput& input, HeadSpan heads, float* row) noexcept {
+inline void fetch_rows(const PlaneTask& task, RowMode mode, const RowInput& input, HeadSpan heads,
+                       float* row) noexcept {
   const std::byte* const in = task.input(input, heads.first);
-  if (task.turns(input.shift)) return load_turned(task.out.shape.type, mode.isa, turn_of(task, input.shift), in, heads.count, row);
+  if (task.turns(input.shift))
+    return load_turned(task.out.shape.type, mode.isa, turn_of(task, input.shift), in, heads.count,
+                       row);
   load_row(task.out.shape.type, mode.isa, in, heads.count * task.out.shape.channels, row);
 }
 
 /// Folds heads of an output: chunks of 64 contributions, joined as a binary counter carries.
 template <class F>
-void fold_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, HeadSpan heads, float* row) {
+void fold_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs,
+                HeadSpan heads, float* row) {
   const int count = inputs.count;
   const std::int64_t channels = heads.count * task.out.shape.channels;
   const FoldRows<F> fold{fuser, mode.isa, (channels + row_block - 1) / row_block * row_block};
@@ -78,7 +83,8 @@ void fold_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadI
 
 /// Sorts heads of an output channel by channel, and selects.
 template <class F>
-void select_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, HeadSpan heads, float* fused) {
+void select_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs,
+                  HeadSpan heads, float* fused) {
   const std::int64_t channels = heads.count * task.out.shape.channels;
   alignas(64) float row[max_channels];
   alignas(64) float values[max_selected * selected_channels];
@@ -100,12 +106,19 @@ void select_heads(const F& fuser, const PlaneTask& task, RowMode mode, const Hea
 
 /// Mixes one head of an output from all of its contributions side by side.
 template <class F>
-void mix_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, std::int64_t head, float* fused) {
+void mix_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs,
+              std::int64_t head, float* fused) {
   const PlaneShape& shape = task.out.shape;
   alignas(64) float values[max_mixed_values];
   float weights[max_mixed];
-  HeadRows rows{values, (shape.channels + row_block - 1) / row_block * row_block, weights, 0, shape.channels, task.layer,
-                static_cast<std::int32_t>(head), shape.plane};
+  HeadRows rows{values,
+                (shape.channels + row_block - 1) / row_block * row_block,
+                weights,
+                0,
+                shape.channels,
+                task.layer,
+                static_cast<std::int32_t>(head),
+                shape.plane};
   for (int i = 0; i < inputs.count; ++i) {
     if (!inputs.used(i)) continue;
     float* const to = values + rows.contributions * rows.stride;
@@ -129,7 +142,8 @@ template <class F>
 
 /// Reduces heads of an output in the fuser's form.
 template <class F>
-void fuse_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs, HeadSpan heads, float* row) {
+void fuse_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs,
+                HeadSpan heads, float* row) {
   if constexpr (SelectForm<F>) {
     select_heads(fuser, task, mode, inputs, heads, row);
   } else if constexpr (MixForm<F>) {
@@ -139,14 +153,18 @@ void fuse_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadI
   }
 }
 
-/// Renders the heads of one output: several in one go where they lie side by side and what is done to each is the same. A head that
-/// weights leave a single contribution takes it as it is, or turned once.
+/// Renders the heads of one output: several in one go where they lie side by side and what is done
+/// to each is the same. A head that weights leave a single contribution takes it as it is, or
+/// turned once.
 template <class F>
-void render_heads(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o, std::int64_t slot) {
+void render_heads(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o,
+                  std::int64_t slot) {
   const PlaneShape& shape = task.out.shape;
   const std::uint32_t out_shift = task.group.out_shift[o];
-  const bool apart = task.head_weights != nullptr || shape.channels % row_block != 0 || !contiguous_heads(task.out);
-  const std::int64_t most = apart || shape.channels > channels_at_once<F>() ? 1 : channels_at_once<F>() / shape.channels;
+  const bool apart = task.head_weights != nullptr || shape.channels % row_block != 0 ||
+                     !contiguous_heads(task.out);
+  const std::int64_t most =
+      apart || shape.channels > channels_at_once<F>() ? 1 : channels_at_once<F>() / shape.channels;
   alignas(64) float row[max_channels];
   for (HeadSpan heads; heads.first < shape.heads; heads.first += heads.count) {
     heads.count = shape.heads - heads.first < most ? shape.heads - heads.first : most;
@@ -154,7 +172,8 @@ void render_heads(const F& fuser, const PlaneTask& task, RowMode mode, std::int6
     if (inputs.weights != nullptr && task.keeps(inputs, keeps_single<F>())) {
       const int only = inputs.first_used();
       const RowInput& input = inputs.inputs[only];
-      const std::uint32_t shift = task.group.direct[task.group.row_begin[o] + static_cast<std::uint32_t>(only)];
+      const std::uint32_t shift =
+          task.group.direct[task.group.row_begin[o] + static_cast<std::uint32_t>(only)];
       if (!task.turns(shift)) {
         scatter_row(task.out, slot, heads.first, task.input(input, heads.first));
         continue;
@@ -162,28 +181,34 @@ void render_heads(const F& fuser, const PlaneTask& task, RowMode mode, std::int6
       fetch_rows(task, mode, {input.source, input.row, input.weight, shift}, heads, row);
     } else {
       fuse_heads(fuser, task, mode, inputs, heads, row);
-      for (std::int64_t h = 0; h < heads.count && task.turns(out_shift); ++h) turn_row(turn_of(task, out_shift), mode.isa, row + h * shape.channels);
+      for (std::int64_t h = 0; h < heads.count && task.turns(out_shift); ++h)
+        turn_row(turn_of(task, out_shift), mode.isa, row + h * shape.channels);
     }
     if (apart) {
       put_row(task, mode, slot, heads.first, row);
     } else {
-      store_row(shape.type, mode.isa, row, heads.count * shape.channels, row_address(task, slot, heads.first));
+      store_row(shape.type, mode.isa, row, heads.count * shape.channels,
+                row_address(task, slot, heads.first));
     }
   }
 }
 
 /// Whether all heads of an output can be fused as one long row in vector registers.
-[[nodiscard]] inline bool fuses_as_one(const PlaneTask& task, RowMode mode, const RowInput* inputs, int count, std::uint32_t out_shift) noexcept {
-  if (mode.isa == Isa::baseline || count > chunk_inputs || task.turns(out_shift) || task.head_weights != nullptr || !contiguous_heads(task.out)) {
+[[nodiscard]] inline bool fuses_as_one(const PlaneTask& task, RowMode mode, const RowInput* inputs,
+                                       int count, std::uint32_t out_shift) noexcept {
+  if (mode.isa == Isa::baseline || count > chunk_inputs || task.turns(out_shift) ||
+      task.head_weights != nullptr || !contiguous_heads(task.out)) {
     return false;
   }
   for (int i = 0; i < count; ++i) {
     if (task.turns(inputs[i].shift)) return false;
   }
-  return fuses_in_registers(task.out.shape.type, static_cast<std::int64_t>(task.out.shape.heads) * task.out.shape.channels);
+  return fuses_in_registers(task.out.shape.type, static_cast<std::int64_t>(task.out.shape.heads) *
+                                                     task.out.shape.channels);
 }
 
-/// Renders one output from several contributions, or from one that the fuser does not keep as it is.
+/// Renders one output from several contributions, or from one that the fuser does not keep as it
+/// is.
 template <class F>
 void render_fused(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o) {
   const std::int64_t slot = task.out.slots.slot(o);
@@ -197,7 +222,8 @@ void render_fused(const F& fuser, const PlaneTask& task, RowMode mode, std::int6
     for (int i = 0; i < count; ++i) rows.add(i, task.input(inputs[i], 0), inputs[i].weight);
     const std::int64_t bytes = row_bytes(task.out.shape) * task.out.shape.heads;
     std::byte* const out = row_address(task, slot, 0);
-    if (!mode.streams) return fuse_in_registers(fuser, task.out.shape.type, mode.isa, rows, 0, bytes, out);
+    if (!mode.streams)
+      return fuse_in_registers(fuser, task.out.shape.type, mode.isa, rows, 0, bytes, out);
     alignas(64) std::byte stage[stage_bytes];
     for (std::int64_t at = 0; at < bytes; at += stage_bytes) {
       const std::int64_t part = bytes - at < stage_bytes ? bytes - at : stage_bytes;
@@ -209,7 +235,8 @@ void render_fused(const F& fuser, const PlaneTask& task, RowMode mode, std::int6
   render_heads(fuser, task, mode, o, slot);
 }
 
-/// Renders one output by order statistics: slices of its contributions side by side, sorted channel by channel.
+/// Renders one output by order statistics: slices of its contributions side by side, sorted channel
+/// by channel.
 template <class F>
 void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o) {
   const std::int64_t slot = task.out.slots.slot(o);
@@ -220,8 +247,11 @@ void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::i
   bool turns = task.turns(task.group.out_shift[o]);
   for (int i = 0; i < count; ++i) turns = turns || task.turns(inputs[i].shift);
   alignas(64) float values[max_selected * selected_channels];
-  const auto blocks = [](std::int64_t n) { return static_cast<int>((n + row_block - 1) / row_block); };
-  if (!turns && task.head_weights == nullptr && contiguous_heads(task.out)) {  // heads are one long row
+  const auto blocks = [](std::int64_t n) {
+    return static_cast<int>((n + row_block - 1) / row_block);
+  };
+  // heads are one long row
+  if (!turns && task.head_weights == nullptr && contiguous_heads(task.out)) {
     const std::int64_t all = static_cast<std::int64_t>(shape.heads) * shape.channels;
     const std::ptrdiff_t ahead = prefetch_bytes(count);
     alignas(64) float fused[selected_channels];
@@ -231,7 +261,9 @@ void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::i
       const std::int64_t offset = byte_size(shape.type, at);
       for (int i = 0; i < count; ++i) {
         const std::byte* const in = task.input(inputs[i], 0) + offset;
-        for (std::int64_t b = 0; b < byte_size(shape.type, n); b += 64) __builtin_prefetch(in + ahead + b);  // the next tokens' rows
+        // the next tokens' rows
+        for (std::int64_t b = 0; b < byte_size(shape.type, n); b += 64)
+          __builtin_prefetch(in + ahead + b);
         load_row(shape.type, mode.isa, in, n, values + i * selected_channels);
         pad_row(values + i * selected_channels, n);
       }
@@ -248,13 +280,15 @@ void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::i
 
 /// Renders rows [begin, end): row r is output `r % outputs` of task `r / outputs`.
 template <class F>
-void render_rows(const F& fuser, const PlaneTask* tasks, std::int64_t outputs, RowMode mode, std::int64_t begin, std::int64_t end) {
+void render_rows(const F& fuser, const PlaneTask* tasks, std::int64_t outputs, RowMode mode,
+                 std::int64_t begin, std::int64_t end) {
   while (begin < end) {
     const PlaneTask& task = tasks[begin / outputs];
     const std::int64_t first = begin % outputs;
     const std::int64_t last = end - begin < outputs - first ? first + (end - begin) : outputs;
     begin += last - first;
-    if (task.out.shape.channels == 0) continue;  // nothing is stored, and what counts heads in channels could not
+    // nothing is stored, and what counts heads in channels could not
+    if (task.out.shape.channels == 0) continue;
     for (std::int64_t o = first; o < last;) {
       const std::uint32_t count = task.group.row_begin[o + 1] - task.group.row_begin[o];
       if (count == 1 && keeps_single<F>()) {
@@ -266,7 +300,9 @@ void render_rows(const F& fuser, const PlaneTask* tasks, std::int64_t outputs, R
           const std::int64_t slot = count == 0 ? -1 : task.out.slots.slot(o);
           if (slot >= 0) render_heads(fuser, task, mode, o, slot);
         } else {
-          if (const std::int64_t pooled = count == 0 ? 0 : render_pooled(fuser, task, mode, o, last); pooled > 0) {
+          if (const std::int64_t pooled =
+                  count == 0 ? 0 : render_pooled(fuser, task, mode, o, last);
+              pooled > 0) {
             o += pooled;
             continue;
           }

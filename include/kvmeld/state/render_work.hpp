@@ -12,7 +12,8 @@ namespace detail {
 
 /// Renders rows: row r is one output token of one (layer, plane), all heads.
 ///
-/// gather → turn to the frame → reduce → turn to the output position → store, in f32, nothing stored between.
+/// gather → turn to the frame → reduce → turn to the output position → store, in f32, nothing
+/// stored between.
 /// @tparam F models `FoldForm`, `SelectForm` or `MixForm`.
 template <class F>
 struct RenderWork {
@@ -32,7 +33,9 @@ struct RenderWork {
   }
 
   // Host form: the same expressions over whole rows.
-  void host_rows(Isa isa, std::int64_t begin, std::int64_t end) const { render_rows(fuser, tasks, outputs, {isa, streams}, begin, end); }
+  void host_rows(Isa isa, std::int64_t begin, std::int64_t end) const {
+    render_rows(fuser, tasks, outputs, {isa, streams}, begin, end);
+  }
 };
 
 }  // namespace detail

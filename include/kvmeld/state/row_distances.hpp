@@ -14,7 +14,8 @@
 #include <kvmeld/state/plan_core.hpp>
 #include <kvmeld/tensor/span_of.hpp>
 
-/// Distances between the contributions of one output token: of their keys without position, over heads and layers.
+/// Distances between the contributions of one output token: of their keys without position, over
+/// heads and layers.
 
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
@@ -22,19 +23,19 @@ namespace detail {
 /// One output whose contributions are compared in pairs.
 struct ScoredRow {
   std::size_t output = 0;
-  std::size_t begin = 0;   ///< its part of the batch's inputs
+  std::size_t begin = 0;  ///< its part of the batch's inputs
   std::size_t count = 0;
-  std::size_t pairs = 0;   ///< its part of the batch's distances
-  bool turned = false;     ///< positions differ: keys are compared un-rotated
+  std::size_t pairs = 0;  ///< its part of the batch's distances
+  bool turned = false;    ///< positions differ: keys are compared un-rotated
 };
 
 /// Rows that are compared in one pass over the layers, so that payloads are read in order.
 struct ScoreBatch {
   std::vector<ScoredRow> rows;
-  std::vector<Contribution> inputs;     ///< of each row ascending by fragment id, then token
-  std::vector<std::uint32_t> place;     ///< where each of `inputs` stands in the alignment's row
-  std::vector<double> distances;        ///< (count, count) a row
-  std::vector<double> norms;            ///< (count) a row
+  std::vector<Contribution> inputs;  ///< of each row ascending by fragment id, then token
+  std::vector<std::uint32_t> place;  ///< where each of `inputs` stands in the alignment's row
+  std::vector<double> distances;     ///< (count, count) a row
+  std::vector<double> norms;         ///< (count) a row
 
   KVMELD_LAZY void clear() {
     rows.clear();
@@ -45,29 +46,35 @@ struct ScoreBatch {
   }
 };
 
-/// Measures squared distances between the contributions of rows: all layers of one group, ascending.
+/// Measures squared distances between the contributions of rows: all layers of one group,
+/// ascending.
 class RowDistances {
  public:
   /// @param layers  those of the group; context_length: picks frequencies where they depend on it.
-  KVMELD_LAZY static Result<RowDistances> of(const PlanCore& core, std::vector<std::size_t> layers, const AlignmentGroup& group,
+  KVMELD_LAZY static Result<RowDistances> of(const PlanCore& core, std::vector<std::size_t> layers,
+                                             const AlignmentGroup& group,
                                              std::int64_t context_length) {
     RowDistances out;
     out.layers_ = std::move(layers);
     for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
       if (!unequal(core, group.row(o))) continue;
-      for (const Contribution& c : group.row(o)) out.shifts_.push_back(-core.sources[c.source].payload().positions[c.token]);
+      for (const Contribution& c : group.row(o))
+        out.shifts_.push_back(-core.sources[c.source].payload().positions[c.token]);
     }
     std::sort(out.shifts_.begin(), out.shifts_.end());
     out.shifts_.erase(std::unique(out.shifts_.begin(), out.shifts_.end()), out.shifts_.end());
     for (const std::size_t l : out.layers_) {
       const LayerShape& layer = core.geometry->layers[l];
-      const bool turns = !out.shifts_.empty() && layer.rope.kind != RopeKind::none && layer.key_form == KeyForm::post_rope;
+      const bool turns = !out.shifts_.empty() && layer.rope.kind != RopeKind::none &&
+                         layer.key_form == KeyForm::post_rope;
       std::int32_t table = -1;
       for (std::size_t p = 0; p < layer.planes.size(); ++p) {
         if (!turns || !layer.planes[p].rotary || !compared(layer.planes[p].plane)) continue;
         if (layer.planes[p].hadamard != 0) {
-          return error(ErrorCode::unsupported, "layer ", l, ": keys in a Hadamard basis of ", layer.planes[p].hadamard,
-                       " at different positions cannot be compared; use unquantised keys, or positions that do not differ");
+          return error(ErrorCode::unsupported, "layer ", l, ": keys in a Hadamard basis of ",
+                       layer.planes[p].hadamard,
+                       " at different positions cannot be compared; use unquantised keys, or "
+                       "positions that do not differ");
         }
         table = 0;
       }
@@ -88,9 +95,12 @@ class RowDistances {
   }
 
   /// Whether a row's contributions stand at different positions.
-  KVMELD_LAZY [[nodiscard]] static bool unequal(const PlanCore& core, std::span<const Contribution> row) {
+  KVMELD_LAZY [[nodiscard]] static bool unequal(const PlanCore& core,
+                                                std::span<const Contribution> row) {
     for (const Contribution& c : row) {
-      if (core.sources[c.source].payload().positions[c.token] != core.sources[row[0].source].payload().positions[row[0].token]) return true;
+      if (core.sources[c.source].payload().positions[c.token] !=
+          core.sources[row[0].source].payload().positions[row[0].token])
+        return true;
     }
     return false;
   }
@@ -104,10 +114,12 @@ class RowDistances {
       const LayerShape& shape = core.geometry->layers[layer];
       for (std::size_t p = 0; p < shape.planes.size(); ++p) {
         if (!compared(shape.planes[p].plane)) continue;
-        for (const ScoredRow& row : batch.rows) add(core, batch, row, norms, layer, plane + p, shape.planes[p], layer_table_[i]);
+        for (const ScoredRow& row : batch.rows)
+          add(core, batch, row, norms, layer, plane + p, shape.planes[p], layer_table_[i]);
       }
     }
-    for (double& d : batch.distances) d = std::isfinite(d) ? d : 1e300;  // what overflows is far from everything
+    // what overflows is far from everything
+    for (double& d : batch.distances) d = std::isfinite(d) ? d : 1e300;
     for (double& d : batch.norms) d = !norms || std::isfinite(d) ? d : 1e300;
   }
 
@@ -116,8 +128,9 @@ class RowDistances {
     return plane == Plane::key || plane == Plane::latent || plane == Plane::rope_part;
   }
 
-  KVMELD_LAZY void add(const PlanCore& core, ScoreBatch& batch, const ScoredRow& row, bool norms, std::size_t layer, std::size_t plane,
-                       const PlaneShape& shape, std::int32_t table) {
+  KVMELD_LAZY void add(const PlanCore& core, ScoreBatch& batch, const ScoredRow& row, bool norms,
+                       std::size_t layer, std::size_t plane, const PlaneShape& shape,
+                       std::int32_t table) {
     const std::size_t n = row.count;
     const auto padded = (static_cast<std::size_t>(shape.channels) + 31) / 32 * 32;
     const std::size_t width = padded * static_cast<std::size_t>(shape.heads);
@@ -131,7 +144,8 @@ class RowDistances {
       const Payload& payload = core.sources[c.source].payload();
       const std::int64_t at = payload_row(payload, layer, c.token);
       if (at < 0) return;  // a layer that lacks one contribution compares none
-      const std::byte* from = payload.bytes.get() + payload.plane_offsets[plane] + at * shape.heads * row_bytes(shape);
+      const std::byte* from =
+          payload.bytes.get() + payload.plane_offsets[plane] + at * shape.heads * row_bytes(shape);
       const bool whole = padded == static_cast<std::size_t>(shape.channels);
       const std::int64_t shift = -payload.positions[c.token];
       if (whole && steps.raw_widen != nullptr && !(turns && shift != 0)) {
@@ -142,11 +156,15 @@ class RowDistances {
       from_.push_back({reinterpret_cast<const std::byte*>(to), steps.widen, sizeof(float)});
       const bool turned = turns && shift != 0;
       const RopeSpec& rope = core.geometry->layers[layer].rope;
-      const auto index = turned ? static_cast<std::size_t>(std::lower_bound(shifts_.begin(), shifts_.end(), shift) - shifts_.begin()) : std::size_t{0};
-      const Turn turn{turned ? tables_[static_cast<std::size_t>(table)].row(index) : nullptr, shape.channels, rope.first_channel, rope.rotary_channels,
-                      rope.pairing};
+      const auto index =
+          turned ? static_cast<std::size_t>(
+                       std::lower_bound(shifts_.begin(), shifts_.end(), shift) - shifts_.begin())
+                 : std::size_t{0};
+      const Turn turn{turned ? tables_[static_cast<std::size_t>(table)].row(index) : nullptr,
+                      shape.channels, rope.first_channel, rope.rotary_channels, rope.pairing};
       if (whole) {
-        turned ? load_turned(shape.type, isa_, turn, from, shape.heads, to) : load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width), to);
+        turned ? load_turned(shape.type, isa_, turn, from, shape.heads, to)
+               : load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width), to);
         continue;
       }
       for (std::int32_t h = 0; h < shape.heads; ++h) {
@@ -156,8 +174,8 @@ class RowDistances {
         if (turned) turn_row(turn, isa_, head);
       }
     }
-    // Every pair in turn over a few channels, which stay in the first cache as doubles, and then the next ones. The pair of a row and
-    // itself is its norm: its distance from zeros.
+    // Every pair in turn over a few channels, which stay in the first cache as doubles, and then
+    // the next ones. The pair of a row and itself is its norm: its distance from zeros.
     const std::size_t pairs = norms ? n * (n + 1) / 2 : n * (n - 1) / 2;
     if (n != most_of_) {
       most_of_ = n;
@@ -166,11 +184,14 @@ class RowDistances {
     const std::size_t block = (std::min)(most_, width);
     if (lanes_.size() < pairs * 32 + 32) lanes_.resize(pairs * 32 + 32);
     if (wide_.size() < (n + 1) * block + 8) wide_.resize((n + 1) * block + 8);
-    double* const wide = wide_.data() + (64 - reinterpret_cast<std::uintptr_t>(wide_.data()) % 64) % 64 / sizeof(double);  // no vector lies across lines
+    // no vector lies across lines
+    double* const wide = wide_.data() + (64 - reinterpret_cast<std::uintptr_t>(wide_.data()) % 64) %
+                                            64 / sizeof(double);
     if (norms) std::fill_n(wide + n * block, block, 0.0);
     for (std::size_t at = 0; at < width; at += block) {
       const std::size_t part = (std::min)(block, width - at);
-      for (std::size_t i = 0; i < n; ++i) from_[i].widen(from_[i].data + at * from_[i].size, part, wide + i * block);
+      for (std::size_t i = 0; i < n; ++i)
+        from_[i].widen(from_[i].data + at * from_[i].size, part, wide + i * block);
       std::size_t i = norms ? 0 : 1, j = 0;
       const auto next = [&](const double*& a, const double*& b) {
         a = wide + i * block;
@@ -187,7 +208,8 @@ class RowDistances {
     double* lanes = lanes_.data();
     double* const distances = batch.distances.data() + row.pairs;
     for (std::size_t i = 0; i < n; ++i) {
-      for (std::size_t j = 0; j < i; ++j, lanes += 32) distances[j * n + i] = distances[i * n + j] += steps.join(lanes);
+      for (std::size_t j = 0; j < i; ++j, lanes += 32)
+        distances[j * n + i] = distances[i * n + j] += steps.join(lanes);
       if (!norms) continue;
       batch.norms[row.begin + i] += steps.join(lanes);
       lanes += 32;
@@ -200,20 +222,21 @@ class RowDistances {
     DistanceSteps::Widen widen;
     std::size_t size;  ///< bytes a channel
   };
-  static constexpr std::size_t compared_bytes = 32768;  ///< of rows as doubles: what the first cache holds beside the sums
+  /// Of rows as doubles: what the first cache holds beside the sums.
+  static constexpr std::size_t compared_bytes = 32768;
 
   Isa isa_ = best_isa();
   std::vector<std::size_t> layers_;
-  std::vector<std::int64_t> shifts_;            // distinct, ascending
+  std::vector<std::int64_t> shifts_;  // distinct, ascending
   std::vector<const RopeSpec*> specs_;
   std::vector<RopeTable> tables_;
-  std::vector<std::int32_t> layer_table_;       // −1: keys are not turned
-  std::size_t most_of_ = 0;          // contributions
-  std::size_t most_ = 0;             // channels of a block of so many
-  std::vector<float> rows_;          // (contributions, width) of those that do not come as they are stored
-  std::vector<ComparedRow> from_;    // (contributions)
-  std::vector<double> wide_;         // (contributions + 1, block) the last row: zeros
-  std::vector<double> lanes_;        // (pairs, 32)
+  std::vector<std::int32_t> layer_table_;  // −1: keys are not turned
+  std::size_t most_of_ = 0;                // contributions
+  std::size_t most_ = 0;                   // channels of a block of so many
+  std::vector<float> rows_;  // (contributions, width) of those that do not come as they are stored
+  std::vector<ComparedRow> from_;  // (contributions)
+  std::vector<double> wide_;       // (contributions + 1, block) the last row: zeros
+  std::vector<double> lanes_;      // (pairs, 32)
 };
 
 }  // namespace detail

@@ -15,7 +15,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// A sum of entry hashes mod 2^256: one value that names a set, updated by adding and subtracting the entries that change.
+/// A sum of entry hashes mod 2^256: one value that names a set, updated by adding and subtracting
+/// the entries that change.
 struct Digest256 {
   std::array<std::uint64_t, 4> words{};  ///< least significant first
 
@@ -47,10 +48,12 @@ struct Digest256 {
   }
 };
 
-/// The hash that names a set's fragments, and the one that its digest sums. A set has one, and joins no set of another.
+/// The hash that names a set's fragments, and the one that its digest sums. A set has one, and
+/// joins no set of another.
 struct SetHash {
-  std::uint8_t tag = Xxh3_128::tag;                          ///< byte 0 of its fragments' ids
-  Digest256 (*digest)(std::span<const std::byte>) = nullptr; ///< null: XXH3-128 with seeds 0 and 1, for XXH3 ids
+  std::uint8_t tag = Xxh3_128::tag;  ///< byte 0 of its fragments' ids
+  /// Null: XXH3-128 with seeds 0 and 1, for XXH3 ids.
+  Digest256 (*digest)(std::span<const std::byte>) = nullptr;
 };
 
 namespace detail {
@@ -77,7 +80,8 @@ template <class Hash>
 }
 
 /// H(id ‖ marks ‖ unattributed), every field of a mark but its time.
-KVMELD_LAZY [[nodiscard]] Digest256 entry_digest(const SetHash& hash, const FragmentId& id, const Metadata& metadata) {
+KVMELD_LAZY [[nodiscard]] Digest256 entry_digest(const SetHash& hash, const FragmentId& id,
+                                                 const Metadata& metadata) {
   constexpr std::size_t mark_bytes = 3 * 8 + 1 + 4 + 32;
   std::array<std::byte, 32 + 1 + 4 * mark_bytes> few;
   std::vector<std::byte> many;
@@ -108,10 +112,13 @@ KVMELD_LAZY [[nodiscard]] Digest256 entry_digest(const SetHash& hash, const Frag
 
 }  // namespace detail
 
-/// How sets of fragments are hashed that `Hash` names: by the same hash where it gives 32 bytes (`digest32`), as SHA-256 does.
+/// How sets of fragments are hashed that `Hash` names: by the same hash where it gives 32 bytes
+/// (`digest32`), as SHA-256 does.
 template <ContentHash Hash>
 [[nodiscard]] constexpr SetHash set_hash_of() noexcept {
-  if constexpr (requires(const Hash& hash) { { hash.digest32() } -> std::same_as<std::array<std::uint8_t, 32>>; }) {
+  if constexpr (requires(const Hash& hash) {
+                  { hash.digest32() } -> std::same_as<std::array<std::uint8_t, 32>>;
+                }) {
     return {Hash::tag, &detail::digest256_by<Hash>};
   } else {
     return {Hash::tag, nullptr};

@@ -11,7 +11,8 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Some KV heads of some layers; all of them unless told otherwise.
 struct HeadMask {
-  std::vector<std::uint8_t> heads{};///< (layer, head of its first plane) nonzero where the head is chosen; empty: all are
+  /// (layer, head of its first plane) nonzero where the head is chosen; empty: all are.
+  std::vector<std::uint8_t> heads{};
 
   KVMELD_LAZY [[nodiscard]] bool all() const noexcept { return heads.empty(); }
 };
@@ -38,24 +39,27 @@ enum class RenderWarnings : std::uint8_t {
 
 /// What a set is rendered into.
 struct Target {
-  Geometry geometry{};               ///< of the engine's cache; fragments of another are refused
-  std::int64_t first_position = 0;   ///< of the first output token
-  std::optional<KvCacheRef> local{}; ///< rows of layers and heads that the masks leave out; row i stays with output token i
-  LayerMask layers{};                ///< rendered from the set; the others are copied from `local`
-  HeadMask heads{};                  ///< within those layers, the heads that are rendered from the set
-  bool prefix_in_place = false;      ///< the engine holds the prefix already: spans alone are rendered, from `first_position` on
-  std::int64_t context_length = 0;   ///< tokens the engine's context is made for, where frequencies depend on it; 0: unknown
+  Geometry geometry{};              ///< of the engine's cache; fragments of another are refused
+  std::int64_t first_position = 0;  ///< of the first output token
+  /// Rows of layers and heads that the masks leave out; row i stays with output token i.
+  std::optional<KvCacheRef> local{};
+  LayerMask layers{};  ///< rendered from the set; the others are copied from `local`
+  HeadMask heads{};    ///< within those layers, the heads that are rendered from the set
+  /// The engine holds the prefix already: spans alone are rendered, from `first_position` on.
+  bool prefix_in_place = false;
+  /// Tokens the engine's context is made for, where frequencies depend on it; 0: unknown.
+  std::int64_t context_length = 0;
   RenderWarnings refuse =
       RenderWarnings::none;  ///< warnings that `plan` returns as `invalid_argument`
 };
 
 /// What a render did, or a plan will do.
 struct RenderReport {
-  std::int64_t tokens = 0;                   ///< output tokens, holes included
-  std::int64_t holes = 0;                    ///< output tokens left to the engine
-  std::int64_t bytes = 0;                    ///< of K/V written
-  Digest128 render_id{};                     ///< what was asked
-  std::optional<Digest128> content_digest{}; ///< what came out, where it was asked for
+  std::int64_t tokens = 0;                    ///< output tokens, holes included
+  std::int64_t holes = 0;                     ///< output tokens left to the engine
+  std::int64_t bytes = 0;                     ///< of K/V written
+  Digest128 render_id{};                      ///< what was asked
+  std::optional<Digest128> content_digest{};  ///< what came out, where it was asked for
   std::int64_t fused = 0;  ///< output tokens, holes left out, that had two contributions or more
   RenderWarnings warnings = RenderWarnings::none;
   std::int64_t next_position = 0;  ///< of what the engine computes next: one behind the last output

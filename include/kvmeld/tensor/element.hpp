@@ -72,7 +72,8 @@ enum class ElementType : std::uint8_t {
 }
 
 /// Bytes that hold `elements` consecutive elements; a partial block counts whole.
-[[nodiscard]] KVMELD_HD constexpr std::ptrdiff_t byte_size(ElementType type, std::ptrdiff_t elements) noexcept {
+[[nodiscard]] KVMELD_HD constexpr std::ptrdiff_t byte_size(ElementType type,
+                                                           std::ptrdiff_t elements) noexcept {
   const std::ptrdiff_t block = block_elements(type);
   return (elements + block - 1) / block * block_bytes(type);
 }

@@ -38,11 +38,13 @@ namespace detail {
 #if KVMELD_X86_DISPATCH
   __builtin_cpu_init();
   unsigned a = 0, b = 0, c = 0, d = 0;
-  const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & (1u << 29)) != 0;  // clang 14 has no name for it
-  if (!has_f16c || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::baseline;
+  // clang 14 has no name for it
+  const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & (1u << 29)) != 0;
+  if (!has_f16c || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+    return Isa::baseline;
 #if !defined(KVMELD_NO_AVX512)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     return Isa::avx512;
   }
 #endif
@@ -54,8 +56,9 @@ namespace detail {
 
 }  // namespace detail
 
-/// The widest instruction set of this processor, found once per process. A program that defines `KVMELD_NO_AVX512` in all of its files
-/// stays at AVX2: where 512-bit vectors cost clock, or to measure what processors without them get.
+/// The widest instruction set of this processor, found once per process. A program that defines
+/// `KVMELD_NO_AVX512` in all of its files stays at AVX2: where 512-bit vectors cost clock, or to
+/// measure what processors without them get.
 [[nodiscard]] inline Isa best_isa() noexcept {
   static const Isa isa = detail::probe_isa();
   return isa;

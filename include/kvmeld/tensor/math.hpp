@@ -2,12 +2,12 @@
 
 /// Elementary functions in f64 with the same bits on every compiler, option and device.
 ///
-/// The C library's differ between systems and between host and device; these use only IEEE additions, products and
-/// divisions, `kvmeld::fma`, and bits. No product reaches an addition except through fma, or is exact and says so.
-/// Polynomials are Chebyshev fits computed with 60 digits. Errors, measured against binary128
-/// (tests/unit/tensor_math.cpp), are given in units in the last place (ulp) of the result; the correctly rounded result
-/// has 0.5. All are branch-free but for `pow`, and always inlined, so that loops over them become vector code in row
-/// bodies.
+/// The C library's differ between systems and between host and device; these use only IEEE
+/// additions, products and divisions, `kvmeld::fma`, and bits. No product reaches an addition
+/// except through fma, or is exact and says so. Polynomials are Chebyshev fits computed with 60
+/// digits. Errors, measured against binary128 (tests/unit/tensor_math.cpp), are given in units in
+/// the last place (ulp) of the result; the correctly rounded result has 0.5. All are branch-free
+/// but for `pow`, and always inlined, so that loops over them become vector code in row bodies.
 
 #include <cstdint>
 
@@ -49,7 +49,8 @@ struct DoubleDouble {
 [[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double bits_double(std::uint64_t bits) noexcept {
   return __builtin_bit_cast(double, bits);
 }
-[[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double select(bool condition, double yes, double no) noexcept {
+[[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double select(bool condition, double yes,
+                                                           double no) noexcept {
   const std::uint64_t mask = 0 - static_cast<std::uint64_t>(condition);
   return bits_double((double_bits(yes) & mask) | (double_bits(no) & ~mask));
 }
@@ -87,41 +88,49 @@ struct ExpParts {
   p = fma(p, z, 0x1.5555555555556p-5);
   p = fma(p, z, 0x1.5555555555557p-3);
   p = fma(p, z, 0.5);
-  const std::int64_t integer = static_cast<std::int64_t>(double_bits(magic) - double_bits(integer_magic));
+  const std::int64_t integer =
+      static_cast<std::int64_t>(double_bits(magic) - double_bits(integer_magic));
   return {integer, r, fma(z * z, p, fma(r.low, z, r.low))};
 }
 
 /// e^(x + low) for |low| below the last place of x.
 [[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double exp_of_sum(double x, double low) noexcept {
-  // Beyond these bounds the result is 0 or infinity anyway, and k would leave its range. A NaN passes both.
+  // Beyond these bounds the result is 0 or infinity anyway, and k would leave its range. A NaN
+  // passes both.
   const double below = select(x > 720.0, 720.0, x);
   const double bounded = select(below < -760.0, -760.0, below);
   const ExpParts parts = exp_parts(bounded, select(bounded == x, low, 0.0));
   const DoubleDouble one_plus_r = two_sum(1.0, parts.r.high);
   const double mantissa = one_plus_r.high + (one_plus_r.low + parts.q);
   const std::int64_t half = parts.k >> 1;
-  const std::int64_t first = half < -1000 ? -1000 : (half > 1000 ? 1000 : half);  // only a NaN's k is out of range
+  // only a NaN's k is out of range
+  const std::int64_t first = half < -1000 ? -1000 : (half > 1000 ? 1000 : half);
   const std::int64_t rest = parts.k - half;
   const std::int64_t second = rest < -1000 ? -1000 : (rest > 1000 ? 1000 : rest);
-  const double value = mantissa * power_of_two(first) * power_of_two(second);  // in two steps: subnormals round once
-  return select(bounded < -746.0, 0.0, value);  // also keeps the product from being contracted with a caller's sum
+  // in two steps: subnormals round once
+  const double value = mantissa * power_of_two(first) * power_of_two(second);
+  // also keeps the product from being contracted with a caller's sum
+  return select(bounded < -746.0, 0.0, value);
 }
 
 /// ln x as a sum accurate to 2^-62 of its value, for positive finite x.
 [[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE DoubleDouble log_of_positive(double x) noexcept {
   const bool tiny = x < 0x1p-1022;
   const double normal = select(tiny, x * 0x1p54, x);
-  // Adding the distance from sqrt(1/2) to 1 lets the exponent field count up where the mantissa passes sqrt(2).
+  // Adding the distance from sqrt(1/2) to 1 lets the exponent field count up where the mantissa
+  // passes sqrt(2).
   const std::uint64_t shifted = double_bits(normal) + (0x3ff0000000000000u - 0x3fe6a09e667f3bcdu);
   const std::int64_t exponent = static_cast<std::int64_t>(shifted >> 52) - 1023;
-  const double m = bits_double((shifted & 0xfffffffffffffu) + 0x3fe6a09e667f3bcdu);  // in [sqrt(1/2), sqrt(2))
+  // in [sqrt(1/2), sqrt(2))
+  const double m = bits_double((shifted & 0xfffffffffffffu) + 0x3fe6a09e667f3bcdu);
   const double k = static_cast<double>(exponent - (tiny ? 54 : 0));
 
   // ln m = 2 atanh(s) = 2 s + 2 s^3 / 3 + ..., s = (m - 1) / (m + 1) with its rounding error.
   const double numerator = m - 1.0;  // exact
   const DoubleDouble denominator = two_sum(m, 1.0);
   const double s = numerator / denominator.high;
-  const double s_low = fma(-s, denominator.low, fma(-s, denominator.high, numerator)) / denominator.high;
+  const double s_low =
+      fma(-s, denominator.low, fma(-s, denominator.high, numerator)) / denominator.high;
   const double w = s * s;
   const double w_low = fma(2.0 * s, s_low, fma(s, s, -w));
   double p = 0x1.e02e6fff27908p-5;
@@ -132,10 +141,11 @@ struct ExpParts {
   p = fma(p, w, 0x1.c71c71c6eaa10p-4);
   p = fma(p, w, 0x1.2492492492521p-3);
   p = fma(p, w, 0x1.999999999999ap-3);
-  // c = w/3 + w^2 p, then ln m = 2 (s + s_low) (1 + c): the third carried in two parts, the rest in one.
+  // c = w/3 + w^2 p, then ln m = 2 (s + s_low) (1 + c): the third carried in two parts, the rest in
+  // one.
   const double third = fma(w, 0x1.5555555555555p-2, w * 0x1.5555555555555p-56);
-  const double third_low =
-      fma(w_low, 0x1.5555555555555p-2, fma(w, 0x1.5555555555555p-56, fma(w, 0x1.5555555555555p-2, -third)));
+  const double third_low = fma(w_low, 0x1.5555555555555p-2,
+                               fma(w, 0x1.5555555555555p-56, fma(w, 0x1.5555555555555p-2, -third)));
   const double c = fma(w * w, p, third);
   const double c_low = fma(w * w, p, third - c) + third_low;
   const double cubic = s * c;
@@ -143,7 +153,8 @@ struct ExpParts {
   const DoubleDouble mantissa = two_sum(2.0 * s, 2.0 * cubic);  // doubling is exact
   const double mantissa_low = mantissa.low + 2.0 * (s_low + cubic_low);
 
-  const DoubleDouble total = two_sum(k * 0x1.62e42fefa3800p-1, mantissa.high);  // exact product: 42 bits by 11
+  // exact product: 42 bits by 11
+  const DoubleDouble total = two_sum(k * 0x1.62e42fefa3800p-1, mantissa.high);
   const double low = fma(k, 0x1.ef35793c76730p-45, total.low + mantissa_low);
   return two_sum(total.high, low);
 }
@@ -152,18 +163,20 @@ struct ExpParts {
 
 namespace math {
 
-/// Sine and cosine together; each within 0.75 ulp for |x| <= 1e9, beyond which the reduction has too few bits.
+/// Sine and cosine together; each within 0.75 ulp for |x| <= 1e9, beyond which the reduction has
+/// too few bits.
 ///
-/// The multiple of pi/2 is taken away in four parts (152 bits) by fma and exact products; then polynomials on
-/// [-pi/4, pi/4] with the reduced argument's low part carried along.
+/// The multiple of pi/2 is taken away in four parts (152 bits) by fma and exact products; then
+/// polynomials on [-pi/4, pi/4] with the reduced argument's low part carried along.
 [[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE SinCos sin_cos(double x) noexcept {
   using namespace detail;
   const double magic = fma(x, 0x1.45f306dc9c883p-1, integer_magic);
   const double k = magic - integer_magic;
   const std::uint64_t quadrant = double_bits(magic);  // its two low bits
 
-  const double first = fma(-k, 0x1.921fb54442d18p+0, x);                        // exact
-  const DoubleDouble second = two_sum(first, -k * 0x1.1a62600000000p-54);       // exact product: 30 bits by 23
+  const double first = fma(-k, 0x1.921fb54442d18p+0, x);  // exact
+  // exact product: 30 bits by 23
+  const DoubleDouble second = two_sum(first, -k * 0x1.1a62600000000p-54);
   const DoubleDouble third = two_sum(second.high, -k * 0x1.98a2e00000000p-77);  // exact product
   const double rest = fma(-k, 0x1.b839a252049c1p-104, second.low + third.low);
   const DoubleDouble r = two_sum(third.high, rest);
@@ -197,20 +210,24 @@ namespace math {
           bits_double(double_bits(select(swap, sine, cosine)) ^ cosine_sign)};
 }
 
-/// e^x within 0.6 ulp (0.75 where the result is subnormal); infinity above 709.78, subnormal and then 0 below -708.4,
-/// NaN for NaN.
-[[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double exp(double x) noexcept { return detail::exp_of_sum(x, 0.0); }
+/// e^x within 0.6 ulp (0.75 where the result is subnormal); infinity above 709.78, subnormal and
+/// then 0 below -708.4, NaN for NaN.
+[[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double exp(double x) noexcept {
+  return detail::exp_of_sum(x, 0.0);
+}
 
 /// Natural logarithm within 0.51 ulp; -infinity for 0, NaN below it.
 [[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double log(double x) noexcept {
   const double infinity = __builtin_huge_val();
   const bool positive = x > 0.0 && x < infinity;
   const double value = detail::log_of_positive(detail::select(positive, x, 1.0)).high;
-  const double other = detail::select(x == 0.0, -infinity, detail::select(x == infinity, infinity, __builtin_nan("")));
+  const double other = detail::select(x == 0.0, -infinity,
+                                      detail::select(x == infinity, infinity, __builtin_nan("")));
   return detail::select(positive, value, other);
 }
 
-/// x^y for x >= 0; relative error below 1.2e-16 wherever the result is normal. NaN for a negative x.
+/// x^y for x >= 0; relative error below 1.2e-16 wherever the result is normal. NaN for a negative
+/// x.
 [[nodiscard]] KVMELD_HD inline double pow(double x, double y) noexcept {
   const double infinity = __builtin_huge_val();
   if (y == 0.0 || x == 1.0) return 1.0;
@@ -230,7 +247,8 @@ namespace math {
   const std::uint64_t sign = double_bits(x) & 0x8000000000000000u;
   const double magnitude = bits_double(double_bits(x) ^ sign);
   const double bounded = select(magnitude > 22.0, 22.0, magnitude);
-  // e^2a - 1 = (2^k - 1) + 2^k (r + q), which keeps its relative precision where it is near 0, because there k = 0.
+  // e^2a - 1 = (2^k - 1) + 2^k (r + q), which keeps its relative precision where it is near 0,
+  // because there k = 0.
   const ExpParts parts = exp_parts(2.0 * bounded, 0.0);
   const double scale = power_of_two(parts.k & 1023);
   const double minus_one = (scale - 1.0) + fma(scale, parts.q, scale * parts.r.high);

@@ -1,6 +1,7 @@
 #pragma once
 
-/// Blocks of 32 elements by x86 vector code, where what compilers make of the portable loops is too slow.
+/// Blocks of 32 elements by x86 vector code, where what compilers make of the portable loops is too
+/// slow.
 
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +16,8 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-// Compiler vectors and builtins rather than <immintrin.h>, which costs every user 0.3 s a file under g++ 12.
+// Compiler vectors and builtins rather than <immintrin.h>, which costs every user 0.3 s a file
+// under g++ 12.
 template <class T, int bytes>
 struct VectorOf {
   typedef T type __attribute__((vector_size(bytes)));
@@ -45,14 +47,17 @@ struct Avx2Block<ElementType::f16> {
   KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
                                                            float* __restrict out) noexcept {
     for (int i = 0; i < 32; i += 8) {
-      const vector_t<short, 16> stored = *reinterpret_cast<const unaligned_vector_t<short, 16>*>(in + 2 * i);
-      *reinterpret_cast<unaligned_vector_t<float, 32>*>(out + i) = __builtin_ia32_vcvtph2ps256(stored);
+      const vector_t<short, 16> stored =
+          *reinterpret_cast<const unaligned_vector_t<short, 16>*>(in + 2 * i);
+      *reinterpret_cast<unaligned_vector_t<float, 32>*>(out + i) =
+          __builtin_ia32_vcvtph2ps256(stored);
     }
   }
   KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
                                                             std::byte* __restrict out) noexcept {
     for (int i = 0; i < 32; i += 8) {
-      const vector_t<float, 32> values = *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i);
+      const vector_t<float, 32> values =
+          *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i);
       constexpr int to_nearest_even = 0;
       *reinterpret_cast<unaligned_vector_t<short, 16>*>(out + 2 * i) =
           __builtin_ia32_vcvtps2ph256(values, to_nearest_even);
@@ -64,7 +69,8 @@ struct Avx2Block<ElementType::f16> {
 [[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE vector_t<std::uint16_t, 32> pack_words(
     vector_t<int, 32> a, vector_t<int, 32> b) noexcept {
   const auto packed = reinterpret_cast<vector_t<long long, 32>>(__builtin_ia32_packusdw256(a, b));
-  return reinterpret_cast<vector_t<std::uint16_t, 32>>(__builtin_shufflevector(packed, packed, 0, 2, 1, 3));
+  return reinterpret_cast<vector_t<std::uint16_t, 32>>(
+      __builtin_shufflevector(packed, packed, 0, 2, 1, 3));
 }
 
 template <>
@@ -91,8 +97,8 @@ struct Avx2Block<ElementType::bf16> {
 
 /// Both 8-bit floats pass through binary16, of which they are a part once E4M3 is scaled by 2^-8.
 ///
-/// Storing rounds to odd there (towards zero, a lost remainder sets the last bit), so that the second rounding, to
-/// nearest even, gives what one rounding would.
+/// Storing rounds to odd there (towards zero, a lost remainder sets the last bit), so that the
+/// second rounding, to nearest even, gives what one rounding would.
 template <ElementType type>
 struct Avx2Float8Block {
   static constexpr bool is_e4m3 = type == ElementType::f8_e4m3;
@@ -111,8 +117,8 @@ struct Avx2Float8Block {
         halves = (halves & 0x8000) | (is_nan ? ((wide & 0) + 0x7e00) : (magnitude << 7));
       }
       const auto signed_halves = reinterpret_cast<vector_t<short, 32>>(halves);
-      vector_t<float, 32> first =
-          __builtin_ia32_vcvtph2ps256(__builtin_shufflevector(signed_halves, signed_halves, 0, 1, 2, 3, 4, 5, 6, 7));
+      vector_t<float, 32> first = __builtin_ia32_vcvtph2ps256(
+          __builtin_shufflevector(signed_halves, signed_halves, 0, 1, 2, 3, 4, 5, 6, 7));
       vector_t<float, 32> second = __builtin_ia32_vcvtph2ps256(
           __builtin_shufflevector(signed_halves, signed_halves, 8, 9, 10, 11, 12, 13, 14, 15));
       if constexpr (is_e4m3) {
@@ -128,7 +134,8 @@ struct Avx2Float8Block {
                                                             std::byte* __restrict out) noexcept {
     for (int i = 0; i < 32; i += 16) {
       vector_t<float, 32> first = *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i);
-      vector_t<float, 32> second = *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i + 8);
+      vector_t<float, 32> second =
+          *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i + 8);
       if constexpr (is_e4m3) {
         first = first * 0x1p-8f;
         second = second * 0x1p-8f;
@@ -143,12 +150,15 @@ struct Avx2Float8Block {
       const Halfwords odd = (halves & 0x7fff) | pack_words(low_inexact, high_inexact);
       constexpr int shift = is_e4m3 ? 7 : 8;
       const Halfwords largest = (odd & 0) + static_cast<std::uint16_t>(is_e4m3 ? 0x7e : 0x7c);
-      Halfwords code = (odd + static_cast<std::uint16_t>((1 << (shift - 1)) - 1) + ((odd >> shift) & 1)) >> shift;
+      Halfwords code =
+          (odd + static_cast<std::uint16_t>((1 << (shift - 1)) - 1) + ((odd >> shift) & 1)) >>
+          shift;
       code = code > largest ? largest : code;
       const auto is_nan = odd > 0x7c00;  // an infinity is never inexact
       const Halfwords nan = is_e4m3 ? (odd & 0) + 0x7f : (odd >> 8) | 0x02;
       code = (is_nan ? nan : code) | ((halves >> 8) & 0x80);
-      *reinterpret_cast<unaligned_vector_t<std::uint8_t, 16>*>(out + i) = __builtin_convertvector(code, Codes);
+      *reinterpret_cast<unaligned_vector_t<std::uint8_t, 16>*>(out + i) =
+          __builtin_convertvector(code, Codes);
     }
   }
 };

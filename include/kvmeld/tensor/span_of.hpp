@@ -9,9 +9,10 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-// The elements of a vector, or of a pointer and a count, as a span. The standard's constructors have the compiler check the
-// concepts of contiguous ranges wherever they are written, also in functions that nobody calls: 2 to 3 MB of its memory
-// for each element type. A call of these checks nothing before the function that holds it is instantiated.
+// The elements of a vector, or of a pointer and a count, as a span. The standard's constructors
+// have the compiler check the concepts of contiguous ranges wherever they are written, also in
+// functions that nobody calls: 2 to 3 MB of its memory for each element type. A call of these
+// checks nothing before the function that holds it is instantiated.
 template <class T>
 [[nodiscard]] inline std::span<const T> span_of(const std::vector<T>& elements) noexcept {
   return {elements.data(), elements.size()};

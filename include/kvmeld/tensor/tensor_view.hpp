@@ -1,6 +1,7 @@
 #pragma once
 
-/// The array view that callers hand in, as a concept, and the strided view that the library itself uses.
+/// The array view that callers hand in, as a concept, and the strided view that the library itself
+/// uses.
 
 #include <array>
 #include <concepts>
@@ -20,7 +21,8 @@ KVMELD_NAMESPACE_BEGIN
 ///  - copying the view copies no elements;
 ///  - every index in the extents is addressable from `data_handle()` in the view's memory space.
 template <class View>
-concept TensorView = std::is_trivially_copyable_v<View> && requires(const View& view, std::size_t axis) {
+concept TensorView = std::is_trivially_copyable_v<View> &&
+    requires(const View& view, std::size_t axis) {
   typename View::element_type;
   { view.extent(axis) } -> std::convertible_to<std::ptrdiff_t>;
   { view.stride(axis) } -> std::convertible_to<std::ptrdiff_t>;
@@ -28,9 +30,11 @@ concept TensorView = std::is_trivially_copyable_v<View> && requires(const View& 
   requires(View::rank() >= 1);
 };
 
-/// An array of `Rank` axes in memory: element (i0, i1, ...) lies at `data + i0 * stride0 + i1 * stride1 + ...`.
+/// An array of `Rank` axes in memory: element (i0, i1, ...) lies at `data + i0 * stride0 + i1 *
+/// stride1 + ...`.
 ///
-/// Models `TensorView`. Strides are signed elements. Nothing is checked on access; copying costs a few words.
+/// Models `TensorView`. Strides are signed elements. Nothing is checked on access; copying costs a
+/// few words.
 template <class T, std::size_t Rank>
 class StridedView {
   static_assert(Rank >= 1, "kvmeld::StridedView needs at least one axis");
@@ -52,7 +56,8 @@ class StridedView {
       stride *= extents[axis];
     }
   }
-  constexpr StridedView(T* data, const Shape& extents, const Shape& strides) noexcept : data_(data) {
+  constexpr StridedView(T* data, const Shape& extents, const Shape& strides) noexcept
+      : data_(data) {
     for (std::size_t axis = 0; axis < Rank; ++axis) {
       extents_[axis] = extents[axis];
       strides_[axis] = strides[axis];
@@ -62,7 +67,8 @@ class StridedView {
   /// A read-only view of the same elements.
   template <class U>
   requires(std::is_const_v<T>&& std::same_as<const U, T> && !std::is_const_v<U>) KVMELD_HD
-      constexpr StridedView(const StridedView<U, Rank>& other) noexcept  // NOLINT: implicit on purpose
+      constexpr StridedView(
+          const StridedView<U, Rank>& other) noexcept  // NOLINT: implicit on purpose
       : data_(other.data_handle()) {
     for (std::size_t axis = 0; axis < Rank; ++axis) {
       extents_[axis] = other.extent(axis);
@@ -72,8 +78,12 @@ class StridedView {
 
   [[nodiscard]] KVMELD_HD static constexpr std::size_t rank() noexcept { return Rank; }
   [[nodiscard]] KVMELD_HD constexpr T* data_handle() const noexcept { return data_; }
-  [[nodiscard]] KVMELD_HD constexpr std::ptrdiff_t extent(std::size_t axis) const noexcept { return extents_[axis]; }
-  [[nodiscard]] KVMELD_HD constexpr std::ptrdiff_t stride(std::size_t axis) const noexcept { return strides_[axis]; }
+  [[nodiscard]] KVMELD_HD constexpr std::ptrdiff_t extent(std::size_t axis) const noexcept {
+    return extents_[axis];
+  }
+  [[nodiscard]] KVMELD_HD constexpr std::ptrdiff_t stride(std::size_t axis) const noexcept {
+    return strides_[axis];
+  }
 
   /// Product of the extents; 0 if any axis is empty.
   [[nodiscard]] KVMELD_HD constexpr std::ptrdiff_t size() const noexcept {
@@ -84,8 +94,8 @@ class StridedView {
   [[nodiscard]] KVMELD_HD constexpr bool empty() const noexcept { return size() == 0; }
 
   template <class... Indices>
-  requires(sizeof...(Indices) == Rank && (std::convertible_to<Indices, std::ptrdiff_t> && ...)) [[nodiscard]] KVMELD_HD
-      constexpr T&
+  requires(sizeof...(Indices) == Rank && (std::convertible_to<Indices, std::ptrdiff_t> && ...))
+      [[nodiscard]] KVMELD_HD constexpr T&
       operator()(Indices... indices) const noexcept {
     const std::ptrdiff_t index[Rank] = {static_cast<std::ptrdiff_t>(indices)...};
     std::ptrdiff_t offset = 0;
@@ -95,7 +105,8 @@ class StridedView {
 
  private:
   T* data_ = nullptr;
-  std::ptrdiff_t extents_[Rank] = {};  // plain arrays: the members of std::array are no device functions
+  // plain arrays: the members of std::array are no device functions
+  std::ptrdiff_t extents_[Rank] = {};
   std::ptrdiff_t strides_[Rank] = {};
 };
 

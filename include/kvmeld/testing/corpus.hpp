@@ -23,8 +23,10 @@ namespace testing {
   return geometry;
 }
 
-/// Fragments of one to four tokens with random K/V in [−4, 4), some of which share tokens or chunks. Its planes must be f32 throughout.
-[[nodiscard]] inline Result<std::vector<Fragment>> make_corpus(const std::shared_ptr<const Geometry>& geometry, std::size_t count, std::uint64_t seed) {
+/// Fragments of one to four tokens with random K/V in [−4, 4), some of which share tokens or
+/// chunks. Its planes must be f32 throughout.
+[[nodiscard]] inline Result<std::vector<Fragment>> make_corpus(
+    const std::shared_ptr<const Geometry>& geometry, std::size_t count, std::uint64_t seed) {
   std::vector<Fragment> out;
   Random random(seed);
   for (std::size_t i = 0; i < count; ++i) {

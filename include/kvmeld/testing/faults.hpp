@@ -46,10 +46,12 @@ inline constexpr std::size_t fault_kinds = static_cast<std::size_t>(Fault::merge
 
 [[nodiscard]] constexpr std::string_view to_string(Fault fault) noexcept {
   constexpr std::array<std::string_view, fault_kinds> names{
-      "drop",          "duplicate",  "reorder",    "delay",       "truncate",  "bit flip",          "partition",     "slow peer",      "crash",
-      "torn write",    "restart",    "old snapshot", "clock jump", "disk full", "store unavailable", "write refused", "write in doubt", "bit rot",
-      "lying manifest", "lying chunk", "lying news", "forged dot", "foreign dot", "foreign removal", "foreign gone", "flood",
-      "join", "leave", "merger upgrade"};
+      "drop",          "duplicate",      "reorder",     "delay",           "truncate",
+      "bit flip",      "partition",      "slow peer",   "crash",           "torn write",
+      "restart",       "old snapshot",   "clock jump",  "disk full",       "store unavailable",
+      "write refused", "write in doubt", "bit rot",     "lying manifest",  "lying chunk",
+      "lying news",    "forged dot",     "foreign dot", "foreign removal", "foreign gone",
+      "flood",         "join",           "leave",       "merger upgrade"};
   return names[static_cast<std::size_t>(fault)];
 }
 
@@ -57,8 +59,12 @@ inline constexpr std::size_t fault_kinds = static_cast<std::size_t>(Fault::merge
 struct FaultCounts {
   std::array<std::uint64_t, fault_kinds> of{};
 
-  [[nodiscard]] std::uint64_t& operator[](Fault fault) noexcept { return of[static_cast<std::size_t>(fault)]; }
-  [[nodiscard]] std::uint64_t operator[](Fault fault) const noexcept { return of[static_cast<std::size_t>(fault)]; }
+  [[nodiscard]] std::uint64_t& operator[](Fault fault) noexcept {
+    return of[static_cast<std::size_t>(fault)];
+  }
+  [[nodiscard]] std::uint64_t operator[](Fault fault) const noexcept {
+    return of[static_cast<std::size_t>(fault)];
+  }
   void add(const FaultCounts& other) noexcept {
     for (std::size_t i = 0; i < fault_kinds; ++i) of[i] += other.of[i];
   }
@@ -90,7 +96,7 @@ struct Faults {
   double insider = 0.5;             ///< of a run: that peer is a member
   double join = 0.15;
   double leave = 0.1;
-  double merger_upgrade = 0.5;      ///< of a run
+  double merger_upgrade = 0.5;  ///< of a run
 
   /// Nothing goes wrong.
   [[nodiscard]] static Faults none() noexcept {

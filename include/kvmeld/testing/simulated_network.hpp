@@ -23,7 +23,8 @@ struct Delivery {
   std::vector<std::byte> bytes{};
 };
 
-/// Carries messages in simulated time, and loses, repeats, reorders, delays, cuts and damages them as it is told.
+/// Carries messages in simulated time, and loses, repeats, reorders, delays, cuts and damages them
+/// as it is told.
 class SimulatedNetwork {
  public:
   SimulatedNetwork(std::uint64_t seed, FaultCounts& counts) : random_(seed), counts_(&counts) {}
@@ -92,7 +93,9 @@ class SimulatedNetwork {
     std::uint64_t number = 0;
     Delivery delivery;
 
-    bool operator<(const UnderWay& other) const noexcept { return due != other.due ? due > other.due : number > other.number; }
+    bool operator<(const UnderWay& other) const noexcept {
+      return due != other.due ? due > other.due : number > other.number;
+    }
   };
 
   void count(Fault fault) noexcept { ++(*counts_)[fault]; }

@@ -29,17 +29,21 @@ struct Stored {
 /// What a disk or server holds. A copy is a snapshot of it; bytes are shared.
 struct SimulatedDisk {
   std::map<BlobKey, Stored> blobs{};
-  std::map<std::uint64_t, Stored> records{};  ///< by number; a cursor is the generation and the number that comes next
+  /// By number; a cursor is the generation and the number that comes next.
+  std::map<std::uint64_t, Stored> records{};
   std::uint64_t next_record = 1;
-  std::uint64_t generation = 1;             ///< changes where the content is not what it was: a restored server answers as a new one
+  /// Changes where the content is not what it was: a restored server answers as a new one.
+  std::uint64_t generation = 1;
 
   /// Flips one bit of one blob or record. False where there is none.
   bool rot(Random& random) {
     const std::size_t all = blobs.size() + records.size();
     if (all == 0) return false;
     std::size_t at = random.below(all);
-    Stored& item = at < blobs.size() ? std::next(blobs.begin(), static_cast<std::ptrdiff_t>(at))->second
-                                     : std::next(records.begin(), static_cast<std::ptrdiff_t>(at - blobs.size()))->second;
+    Stored& item =
+        at < blobs.size()
+            ? std::next(blobs.begin(), static_cast<std::ptrdiff_t>(at))->second
+            : std::next(records.begin(), static_cast<std::ptrdiff_t>(at - blobs.size()))->second;
     if (item.now->empty()) return false;
     std::vector<std::byte> bytes = *item.now;
     bytes[random.below(bytes.size())] ^= static_cast<std::byte>(1U << random.below(8));
@@ -50,18 +54,22 @@ struct SimulatedDisk {
 
 /// A `BlobStore` over a simulated disk, with a switch for each way in which stores fail.
 ///
-/// What a write has acknowledged stays, until the simulation rots it or restores the disk from a snapshot. A write that returned an
-/// error may have happened. A write in whose middle the process ends is not there, there, or torn, as the contract of `BlobStore` allows;
-/// from then on every call fails until `restart`. Over a shared disk every member has a store, its connection, of its own.
+/// What a write has acknowledged stays, until the simulation rots it or restores the disk from a
+/// snapshot. A write that returned an error may have happened. A write in whose middle the process
+/// ends is not there, there, or torn, as the contract of `BlobStore` allows; from then on every
+/// call fails until `restart`. Over a shared disk every member has a store, its connection, of its
+/// own.
 class SimulatedStore {
  public:
-  SimulatedStore(std::shared_ptr<SimulatedDisk> disk, std::uint64_t seed) : disk_(std::move(disk)), random_(seed) {}
+  SimulatedStore(std::shared_ptr<SimulatedDisk> disk, std::uint64_t seed)
+      : disk_(std::move(disk)), random_(seed) {}
 
   bool full = false;
   bool unavailable = false;
-  double refused = 0;        ///< probability that a write fails and does not happen
-  double in_doubt = 0;       ///< probability that a write happens and fails
-  std::uint64_t dies_in = 0; ///< the process ends in the middle of the n-th write from now; 0: it does not
+  double refused = 0;   ///< probability that a write fails and does not happen
+  double in_doubt = 0;  ///< probability that a write happens and fails
+  /// The process ends in the middle of the n-th write from now; 0: it does not.
+  std::uint64_t dies_in = 0;
   FaultCounts* counts = nullptr;
 
   [[nodiscard]] bool crashed() const noexcept { return crashed_; }
@@ -109,7 +117,8 @@ class SimulatedStore {
     KVMELD_TRY(reachable());
     RecordBatch batch;
     batch.cursor = cursor_at(disk_->next_record);
-    for (auto at = disk_->records.lower_bound(number_of(cursor)); at != disk_->records.end(); ++at) batch.records.push_back(*at->second.now);
+    for (auto at = disk_->records.lower_bound(number_of(cursor)); at != disk_->records.end(); ++at)
+      batch.records.push_back(*at->second.now);
     return batch;
   }
   Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
@@ -125,7 +134,8 @@ class SimulatedStore {
     }
     return outcome.status;
   }
-  /// Which content this is: a replica that finds another than before writes down again what it holds.
+  /// Which content this is: a replica that finds another than before writes down again what it
+  /// holds.
   [[nodiscard]] std::uint64_t generation() const noexcept { return disk_->generation; }
 
  private:
@@ -136,10 +146,14 @@ class SimulatedStore {
   };
 
   static constexpr unsigned number_bits = 40;
-  [[nodiscard]] std::uint64_t cursor_at(std::uint64_t number) const noexcept { return disk_->generation << number_bits | number; }
+  [[nodiscard]] std::uint64_t cursor_at(std::uint64_t number) const noexcept {
+    return disk_->generation << number_bits | number;
+  }
   /// 0 for a cursor of another content: what it had seen says nothing of this one.
   [[nodiscard]] std::uint64_t number_of(std::uint64_t cursor) const noexcept {
-    return cursor >> number_bits == disk_->generation ? cursor & ((std::uint64_t{1} << number_bits) - 1) : 0;
+    return cursor >> number_bits == disk_->generation
+               ? cursor & ((std::uint64_t{1} << number_bits) - 1)
+               : 0;
   }
   [[nodiscard]] static Stored stored(std::span<const std::byte> bytes) {
     std::vector<std::byte> copy;
@@ -159,7 +173,8 @@ class SimulatedStore {
     if (dies_in > 0 && --dies_in == 0) {
       crashed_ = true;
       count(Fault::torn_write);
-      return {Status(ErrorCode::unavailable, "the process ended in a write"), random_.chance(0.7), random_.chance(0.4)};
+      return {Status(ErrorCode::unavailable, "the process ended in a write"), random_.chance(0.7),
+              random_.chance(0.4)};
     }
     if (full) return {Status(ErrorCode::store_full, "the disk is full"), false, false};
     if (random_.chance(refused)) {

@@ -31,23 +31,27 @@ namespace testing {
 struct Options {
   std::size_t fewest_replicas = 2;
   std::size_t most_replicas = 6;
-  std::optional<bool> shared_store{};   ///< all members write to one store; none: the seed decides
-  std::int64_t active_ms = 6'000;       ///< simulated time in which agents work and things go wrong
-  std::int64_t healing_ms = 120'000;    ///< simulated time after which everybody must agree
-  double operations_per_second = 8;     ///< of all agents together
+  std::optional<bool> shared_store{};  ///< all members write to one store; none: the seed decides
+  std::int64_t active_ms = 6'000;      ///< simulated time in which agents work and things go wrong
+  std::int64_t healing_ms = 120'000;   ///< simulated time after which everybody must agree
+  double operations_per_second = 8;    ///< of all agents together
   Faults faults{};
-  bool swarm = true;                    ///< each seed leaves out some kinds of faults, so that the others meet in more ways
-  std::vector<Fragment> corpus{};       ///< what agents insert; empty: small ones are made
+  /// Each seed leaves out some kinds of faults, so that the others meet in more ways.
+  bool swarm = true;
+  std::vector<Fragment> corpus{};             ///< what agents insert; empty: small ones are made
   void (*trace)(const char* line) = nullptr;  ///< is told every event
 };
 
-/// One run of several members over a simulated network, clock and disk, which a seed determines wholly.
+/// One run of several members over a simulated network, clock and disk, which a seed determines
+/// wholly.
 ///
-/// Agents insert, supersede, remove, evict and fetch while messages, processes, disks and a lying peer fail; then faults end, and within
-/// a bounded time every member must hold the same set, whole, with the same rendered bytes, from which nothing that was acknowledged is
-/// missing. What must be there is worked out from a plain log (`History`).
+/// Agents insert, supersede, remove, evict and fetch while messages, processes, disks and a lying
+/// peer fail; then faults end, and within a bounded time every member must hold the same set,
+/// whole, with the same rendered bytes, from which nothing that was acknowledged is missing. What
+/// must be there is worked out from a plain log (`History`).
 ///
-/// @tparam Node a `Replica<SimulatedStore>`, or what behaves like one: tests of the simulation itself break it on purpose.
+/// @tparam Node a `Replica<SimulatedStore>`, or what behaves like one: tests of the simulation
+/// itself break it on purpose.
 template <class Node = Replica<SimulatedStore>>
 class Simulation {
  public:
@@ -55,7 +59,8 @@ class Simulation {
   Simulation(const Simulation&) = delete;
   Simulation& operator=(const Simulation&) = delete;
 
-  /// Runs once. Every replica renders with each of the mergers given, and with two of the library's.
+  /// Runs once. Every replica renders with each of the mergers given, and with two of the
+  /// library's.
   template <class... Mergers>
   [[nodiscard]] Report run(const Mergers&... mergers);
 
@@ -63,18 +68,18 @@ class Simulation {
   struct Member {
     MemberId id = 0;
     std::unique_ptr<SimulatedStore> store;
-    std::unique_ptr<Node> replica;       // null: the process does not run
+    std::unique_ptr<Node> replica;  // null: the process does not run
     std::uint64_t epoch = 0;
-    bool gone = false;                   // has left for good
-    bool upgraded = false;               // renders with the newer merger
-    std::int64_t clock = 0;              // ahead of the simulated time
+    bool gone = false;       // has left for good
+    bool upgraded = false;   // renders with the newer merger
+    std::int64_t clock = 0;  // ahead of the simulated time
     std::int64_t next_tick = 0;
     std::int64_t starts_at = 0;
     std::int64_t slow_until = 0;
     std::int64_t full_until = 0;
     std::int64_t unavailable_until = 0;
     std::uint64_t max_records = 0;
-    CausalContext rotten;                // what rotten records of its disk held
+    CausalContext rotten;  // what rotten records of its disk held
     std::vector<SimulatedDisk> snapshots;
 
     [[nodiscard]] bool up() const noexcept { return replica != nullptr; }
@@ -104,7 +109,8 @@ class Simulation {
 
   // simulation_faults.hpp: what agents do and what goes wrong
   void operate();
-  void record(Operation operation, const Result<Provenance>& done, const Digest256& before, const Member& member);
+  void record(Operation operation, const Result<Provenance>& done, const Digest256& before,
+              const Member& member);
   void disturb(std::int64_t ms);
   void disturb(Member& member, std::int64_t ms);
   void join();
@@ -122,7 +128,9 @@ class Simulation {
   void check_rendered(const M& merger);
   void sum_counters(const Node& replica);
 
-  [[nodiscard]] bool once(double per_second, std::int64_t ms) { return random_.chance(per_second * static_cast<double>(ms) / 1000); }
+  [[nodiscard]] bool once(double per_second, std::int64_t ms) {
+    return random_.chance(per_second * static_cast<double>(ms) / 1000);
+  }
   void count(Fault fault) { ++report_.faults[fault]; }
 
   Options options_;
@@ -130,12 +138,12 @@ class Simulation {
   Report report_;
   SimulatedNetwork network_;
   std::vector<Fragment> corpus_;
-  std::vector<std::vector<BlobKey>> keys_;   // (fragments) manifest and chunks
-  std::deque<Member> members_;               // those that have left included
+  std::vector<std::vector<BlobKey>> keys_;  // (fragments) manifest and chunks
+  std::deque<Member> members_;              // those that have left included
   std::optional<Liar> liar_;
   History history_;
-  CausalContext lost_;                       // what lost disks and rotten records held
-  std::set<BlobKey> lost_keys_;              // blobs that were lost or rotted
+  CausalContext lost_;           // what lost disks and rotten records held
+  std::set<BlobKey> lost_keys_;  // blobs that were lost or rotted
   std::shared_ptr<SimulatedDisk> shared_disk_;
   std::set<std::uint64_t> epochs_;
   std::uint64_t generations_ = 1;
@@ -144,9 +152,9 @@ class Simulation {
   std::size_t max_message_bytes_ = 0;
   std::uint64_t max_operations_ = std::uint64_t{1} << 17U;
   Digest128 merger_{};
-  bool insider_ = false;                     // the liar is a member
+  bool insider_ = false;  // the liar is a member
   bool healed_ = false;
-  std::vector<std::size_t> to_upgrade_;      // members, in order
+  std::vector<std::size_t> to_upgrade_;  // members, in order
   std::int64_t next_upgrade_ = 0;
   std::int64_t partition_until_ = 0;
   std::int64_t next_snapshot_ = 0;

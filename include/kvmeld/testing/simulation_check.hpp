@@ -24,7 +24,9 @@ void Simulation<Node>::heal() {
     network_.set_slowness(member.id, 0);
     if (member.gone) continue;
     if (!member.up()) start(member);
-    if (!member.up()) return fail("member " + detail::decimal(member.id) + " could not start from a disk that works");
+    if (!member.up())
+      return fail("member " + detail::decimal(member.id) +
+                  " could not start from a disk that works");
   }
   set_members();
 }
@@ -36,7 +38,9 @@ void Simulation<Node>::account_losses() {
   for (const Member* member : up()) known.join(member->replica->set().context());
   for (const Operation& o : std::vector<Operation>(history_.operations())) {
     if (!o.acknowledged || known.contains(o.dot)) continue;
-    if (!lost_.contains(o.dot)) return fail(History::text(o) + " was acknowledged, and nobody holds it though no disk was lost");
+    if (!lost_.contains(o.dot))
+      return fail(History::text(o) +
+                  " was acknowledged, and nobody holds it though no disk was lost");
     history_.forget(o.dot);
     ++report_.lost_operations;
   }
@@ -58,7 +62,9 @@ void Simulation<Node>::account_losses() {
     bool lost = false;
     for (const BlobKey& key : keys_[static_cast<std::size_t>(f - corpus_.data())]) {
       if (sound.count(key) != 0) continue;
-      if (lost_keys_.count(key) == 0) return fail("a blob of fragment " + id.hex().substr(0, 8) + " is nowhere, though no disk lost it");
+      if (lost_keys_.count(key) == 0)
+        return fail("a blob of fragment " + id.hex().substr(0, 8) +
+                    " is nowhere, though no disk lost it");
       lost = true;
     }
     if (!lost) continue;
@@ -89,9 +95,13 @@ bool Simulation<Node>::agreed() const {
     if (!member.up()) continue;
     const FragmentSet& set = member.replica->set();
     if (first == nullptr) first = &set;
-    if (set.digest() != first->digest() || set.context() != first->context() || member.replica->wanted() != 0 || !set.removals().empty()) return false;
+    if (set.digest() != first->digest() || set.context() != first->context() ||
+        member.replica->wanted() != 0 || !set.removals().empty())
+      return false;
     const auto entries = set.entries();
-    if (!std::all_of(entries.begin(), entries.end(), [](const FragmentSet::Entry& e) { return e.complete(); })) return false;
+    if (!std::all_of(entries.begin(), entries.end(),
+                     [](const FragmentSet::Entry& e) { return e.complete(); }))
+      return false;
   }
   return true;
 }
@@ -105,24 +115,30 @@ void Simulation<Node>::check_sets() {
     const std::string who = "member " + detail::decimal(member->id);
     const std::string and_first = who + " and member " + detail::decimal(all.front()->id);
     if (!(set == first)) return fail(and_first + " hold different sets");
-    if (set.digest() != first.digest()) return fail(and_first + " hold equal sets with different digests");
-    if (set.context() != first.context()) return fail(and_first + " have not seen the same operations");
+    if (set.digest() != first.digest())
+      return fail(and_first + " hold equal sets with different digests");
+    if (set.context() != first.context())
+      return fail(and_first + " have not seen the same operations");
     for (const FragmentSet::Entry& entry : set.entries()) {
       const std::string what = " fragment " + entry.id.hex().substr(0, 8);
       const Fragment* const f = fragment(entry.id);
       if (f == nullptr) return fail(who + " holds" + what + ", which was never inserted");
       if (!entry.complete()) return fail(who + " lacks the bytes of" + what);
-      if (const Status verified = verify_fragment(entry.fragment); !verified.ok()) return fail(who + " holds" + what + " damaged: " + verified.message());
+      if (const Status verified = verify_fragment(entry.fragment); !verified.ok())
+        return fail(who + " holds" + what + " damaged: " + verified.message());
       for (std::size_t p = 0; p < f->payloads().size(); ++p) {
-        if (std::memcmp(entry.fragment.payloads()[p].bytes.get(), f->payloads()[p].bytes.get(), f->payloads()[p].byte_count) != 0) {
+        if (std::memcmp(entry.fragment.payloads()[p].bytes.get(), f->payloads()[p].bytes.get(),
+                        f->payloads()[p].byte_count) != 0) {
           return fail(who + " holds" + what + " with other bytes than were inserted");
         }
       }
     }
     if (member->replica->wanted() != 0)
-      return fail(who + " still waits for " + detail::decimal(member->replica->wanted()) + " payloads");
+      return fail(who + " still waits for " + detail::decimal(member->replica->wanted()) +
+                  " payloads");
     if (!set.removals().empty())
-      return fail(who + " keeps " + detail::decimal(set.removals().size()) + " removals that everybody knows");
+      return fail(who + " keeps " + detail::decimal(set.removals().size()) +
+                  " removals that everybody knows");
   }
   std::vector<std::pair<FragmentId, Mark>> marks;
   for (const FragmentSet::Entry& entry : first.entries()) {
@@ -140,23 +156,26 @@ void Simulation<Node>::check_rest() {
     std::uint64_t bytes = 0;
     for (const Member* member : up()) {
       const auto& sent = member->replica->counters().sent_bytes;
-      for (std::size_t type = 0; type < sent.size(); ++type) bytes += type == static_cast<std::size_t>(ReplicaMessage::news) ? 0 : sent[type];
+      for (std::size_t type = 0; type < sent.size(); ++type)
+        bytes += type == static_cast<std::size_t>(ReplicaMessage::news) ? 0 : sent[type];
     }
     return bytes;
   };
-  for (const std::int64_t until = now_ + 500; now_ < until;) step(50);  // answers that were under way
+  // answers that were under way
+  for (const std::int64_t until = now_ + 500; now_ < until;) step(50);
   const std::uint64_t before = busy();
   for (const std::int64_t until = now_ + 1'000; now_ < until;) step(50);
   if (busy() != before)
-    fail("members agree and still send each other " + detail::decimal(busy() - before) + " bytes a second beside news");
+    fail("members agree and still send each other " + detail::decimal(busy() - before) +
+         " bytes a second beside news");
   if (!agreed()) fail("members agreed and disagree again, though nothing happened");
   std::uint64_t most = 0;  // of a shared store every reader keeps within its own bound
   for (const Member* member : up()) most = (std::max)(most, member->max_records);
   for (const Member* member : up()) {
     const std::size_t records = member->store->disk()->records.size();
     if (records > most)
-      fail("the store of member " + detail::decimal(member->id) + " keeps " + detail::decimal(records) +
-           " records where " + detail::decimal(most) + " are enough");
+      fail("the store of member " + detail::decimal(member->id) + " keeps " +
+           detail::decimal(records) + " records where " + detail::decimal(most) + " are enough");
   }
 }
 
@@ -166,9 +185,11 @@ void Simulation<Node>::check_mergers() {
     const std::vector<MemberId> named = member->replica->other_mergers();
     for (const Member* other : up()) {
       const bool differs = member->upgraded != other->upgraded;
-      if (other != member && (std::find(named.begin(), named.end(), other->id) != named.end()) != differs) {
-        return fail("member " + detail::decimal(member->id) + (differs ? " does not notice" : " wrongly says") +
-                    " that member " + detail::decimal(other->id) + " renders with another merger");
+      if (other != member &&
+          (std::find(named.begin(), named.end(), other->id) != named.end()) != differs) {
+        return fail("member " + detail::decimal(member->id) +
+                    (differs ? " does not notice" : " wrongly says") + " that member " +
+                    detail::decimal(other->id) + " renders with another merger");
       }
     }
   }
@@ -183,15 +204,20 @@ void Simulation<Node>::check_rendered(const M& merger) {
     Target target;
     target.geometry = corpus_.front().geometry();
     const auto planned = plan(member->replica->set(), merger, target);
-    if (!planned) return fail("member " + detail::decimal(member->id) + " cannot plan: " + planned.error().message());
+    if (!planned)
+      return fail("member " + detail::decimal(member->id) +
+                  " cannot plan: " + planned.error().message());
     HostCache cache(corpus_.front().shared_geometry(), planned->tokens());
     std::vector<std::byte> workspace(planned->workspace_bytes());
-    const auto rendered = kvmeld::run(exec::seq, *planned, workspace, cache.mutable_ref(), {.content_digest = true});
+    const auto rendered =
+        kvmeld::run(exec::seq, *planned, workspace, cache.mutable_ref(), {.content_digest = true});
     if (!rendered)
-      return fail("member " + detail::decimal(member->id) + " cannot render: " + rendered.error().message());
+      return fail("member " + detail::decimal(member->id) +
+                  " cannot render: " + rendered.error().message());
     if (!first) first = *rendered->content_digest;
     if (*rendered->content_digest != *first) {
-      return fail("member " + detail::decimal(member->id) + " renders other bytes of the same set than member " +
+      return fail("member " + detail::decimal(member->id) +
+                  " renders other bytes of the same set than member " +
                   detail::decimal(up().front()->id));
     }
   }

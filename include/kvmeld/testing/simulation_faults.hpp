@@ -21,7 +21,8 @@ void Simulation<Node>::operate() {
   if (what < 11 || replica.set().empty()) {
     const Fragment& f = corpus_[random_.below(corpus_.size())];
     operation.id = f.id();
-    if (random_.chance(0.6)) operation.confidence = 0.25F * static_cast<float>(1 + random_.below(4));
+    if (random_.chance(0.6))
+      operation.confidence = 0.25F * static_cast<float>(1 + random_.below(4));
     record(operation, replica.insert(f, operation.confidence, now_), before, *member);
     return flush(*member);
   }
@@ -31,13 +32,15 @@ void Simulation<Node>::operate() {
   if (what < 13) {
     operation.kind = Operation::Kind::supersede;
     operation.successor = corpus_[random_.below(corpus_.size())].id();
-    if (operation.successor != operation.id) record(operation, replica.supersede(operation.id, operation.successor), before, *member);
+    if (operation.successor != operation.id)
+      record(operation, replica.supersede(operation.id, operation.successor), before, *member);
   } else if (what < 16) {
     operation.kind = Operation::Kind::remove;
     for (const Mark& mark : at->metadata.marks) operation.observed.push_back(mark.dot);
     record(operation, replica.remove(operation.id), before, *member);
   } else if (what < 19) {
-    if (const Status evicted = replica.evict(operation.id); !evicted.ok()) fail("an eviction failed: " + evicted.message());
+    if (const Status evicted = replica.evict(operation.id); !evicted.ok())
+      fail("an eviction failed: " + evicted.message());
     ++report_.evicted;
     say("member ", member->id, " evicts ", operation.id.hex().substr(0, 8));
   } else if (const Status wanted = replica.fetch(operation.id); !wanted.ok()) {
@@ -47,25 +50,31 @@ void Simulation<Node>::operate() {
 }
 
 template <class Node>
-void Simulation<Node>::record(Operation operation, const Result<Provenance>& done, const Digest256& before, const Member& member) {
+void Simulation<Node>::record(Operation operation, const Result<Provenance>& done,
+                              const Digest256& before, const Member& member) {
   if (done.ok()) {
     if (done->agent != member.id || done->epoch != member.epoch)
       fail("agent " + detail::decimal(member.id) + " was given the dot of another life");
     operation.acknowledged = true;
     operation.dot = *done;
-    ++(operation.kind == Operation::Kind::insert ? report_.inserted : operation.kind == Operation::Kind::remove ? report_.removed : report_.superseded);
+    ++(operation.kind == Operation::Kind::insert   ? report_.inserted
+       : operation.kind == Operation::Kind::remove ? report_.removed
+                                                   : report_.superseded);
     say(History::text(operation));
-    if (!history_.add(operation)) fail("the dot of agent " + History::text(*done) + " was given out twice");
+    if (!history_.add(operation))
+      fail("the dot of agent " + History::text(*done) + " was given out twice");
     return;
   }
   say("member ", member.id, " fails: ", done.error().message());
-  if (member.replica->set().digest() != before) fail("an operation failed (" + done.error().message() + ") and the set changed");
+  if (member.replica->set().digest() != before)
+    fail("an operation failed (" + done.error().message() + ") and the set changed");
   const ErrorCode code = done.error().code();
   if (code == ErrorCode::unavailable) {
     ++report_.unconfirmed;
     (void)history_.add(operation);
   } else if (code == ErrorCode::dot_reused && insider_) {
-    // A member said that it has seen operations of this life that were not done yet: the next tick starts another.
+    // A member said that it has seen operations of this life that were not done yet: the next tick
+    // starts another.
   } else if (code != ErrorCode::store_full) {
     fail("an operation failed: " + done.error().message());
   }
@@ -96,7 +105,10 @@ void Simulation<Node>::disturb(std::int64_t ms) {
     if (const Member* const victim = any_up()) {
       const Member* const other = any_up();
       const Liar::Lie lie = liar_->act({victim->id, victim->epoch}, {other->id, other->epoch});
-      if (lie.at_once) deliver({Liar::id, lie.to, lie.frame}); else network_.send(now_, Liar::id, lie.to, lie.frame);
+      if (lie.at_once)
+        deliver({Liar::id, lie.to, lie.frame});
+      else
+        network_.send(now_, Liar::id, lie.to, lie.frame);
     }
   }
   if (once(f.join, ms) && up().size() < options_.most_replicas + 2) join();
@@ -117,7 +129,8 @@ void Simulation<Node>::disturb(Member& member, std::int64_t ms) {
     count(Fault::slow_peer);
   }
   if (once(f.clock_jump, ms)) {
-    member.clock += random_.chance(0.5) ? random_.between(1, 10'000'000) : -random_.between(1, 10'000'000);
+    member.clock +=
+        random_.chance(0.5) ? random_.between(1, 10'000'000) : -random_.between(1, 10'000'000);
     count(Fault::clock_jump);
   }
   if (once(f.disk_full, ms)) {
@@ -150,12 +163,14 @@ void Simulation<Node>::disturb(Member& member, std::int64_t ms) {
   }
 }
 
-/// A member that nobody has heard of starts with an empty disk, or with its first look at the shared one.
+/// A member that nobody has heard of starts with an empty disk, or with its first look at the
+/// shared one.
 template <class Node>
 void Simulation<Node>::join() {
   Member& member = members_.emplace_back();
   member.id = next_member_++;
-  member.store = std::make_unique<SimulatedStore>(shared_disk_ != nullptr ? shared_disk_ : std::make_shared<SimulatedDisk>(), random_.next());
+  member.store = std::make_unique<SimulatedStore>(
+      shared_disk_ != nullptr ? shared_disk_ : std::make_shared<SimulatedDisk>(), random_.next());
   member.store->counts = &report_.faults;
   member.max_records = 4 + random_.below(40);
   count(Fault::join);

@@ -34,7 +34,8 @@ void Simulation<Node>::start(Member& member) {
   member.replica = std::make_unique<Node>(*member.store, o);
   const Status opened = member.replica->open();
   say("member ", member.id, " starts: ",
-      opened.ok() ? std::string("holds ") + detail::decimal(member.replica->set().size()) : opened.message());
+      opened.ok() ? std::string("holds ") + detail::decimal(member.replica->set().size())
+                  : opened.message());
   if (member.store->crashed()) return crash(member, "as it started");
   if (opened.ok()) return;
   member.replica.reset();
@@ -48,7 +49,8 @@ void Simulation<Node>::crash(Member& member, const char* why) {
   CausalContext durable = context_of(*member.store->disk());
   durable.join(shared_disk_ != nullptr ? lost_ : member.rotten);
   if (!leq(member.replica->set().context(), durable))
-    fail("member " + detail::decimal(member.id) + " had joined operations that are not in its store");
+    fail("member " + detail::decimal(member.id) +
+         " had joined operations that are not in its store");
   sum_counters(*member.replica);
   member.replica.reset();
   member.store->dies_in = 0;
@@ -58,7 +60,8 @@ void Simulation<Node>::crash(Member& member, const char* why) {
     *member.store->disk() = member.snapshots[random_.below(member.snapshots.size())];
     member.store->disk()->generation = ++generations_;
     count(Fault::old_snapshot);
-    say("the disk of member ", member.id, " is restored to a copy of ", member.store->disk()->records.size(), " records");
+    say("the disk of member ", member.id, " is restored to a copy of ",
+        member.store->disk()->records.size(), " records");
   }
   count(Fault::restart);
 }
@@ -87,7 +90,8 @@ std::vector<MemberId> Simulation<Node>::all_members() const {
   for (const Member& member : members_) {
     if (!member.gone) all.push_back(member.id);
   }
-  if (insider_ && !healed_) all.push_back(Liar::id);  // and then it leaves, or all would wait for it
+  // and then it leaves, or all would wait for it
+  if (insider_ && !healed_) all.push_back(Liar::id);
   return all;
 }
 
@@ -114,7 +118,8 @@ typename Simulation<Node>::Member* Simulation<Node>::any_up() {
 
 template <class Node>
 const Fragment* Simulation<Node>::fragment(const FragmentId& id) const {
-  const auto at = std::find_if(corpus_.begin(), corpus_.end(), [&](const Fragment& f) { return f.id() == id; });
+  const auto at =
+      std::find_if(corpus_.begin(), corpus_.end(), [&](const Fragment& f) { return f.id() == id; });
   return at == corpus_.end() ? nullptr : &*at;
 }
 
@@ -123,7 +128,9 @@ template <class Node>
 std::string Simulation<Node>::describe(std::span<const std::byte> bytes) {
   const auto frame = decode_frame(bytes);
   if (!frame) return detail::decimal(bytes.size()) + " damaged bytes";
-  constexpr const char* names[] = {"nothing", "news", "a request for a delta", "a delta", "a request for ", "the manifest of ", "a chunk of ", "a refusal of "};
+  constexpr const char* names[] = {"nothing",     "news",           "a request for a delta",
+                                   "a delta",     "a request for ", "the manifest of ",
+                                   "a chunk of ", "a refusal of "};
   if (frame->type >= std::size(names)) return "a message of type " + detail::decimal(frame->type);
   std::string out = names[frame->type];
   if (frame->type >= 4 && frame->body.size() >= 32) {

@@ -10,7 +10,9 @@ namespace testing {
 
 template <class Node>
 Simulation<Node>::Simulation(std::uint64_t seed, Options options)
-    : options_(std::move(options)), random_(seed * 0x2545F4914F6CDD1DULL + 1), network_(random_.next(), report_.faults) {
+    : options_(std::move(options)),
+      random_(seed * 0x2545F4914F6CDD1DULL + 1),
+      network_(random_.next(), report_.faults) {
   report_.seed = seed;
   report_.runs = 1;
 }
@@ -41,7 +43,8 @@ Report Simulation<Node>::run(const Mergers&... mergers) {
   if (going()) check_mergers();
   (check_rendered(mergers), ...);
   check_rendered(merger());
-  check_rendered(merger(ById{}, Aligner{TokenMatch{}}, Fuser{WeightedMean{.weighting = Weighting::confidence}}));
+  check_rendered(merger(ById{}, Aligner{TokenMatch{}},
+                        Fuser{WeightedMean{.weighting = Weighting::confidence}}));
   for (Member* member : up()) sum_counters(*member->replica);
   report_.messages = network_.sent();
   report_.cut_off = network_.cut_off();
@@ -52,9 +55,12 @@ template <class Node>
 void Simulation<Node>::set_up() {
   if (options_.swarm) {
     Faults& f = options_.faults;
-    for (double* each : {&f.drop, &f.duplicate, &f.reorder, &f.delay, &f.truncate, &f.bit_flip, &f.write_refused, &f.write_in_doubt, &f.partition,
-                         &f.slow_peer, &f.crash, &f.torn_write, &f.old_snapshot, &f.clock_jump, &f.disk_full, &f.store_unavailable, &f.bit_rot,
-                         &f.liar, &f.insider, &f.join, &f.leave, &f.merger_upgrade}) {
+    for (double* each : {&f.drop,         &f.duplicate,     &f.reorder,       &f.delay,
+                         &f.truncate,     &f.bit_flip,      &f.write_refused, &f.write_in_doubt,
+                         &f.partition,    &f.slow_peer,     &f.crash,         &f.torn_write,
+                         &f.old_snapshot, &f.clock_jump,    &f.disk_full,     &f.store_unavailable,
+                         &f.bit_rot,      &f.liar,          &f.insider,       &f.join,
+                         &f.leave,        &f.merger_upgrade}) {
       if (random_.chance(0.35)) *each = 0;
     }
   }
@@ -71,14 +77,17 @@ void Simulation<Node>::set_up() {
     const auto manifest = make_manifest(f, chunk_bytes_);
     if (!manifest) return fail("the corpus: " + manifest.error().message());
     std::vector<BlobKey>& keys = keys_.emplace_back(1, manifest_key(f.id()));
-    for (const auto& chunks : manifest->chunks) keys.insert(keys.end(), chunks.begin(), chunks.end());
+    for (const auto& chunks : manifest->chunks)
+      keys.insert(keys.end(), chunks.begin(), chunks.end());
   }
-  if (options_.shared_store.value_or(random_.chance(0.3))) shared_disk_ = std::make_shared<SimulatedDisk>();
+  if (options_.shared_store.value_or(random_.chance(0.3)))
+    shared_disk_ = std::make_shared<SimulatedDisk>();
   if (options_.faults.liar > 0) {
     insider_ = random_.chance(options_.faults.insider);
     liar_.emplace(random_.next(), corpus_, chunk_bytes_, max_operations_, insider_, report_.faults);
   }
-  const std::size_t replicas = options_.fewest_replicas + random_.below(options_.most_replicas - options_.fewest_replicas + 1);
+  const std::size_t replicas = options_.fewest_replicas +
+                               random_.below(options_.most_replicas - options_.fewest_replicas + 1);
   for (std::size_t i = 0; i < replicas; ++i) join();
   report_.faults[Fault::join] = 0;  // these do not count
   if (random_.chance(options_.faults.merger_upgrade)) {
@@ -105,7 +114,8 @@ void Simulation<Node>::step(std::int64_t ms) {
 template <class Node>
 void Simulation<Node>::deliver(const Delivery& delivery) {
   if (delivery.to == Liar::id) {
-    for (const Liar::Lie& lie : liar_->hear(delivery)) network_.send(now_, Liar::id, lie.to, lie.frame);
+    for (const Liar::Lie& lie : liar_->hear(delivery))
+      network_.send(now_, Liar::id, lie.to, lie.frame);
     return;
   }
   Member& member = members_[static_cast<std::size_t>(delivery.to)];
@@ -122,12 +132,15 @@ void Simulation<Node>::deliver(const Delivery& delivery) {
   const auto taken = member.replica->receive(delivery.from, delivery.bytes);
   const FragmentSet& after = member.replica->set();
   if (options_.trace != nullptr) {
-    say("member ", member.id, " gets ", describe(delivery.bytes), " from ", delivery.from, taken.ok() ? std::string() : ", refused: " + taken.error().message());
+    say("member ", member.id, " gets ", describe(delivery.bytes), " from ", delivery.from,
+        taken.ok() ? std::string() : ", refused: " + taken.error().message());
   }
   const ErrorCode code = taken.status().code();
   const bool in_part = code == ErrorCode::quota_exceeded || code == ErrorCode::dot_reused;
   if (!taken.ok() && !in_part && (after.digest() != before || after.context() != seen)) {
-    fail(kvmeld::detail::error(ErrorCode::corrupt, "member ", member.id, " refused a message (", taken.error().message(), ") and its set changed").message());
+    fail(kvmeld::detail::error(ErrorCode::corrupt, "member ", member.id, " refused a message (",
+                               taken.error().message(), ") and its set changed")
+             .message());
   }
   if (!leq(seen, after.context()))
     fail("member " + detail::decimal(member.id) + " forgot an operation that it had seen");
@@ -143,7 +156,8 @@ void Simulation<Node>::tick(Member& member) {
   member.store->full = member.full_until > now_;
   member.store->unavailable = member.unavailable_until > now_;
   const Status status = member.replica->tick(now_ + member.clock);
-  if (!status.ok() && options_.trace != nullptr) say("member ", member.id, " ticks: ", status.message());
+  if (!status.ok() && options_.trace != nullptr)
+    say("member ", member.id, " ticks: ", status.message());
   report_.other_mergers += member.replica->other_mergers().size();
   flush(member);
   if (!member.up()) return;

@@ -24,7 +24,8 @@ KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
 inline constexpr std::uint8_t anchor_records_version = 1;
-inline constexpr std::uint8_t anchor_list_version = 3;           // 1 had no prefix of a part, 2 no placeholders
+// 1 had no prefix of a part, 2 no placeholders
+inline constexpr std::uint8_t anchor_list_version = 3;
 inline constexpr std::uint32_t anchor_list_magic = 0x414D564BU;  // "KVMA"
 inline constexpr std::size_t min_record_bytes = 32 + 16 + 8 + 1 + 1;
 inline constexpr std::size_t max_record_bytes = 32 + 16 + 8 + 7 + 1 + 16 + 8 + 7 + 10 + 32;
@@ -44,7 +45,8 @@ inline void write_digest(ByteWriter& w, const Digest128& digest) {
 template <class Key>
 [[nodiscard]] Key read_name(ByteReader& r) {
   Key key;
-  if (const auto from = r.bytes(key.bytes.size()); !from.empty()) std::memcpy(key.bytes.data(), from.data(), from.size());
+  if (const auto from = r.bytes(key.bytes.size()); !from.empty())
+    std::memcpy(key.bytes.data(), from.data(), from.size());
   return key;
 }
 
@@ -53,7 +55,8 @@ inline void write_record(ByteWriter& w, const AnchorRecord& record) {
   write_digest(w, record.context);
   w.value(record.owner);
   w.varint(record.version);
-  w.value(static_cast<std::uint8_t>((record.removed ? anchor_removed : 0) | (record.approximate ? anchor_approximate : 0)));
+  w.value(static_cast<std::uint8_t>((record.removed ? anchor_removed : 0) |
+                                    (record.approximate ? anchor_approximate : 0)));
   if (record.removed) return;
   write_digest(w, record.text);
   w.value(record.signature);
@@ -85,7 +88,8 @@ inline void write_record(ByteWriter& w, const AnchorRecord& record) {
 }  // namespace detail
 
 /// The bytes of some records of one namespace: at most 137 for each, and 18 to 27 before them.
-KVMELD_LAZY [[nodiscard]] std::vector<std::byte> encode_records(const Digest128& name_space, std::span<const AnchorRecord> records) {
+KVMELD_LAZY [[nodiscard]] std::vector<std::byte> encode_records(
+    const Digest128& name_space, std::span<const AnchorRecord> records) {
   ByteWriter w;
   w.value(detail::anchor_records_version);
   detail::write_digest(w, name_space);
@@ -94,19 +98,24 @@ KVMELD_LAZY [[nodiscard]] std::vector<std::byte> encode_records(const Digest128&
   return w.take();
 }
 
-/// Records from bytes that nobody vouches for; each is sound by `check_record`. O(bytes), memory within a small multiple of them.
+/// Records from bytes that nobody vouches for; each is sound by `check_record`. O(bytes), memory
+/// within a small multiple of them.
 ///
-/// Errors: `version_mismatch`, `geometry_mismatch` for another namespace, `truncated`, `oversized`, `corrupt`, `unknown_field`, `invalid_argument`.
-KVMELD_LAZY [[nodiscard]] Result<std::vector<AnchorRecord>> decode_records(std::span<const std::byte> bytes, const Digest128& name_space) {
+/// Errors: `version_mismatch`, `geometry_mismatch` for another namespace, `truncated`, `oversized`,
+/// `corrupt`, `unknown_field`, `invalid_argument`.
+KVMELD_LAZY [[nodiscard]] Result<std::vector<AnchorRecord>> decode_records(
+    std::span<const std::byte> bytes, const Digest128& name_space) {
   ByteReader r(bytes);
   const auto version = r.value<std::uint8_t>();
   const Digest128 theirs = detail::read_digest(r);
   KVMELD_TRY(r.status("anchor records"));
   if (version != detail::anchor_records_version) {
-    return detail::error(ErrorCode::version_mismatch, "anchor records of version ", version, "; this build reads version ", detail::anchor_records_version);
+    return detail::error(ErrorCode::version_mismatch, "anchor records of version ", version,
+                         "; this build reads version ", detail::anchor_records_version);
   }
   if (theirs != name_space) {
-    return detail::error(ErrorCode::geometry_mismatch, "anchor records of namespace ", theirs.hex(), ", this member is in ", name_space.hex(),
+    return detail::error(ErrorCode::geometry_mismatch, "anchor records of namespace ", theirs.hex(),
+                         ", this member is in ", name_space.hex(),
                          ": model, tokenizer, layout, tenant or signature policy differ");
   }
   const std::size_t count = r.count(detail::min_record_bytes);
@@ -120,12 +129,14 @@ KVMELD_LAZY [[nodiscard]] Result<std::vector<AnchorRecord>> decode_records(std::
   return out;
 }
 
-/// An anchor with the Δ of at most one context, its K/V named and not there: what a record's `payload` blob holds.
+/// An anchor with the Δ of at most one context, its K/V named and not there: what a record's
+/// `payload` blob holds.
 struct AnchorList {
-  Anchor anchor{};                           ///< payload bytes null
-  Digest128 context{};                       ///< of the one Δ; zero: none
+  Anchor anchor{};      ///< payload bytes null
+  Digest128 context{};  ///< of the one Δ; zero: none
   std::size_t chunk_bytes = default_chunk_bytes;
-  std::vector<std::vector<BlobKey>> chunks{};  ///< (base, Δ of the segment, Δ of what follows) (chunks)
+  /// (base, Δ of the segment, Δ of what follows) (chunks).
+  std::vector<std::vector<BlobKey>> chunks{};
 
   /// Fragments that the anchor has, in the order of `chunks`.
   [[nodiscard]] std::vector<Fragment> parts() const {
@@ -145,7 +156,8 @@ struct AnchorList {
 
 namespace detail {
 
-// Local K/V has no positions: all are 0. A payload's bytes name ascending ones, so 0, 1, 2, … stand for them.
+// Local K/V has no positions: all are 0. A payload's bytes name ascending ones, so 0, 1, 2, … stand
+// for them.
 inline void write_part(ByteWriter& w, const Fragment& part, std::span<const BlobKey> chunks) {
   w.bytes(std::as_bytes(std::span(part.id().bytes)));
   w.bytes(std::as_bytes(std::span(part.prefix().bytes)));
@@ -156,8 +168,9 @@ inline void write_part(ByteWriter& w, const Fragment& part, std::span<const Blob
   write_payload(w, payload, chunks);
 }
 
-KVMELD_LAZY [[nodiscard]] Result<Fragment> read_part(ByteReader& r, const std::shared_ptr<const Geometry>& geometry, AnchorList& out,
-                                                     const ManifestLimits& limits) {
+KVMELD_LAZY [[nodiscard]] Result<Fragment> read_part(
+    ByteReader& r, const std::shared_ptr<const Geometry>& geometry, AnchorList& out,
+    const ManifestLimits& limits) {
   auto body = std::make_shared<Fragment::Body>();
   body->geometry = geometry;
   body->id = read_name<FragmentId>(r);
@@ -167,19 +180,22 @@ KVMELD_LAZY [[nodiscard]] Result<Fragment> read_part(ByteReader& r, const std::s
   body->tokens = r.values<TokenId>();
   KVMELD_TRY(r.status("anchor"));
   if (!body->tokens.empty() && body->tokens.size() != tokens) {
-    return error(ErrorCode::token_count_mismatch, "anchor: ", body->tokens.size(), " token ids for ", tokens, " tokens");
+    return error(ErrorCode::token_count_mismatch, "anchor: ", body->tokens.size(),
+                 " token ids for ", tokens, " tokens");
   }
   Payload payload;
   const std::uint64_t declared = read_payload(r, tokens, geometry->layers.size(), payload);
   KVMELD_TRY(r.status("anchor"));
   if (body->id.empty()) return error(ErrorCode::corrupt, "anchor: a part without an id");
   if (!payload.positions.empty() && payload.positions.back() != body->token_count - 1) {
-    return error(ErrorCode::corrupt, "anchor: K/V at position ", payload.positions.back(), "; what is in the local frame has none");
+    return error(ErrorCode::corrupt, "anchor: K/V at position ", payload.positions.back(),
+                 "; what is in the local frame has none");
   }
   std::fill(payload.positions.begin(), payload.positions.end(), 0);
   KVMELD_TRY(lay_out(*geometry, payload, limits.max_payload_bytes));
   if (declared != payload.byte_count) {
-    return error(ErrorCode::corrupt, "anchor: a part declares ", declared, " bytes, its geometry and tokens take ", payload.byte_count);
+    return error(ErrorCode::corrupt, "anchor: a part declares ", declared,
+                 " bytes, its geometry and tokens take ", payload.byte_count);
   }
   const std::size_t count = chunk_count(payload.byte_count, out.chunk_bytes);
   if (count > r.remaining() / sizeof(BlobKey)) r.fail(ErrorCode::truncated);
@@ -204,11 +220,13 @@ KVMELD_LAZY [[nodiscard]] Status read_anchor(ByteReader& r, AnchorList& out,
   KVMELD_TRY(r.status("anchor"));
   KVMELD_TRY(validate(*geometry));
   if (chunk_bytes == 0 || chunk_bytes > max_chunk_bytes) {
-    return error(ErrorCode::oversized, "anchor: chunks of ", chunk_bytes, " bytes are not in [1, ", max_chunk_bytes, "]");
+    return error(ErrorCode::oversized, "anchor: chunks of ", chunk_bytes, " bytes are not in [1, ",
+                 max_chunk_bytes, "]");
   }
   const bool has_offset = out.context != Digest128{};
   if (parts < 1 || parts > 3 || (parts > 1) != has_offset || out.anchor.id.empty()) {
-    return error(ErrorCode::corrupt, "anchor: ", parts, " parts ", has_offset ? "with" : "without", " a context");
+    return error(ErrorCode::corrupt, "anchor: ", parts, " parts ", has_offset ? "with" : "without",
+                 " a context");
   }
   out.chunk_bytes = static_cast<std::size_t>(chunk_bytes);
   ContextOffset offset{out.context, {}, {}};
@@ -219,7 +237,8 @@ KVMELD_LAZY [[nodiscard]] Status read_anchor(ByteReader& r, AnchorList& out,
     *part = *std::move(read);
   }
   KVMELD_TRY(r.finish("anchor"));
-  if (out.anchor.base.token_count() == 0) return error(ErrorCode::corrupt, "anchor: a base of 0 tokens");
+  if (out.anchor.base.token_count() == 0)
+    return error(ErrorCode::corrupt, "anchor: a base of 0 tokens");
   return has_offset ? add_offset(out.anchor, std::move(offset)).status() : Status();
 }
 
@@ -245,8 +264,9 @@ KVMELD_LAZY [[nodiscard]] std::vector<std::byte> encode_anchor_list(const Anchor
 
 /// A list from bytes that nobody vouches for. Where planes lie is worked out, never read.
 ///
-/// O(bytes). Errors: `truncated`, `oversized` (also for parts above the limits), `corrupt`, `unknown_field`, `version_mismatch`,
-/// `token_count_mismatch`, those of `validate` and `add_offset`.
+/// O(bytes). Errors: `truncated`, `oversized` (also for parts above the limits), `corrupt`,
+/// `unknown_field`, `version_mismatch`, `token_count_mismatch`, those of `validate` and
+/// `add_offset`.
 KVMELD_LAZY [[nodiscard]] Result<AnchorList> decode_anchor_list(
     std::span<const std::byte> bytes,
     const ManifestLimits& limits = {.max_payload_bytes = std::uint64_t{1} << 34U}) {
@@ -256,9 +276,13 @@ KVMELD_LAZY [[nodiscard]] Result<AnchorList> decode_anchor_list(
   const auto version = r.value<std::uint8_t>();
   const auto flags = r.value<std::uint8_t>();
   KVMELD_TRY(r.status("anchor"));
-  if (magic != detail::anchor_list_magic) return error(ErrorCode::corrupt, "anchor: starts with ", magic, ", not with KVMA");
-  if (version != detail::anchor_list_version) return error(ErrorCode::version_mismatch, "anchor of version ", version, "; this build reads version ", detail::anchor_list_version);
-  if ((flags & ~unsigned{detail::anchor_approximate}) != 0) return error(ErrorCode::unknown_field, "anchor: flags ", flags, " are unknown to this build");
+  if (magic != detail::anchor_list_magic)
+    return error(ErrorCode::corrupt, "anchor: starts with ", magic, ", not with KVMA");
+  if (version != detail::anchor_list_version)
+    return error(ErrorCode::version_mismatch, "anchor of version ", version,
+                 "; this build reads version ", detail::anchor_list_version);
+  if ((flags & ~unsigned{detail::anchor_approximate}) != 0)
+    return error(ErrorCode::unknown_field, "anchor: flags ", flags, " are unknown to this build");
   AnchorList out;
   out.anchor.approximate = flags != 0;
   KVMELD_TRY(detail::read_anchor(r, out, limits));

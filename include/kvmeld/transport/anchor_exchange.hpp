@@ -24,40 +24,51 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// One peer's knowledge of all peers' anchors, without a server: records spread by gossip, K/V moves when somebody asks for it.
+/// One peer's knowledge of all peers' anchors, without a server: records spread by gossip, K/V
+/// moves when somebody asks for it.
 ///
-/// Like `Replica` it does no I/O but through its store and has no clock: the caller gives messages and milliseconds in and sends
-/// what `take_outbox` gives out. Not thread-safe.
+/// Like `Replica` it does no I/O but through its store and has no clock: the caller gives messages
+/// and milliseconds in and sends what `take_outbox` gives out. Not thread-safe.
 ///
-/// *Records.* Each round a peer sends one message, to the member 2^k places after it in the sorted ring, k = round mod ⌈log2 n⌉: the
-/// digest of its directory and what it learned in the last 2⌈log2 n⌉ rounds. So news reaches all n in about ⌈log2 n⌉ rounds, which
-/// is what a peer sends for it, whatever n is (the pattern of the dissemination barrier: Hensgen, Finkel and Manber, 1988). Where
-/// digests differ though nothing is new, a `Reconciliation` finds what was lost.
+/// *Records.* Each round a peer sends one message, to the member 2^k places after it in the sorted
+/// ring, k = round mod ⌈log2 n⌉: the digest of its directory and what it learned in the last 2⌈log2
+/// n⌉ rounds. So news reaches all n in about ⌈log2 n⌉ rounds, which is what a peer sends for it,
+/// whatever n is (the pattern of the dissemination barrier: Hensgen, Finkel and Manber, 1988).
+/// Where digests differ though nothing is new, a `Reconciliation` finds what was lost.
 ///
-/// *K/V.* A key's owner is the member with the highest rendezvous weight. A pull asks it first, then the member that wrote the record,
-/// then the next by rank, 2 + ⌈log2 n⌉ at most; every blob is verified by its key. An owner that is asked for what it lacks gets it
-/// from the writer and takes the record over, so that the second question of all finds it there and not at the writer.
+/// *K/V.* A key's owner is the member with the highest rendezvous weight. A pull asks it first,
+/// then the member that wrote the record, then the next by rank, 2 + ⌈log2 n⌉ at most; every blob
+/// is verified by its key. An owner that is asked for what it lacks gets it from the writer and
+/// takes the record over, so that the second question of all finds it there and not at the writer.
 ///
-/// *Restarts.* What this peer published or adopted in an earlier life is held again as others' records tell of it, or buried. Of what else it
-/// had pulled, whole or in part, nothing is noted: those blobs stay in the store and harm nobody, since their names are their bytes' hashes and
-/// every one is verified when it is read. A later pull takes them up, asks for the rest, and they go when the anchor goes; to be rid of
-/// the others start with an empty store.
+/// *Restarts.* What this peer published or adopted in an earlier life is held again as others'
+/// records tell of it, or buried. Of what else it had pulled, whole or in part, nothing is noted:
+/// those blobs stay in the store and harm nobody, since their names are their bytes' hashes and
+/// every one is verified when it is read. A later pull takes them up, asks for the rest, and they
+/// go when the anchor goes; to be rid of the others start with an empty store.
 ///
 /// @tparam Store a `BlobStore`, which holds published and pulled K/V. It must outlive the exchange.
-template <BlobStore Store, Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
+template <BlobStore Store, Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128,
+          Compressor C = NoCompression>
 class AnchorExchange {
  public:
   using Options = AnchorExchangeOptions<Auth, Hash, C>;
 
   AnchorExchange(Store& store, Options options)
-      : store_(&store), options_(std::move(options)), directory_(options_.max_records), random_(static_cast<std::uint32_t>(detail::mix_bits(options_.seed))) {
+      : store_(&store),
+        options_(std::move(options)),
+        directory_(options_.max_records),
+        random_(static_cast<std::uint32_t>(detail::mix_bits(options_.seed))) {
     set_members(options_.members);
   }
 
-  /// Puts an anchor's K/V with the Δ of one context (zero: its base alone) into the store and tells of it. O(bytes).
+  /// Puts an anchor's K/V with the Δ of one context (zero: its base alone) into the store and tells
+  /// of it. O(bytes).
   ///
-  /// @param signature by the policy of the namespace. Errors, nothing told: those of `store_anchor`; `quota_exceeded`.
-  Result<AnchorRecord> publish(const Anchor& anchor, const Digest128& context, std::uint64_t signature) {
+  /// @param signature by the policy of the namespace. Errors, nothing told: those of
+  /// `store_anchor`; `quota_exceeded`.
+  Result<AnchorRecord> publish(const Anchor& anchor, const Digest128& context,
+                               std::uint64_t signature) {
     auto stored = store_anchor(*store_, anchor, context, options_.format);
     if (!stored) return stored.error();
     AnchorRecord record{anchor.id,
@@ -71,16 +82,19 @@ class AnchorExchange {
                         0,
                         anchor.approximate,
                         false};
-    count_uses(stored->blobs);  // before an older version under this key lets go of those that both need
+    // before an older version under this key lets go of those that both need
+    count_uses(stored->blobs);
     const Status written = write(record);
     if (written) hold(record_key(record), *stored, false);
     drop_uses(stored->blobs);
     if (!written) return written;
     return record;
   }
-  /// Lets go of an anchor's K/V: its blobs leave the store, and where this peer owns the record, the record ends for all.
+  /// Lets go of an anchor's K/V: its blobs leave the store, and where this peer owns the record,
+  /// the record ends for all.
   ///
-  /// Errors, nothing changed: `quota_exceeded` behind the last version. A key that is not here is let go already.
+  /// Errors, nothing changed: `quota_exceeded` behind the last version. A key that is not here is
+  /// let go already.
   Status withdraw(const FragmentId& key) {
     const AnchorRecord* const record = directory_.find(key);
     if (record != nullptr && record->owner == options_.self) return bury(*record);
@@ -89,8 +103,11 @@ class AnchorExchange {
   }
 
   /// Others' anchors that are like a segment; metadata only. O(records).
-  [[nodiscard]] RemoteAnchors look_up(const DirectoryQuery& query) const { return directory_.look_up(query); }
-  /// Asks for the K/V of a record; `take_pulled` tells how it ended. Errors: `not_found` for a key without a record; the store's.
+  [[nodiscard]] RemoteAnchors look_up(const DirectoryQuery& query) const {
+    return directory_.look_up(query);
+  }
+  /// Asks for the K/V of a record; `take_pulled` tells how it ended. Errors: `not_found` for a key
+  /// without a record; the store's.
   Status pull(const FragmentId& key);
   /// Pulls that have ended since the last call.
   [[nodiscard]] std::vector<PulledAnchor> take_pulled() { return std::exchange(pulled_, {}); }
@@ -106,11 +123,13 @@ class AnchorExchange {
 
   /// Takes a message.
   ///
-  /// Errors: those of `decode_frame` and of what it holds, which `refused` counts; the store's; `quota_exceeded` of the directory. With any
-  /// of them no record and no blob of the message is taken. But a wrong blob costs its sender a strike, and the pull asks the next peer; behind
-  /// an error of the store it asks again after a time; a wrong step ends a reconciliation.
+  /// Errors: those of `decode_frame` and of what it holds, which `refused` counts; the store's;
+  /// `quota_exceeded` of the directory. With any of them no record and no blob of the message is
+  /// taken. But a wrong blob costs its sender a strike, and the pull asks the next peer; behind an
+  /// error of the store it asks again after a time; a wrong step ends a reconciliation.
   Status receive(MemberId from, std::span<const std::byte> bytes);
-  /// Lets time pass: tells news, asks again. A clock that jumps does no harm. Errors: the store's; nothing is lost, call again.
+  /// Lets time pass: tells news, asks again. A clock that jumps does no harm. Errors: the store's;
+  /// nothing is lost, call again.
   Status tick(std::int64_t now_ms);
   /// Messages to be sent, oldest first. Losing them is no harm.
   [[nodiscard]] std::vector<Outgoing> take_outbox() {
@@ -118,9 +137,11 @@ class AnchorExchange {
     return std::exchange(outbox_, {});
   }
 
-  /// Tells who lives from now on. Peers may differ in it for a while: ownership is where to ask first, nothing else.
+  /// Tells who lives from now on. Peers may differ in it for a while: ownership is where to ask
+  /// first, nothing else.
   void set_members(std::vector<MemberId> members) {
-    if (std::find(members.begin(), members.end(), options_.self) == members.end()) members.push_back(options_.self);
+    if (std::find(members.begin(), members.end(), options_.self) == members.end())
+      members.push_back(options_.self);
     std::sort(members.begin(), members.end());
     members.erase(std::unique(members.begin(), members.end()), members.end());
     options_.members = std::move(members);
@@ -128,7 +149,9 @@ class AnchorExchange {
     std::erase_if(peers_, [&](const auto& peer) { return !lives(peer.first); });
   }
   /// The member that a key is drawn to most.
-  [[nodiscard]] MemberId owner(const FragmentId& key) const { return rendezvous_rank(key, options_.members, 1)[0]; }
+  [[nodiscard]] MemberId owner(const FragmentId& key) const {
+    return rendezvous_rank(key, options_.members, 1)[0];
+  }
 
   [[nodiscard]] const AnchorDirectory& directory() const noexcept { return directory_; }
   [[nodiscard]] const Options& options() const noexcept { return options_; }
@@ -160,14 +183,14 @@ class AnchorExchange {
     std::int64_t trusted_from = 0;  // not asked before
   };
   struct Pull {
-    bool asked = false;               // by the caller, and not by a member of which this peer is the owner
-    BlobKey payload{};                // of the record as the pull began
+    bool asked = false;  // by the caller, and not by a member of which this peer is the owner
+    BlobKey payload{};   // of the record as the pull began
     std::vector<MemberId> candidates{};
-    std::vector<std::uint8_t> lacks{};// (candidates) it said so
+    std::vector<std::uint8_t> lacks{};  // (candidates) it said so
     std::size_t at = 0;
     std::uint32_t cycles = 0;
-    std::vector<BlobKey> missing{};   // ascending
-    std::set<BlobKey> uses{};         // blobs that it put, or that something else here had put; counted
+    std::vector<BlobKey> missing{};  // ascending
+    std::set<BlobKey> uses{};  // blobs that it put, or that something else here had put; counted
     std::size_t in_flight = 0;
     std::int64_t next = 0;
     std::int64_t patience = 0;
@@ -181,8 +204,12 @@ class AnchorExchange {
     bool done = false;
   };
 
-  [[nodiscard]] bool lives(MemberId member) const { return std::binary_search(options_.members.begin(), options_.members.end(), member); }
-  [[nodiscard]] std::int64_t jitter(std::int64_t ms) { return ms + static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(ms / 4 + 1)); }
+  [[nodiscard]] bool lives(MemberId member) const {
+    return std::binary_search(options_.members.begin(), options_.members.end(), member);
+  }
+  [[nodiscard]] std::int64_t jitter(std::int64_t ms) {
+    return ms + static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(ms / 4 + 1));
+  }
   Status post(MemberId to, AnchorMessage type, std::span<const std::byte> body) {
     auto frame = encode_frame(static_cast<std::uint8_t>(type), body, options_.frame);
     if (!frame) return frame.error();
@@ -212,7 +239,8 @@ class AnchorExchange {
   void count_uses(std::span<const BlobKey> blobs) {
     for (const BlobKey& blob : blobs) ++uses_[blob];
   }
-  /// Takes blobs out of the store that nothing else here needs. What the store refuses stays there and harms nobody.
+  /// Takes blobs out of the store that nothing else here needs. What the store refuses stays there
+  /// and harms nobody.
   template <class Blobs>
   void drop_uses(const Blobs& blobs) {
     for (const BlobKey& blob : blobs) {
@@ -255,14 +283,16 @@ class AnchorExchange {
   Status run_sessions();
   void drop_tombstones();
 
-  [[nodiscard]] Result<std::vector<BlobKey>> missing_blobs(const AnchorRecord& record, Pull* pull = nullptr);
+  [[nodiscard]] Result<std::vector<BlobKey>> missing_blobs(const AnchorRecord& record,
+                                                           Pull* pull = nullptr);
   void aim(const FragmentId& key, const AnchorRecord& record, Pull& pull);
   Status begin_pull(const FragmentId& key, const AnchorRecord& record, bool asked);
   Status pursue(const FragmentId& key, Pull& pull);
   Status ask(const FragmentId& key, Pull& pull);
   Status step_on(const FragmentId& key, Pull& pull);
   [[nodiscard]] bool next_candidate(Pull& pull);
-  Status complete(const FragmentId& key, const AnchorRecord& record, const AnchorList& list, Anchor anchor, bool asked);
+  Status complete(const FragmentId& key, const AnchorRecord& record, const AnchorList& list,
+                  Anchor anchor, bool asked);
   Status fail(const FragmentId& key, Status why);
   Status on_fetch(MemberId from, std::span<const std::byte> body);
   Status on_piece(MemberId from, std::span<const std::byte> body);

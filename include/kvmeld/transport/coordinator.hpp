@@ -42,7 +42,8 @@ struct CoordinatorCounters {
 ///
 /// @tparam Store a thread-safe `ArbiterStore`; it must outlive the coordinator. What `apply`
 /// acknowledged is in it.
-template <BlobStore Store, Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
+template <BlobStore Store, Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128,
+          Compressor C = NoCompression>
 class Coordinator {
   static_assert(ArbiterStore<Store>, "a round has one cut: the store needs put_if_absent");
 
@@ -55,17 +56,21 @@ class Coordinator {
     std::vector<FragmentId> lacking;  ///< fragments of the update whose payload is not here
   };
 
-  Coordinator(Store& store, Options options) : store_(&store), options_(std::move(options)), replica_(store, options_.replica) {}
+  Coordinator(Store& store, Options options)
+      : store_(&store), options_(std::move(options)), replica_(store, options_.replica) {}
 
-  /// Takes up what the store has. Errors: the store's; `invalid_argument` for options that contradict each other.
+  /// Takes up what the store has. Errors: the store's; `invalid_argument` for options that
+  /// contradict each other.
   Status open() {
     const std::lock_guard lock(mutex_);
     const auto& replica = options_.replica;
     if (replica.format.chunk_bytes + message_overhead > replica.max_message_bytes) {
-      return detail::error(ErrorCode::invalid_argument, "chunks of ", replica.format.chunk_bytes, " bytes do not fit into messages of ", replica.max_message_bytes);
+      return detail::error(ErrorCode::invalid_argument, "chunks of ", replica.format.chunk_bytes,
+                           " bytes do not fit into messages of ", replica.max_message_bytes);
     }
     if (options_.quorum > options_.members.size() && !options_.members.empty()) {
-      return detail::error(ErrorCode::invalid_argument, "a quorum of ", options_.quorum, " of ", options_.members.size(), " members");
+      return detail::error(ErrorCode::invalid_argument, "a quorum of ", options_.quorum, " of ",
+                           options_.members.size(), " members");
     }
     KVMELD_TRY(replica_.open());
     clock_ms_ += options_.replica.max_retry_ms;
@@ -77,30 +82,37 @@ class Coordinator {
   }
 
   [[nodiscard]] const Options& options() const noexcept { return options_; }
-  /// @param member  whose update it is, as it was authenticated: it may hold that agent's operations, and others' only where the
+  /// @param member  whose update it is, as it was authenticated: it may hold that agent's
+  /// operations, and others' only where the
   ///                state has seen them; `everyone`: the caller vouches for all of them.
   [[nodiscard]] Update begin_update(MemberId member = everyone) const {
     return Update(options_.replica.set_hash, options_.replica.format, options_.max_update_bytes,
                   member, {updates_, budget_of(member)});
   }
 
-  /// Takes an update over: payloads first, then the operations. Durable, as far as the store is, when it returns without error.
+  /// Takes an update over: payloads first, then the operations. Durable, as far as the store is,
+  /// when it returns without error.
   ///
-  /// Errors: `truncated` for an update that did not end, `quota_exceeded` (also for an entry of more than `max_marks` marks, and a context
-  /// of more than `max_ranges` ranges, which would fit into no message), `invalid_argument` for a payload that no operation names,
-  /// `unauthenticated` for operations of another agent than the update's member, those of `Assembler::finish` and of the store. The state is unchanged then.
+  /// Errors: `truncated` for an update that did not end, `quota_exceeded` (also for an entry of
+  /// more than `max_marks` marks, and a context of more than `max_ranges` ranges, which would fit
+  /// into no message), `invalid_argument` for a payload that no operation names, `unauthenticated`
+  /// for operations of another agent than the update's member, those of `Assembler::finish` and of
+  /// the store. The state is unchanged then.
   [[nodiscard]] Result<Applied> apply(Update& update) {
-    if (!update.ended()) return detail::error(ErrorCode::truncated, "an update broke off after ", update.items(), " items");
+    if (!update.ended())
+      return detail::error(ErrorCode::truncated, "an update broke off after ", update.items(),
+                           " items");
     auto whole = update.finish(*store_);
     if (!whole) return whole.error();
     {
       const std::lock_guard lock(mutex_);
       KVMELD_TRY(admit(update));
     }
-    // Without the lock: stores are thread-safe, and a payload that nothing names yet harms nobody. What the state lacks is looked for
-    // once, now that it was named; nothing else is.
+    // Without the lock: stores are thread-safe, and a payload that nothing names yet harms nobody.
+    // What the state lacks is looked for once, now that it was named; nothing else is.
     for (const Fragment& fragment : *whole) {
-      if (const auto stored = store_fragment(*store_, fragment, options_.replica.format); !stored) return stored.error();
+      if (const auto stored = store_fragment(*store_, fragment, options_.replica.format); !stored)
+        return stored.error();
     }
     whole->clear();
     const auto found = stored_of(update.set());
@@ -113,7 +125,8 @@ class Coordinator {
       accounts_[agent].entries += more.entries;
       accounts_[agent].bytes += more.bytes;
     }
-    for (const Fragment& fragment : *found) (void)replica_.restore(fragment);  // one may be removed meanwhile
+    // one may be removed meanwhile
+    for (const Fragment& fragment : *found) (void)replica_.restore(fragment);
     KVMELD_TRY(settle());
     Applied out{version_now(), {}};
     for (const FragmentSet::Entry& entry : update.set().entries()) {
@@ -136,12 +149,16 @@ class Coordinator {
   [[nodiscard]] Result<Fragment> fragment(const FragmentId& id) const {
     const std::lock_guard lock(mutex_);
     const Fragment here = replica_.set().payload(id);
-    if (!here.valid() && replica_.set().find(id) == nullptr) return detail::error(ErrorCode::not_found, "fragment ", id.hex(), " is not in the state");
-    if (!FragmentSet::Entry{id, here, {}}.complete()) return detail::error(ErrorCode::payload_missing, "the payload of fragment ", id.hex(), " is not here");
+    if (!here.valid() && replica_.set().find(id) == nullptr)
+      return detail::error(ErrorCode::not_found, "fragment ", id.hex(), " is not in the state");
+    if (!FragmentSet::Entry{id, here, {}}.complete())
+      return detail::error(ErrorCode::payload_missing, "the payload of fragment ", id.hex(),
+                           " is not here");
     return here;
   }
   /// What a member that has seen `context` lacks, in sets that fit into a message.
-  [[nodiscard]] Result<std::vector<std::vector<std::byte>>> deltas(const CausalContext& context) const {
+  [[nodiscard]] Result<std::vector<std::vector<std::byte>>> deltas(
+      const CausalContext& context) const {
     const FragmentSet delta = set().delta_since(context);
     for (std::size_t most = 1024;; most /= 2) {
       std::vector<std::vector<std::byte>> parts;
@@ -152,12 +169,15 @@ class Coordinator {
       }
       if (largest + message_overhead <= options_.replica.max_message_bytes) return parts;
       if (most == 1) {
-        return detail::error(ErrorCode::oversized, "one entry of ", largest, " bytes where messages have at most ", options_.replica.max_message_bytes);
+        return detail::error(ErrorCode::oversized, "one entry of ", largest,
+                             " bytes where messages have at most ",
+                             options_.replica.max_message_bytes);
       }
     }
   }
 
-  /// A member says what it has seen: what all of `replica.members` have seen removed is forgotten, payloads included.
+  /// A member says what it has seen: what all of `replica.members` have seen removed is forgotten,
+  /// payloads included.
   void saw(MemberId member, const CausalContext& context) {
     if (options_.replica.members.empty()) return;
     const std::lock_guard lock(mutex_);
@@ -172,7 +192,8 @@ class Coordinator {
   void leave(const MergeAsk& ask);
   /// The answer to a member that waits, if there is one by now.
   ///
-  /// Errors: `timed_out` with who is missing, `merger_mismatch`, `not_found` for a round that is long over, the store's.
+  /// Errors: `timed_out` with who is missing, `merger_mismatch`, `not_found` for a round that is
+  /// long over, the store's.
   [[nodiscard]] std::optional<Result<MergeAnswer>> poll(const MergeAsk& ask, std::int64_t now_ms);
 
   [[nodiscard]] ReplicaCounters counters() const {
@@ -186,18 +207,23 @@ class Coordinator {
   }
   [[nodiscard]] Store& store() const noexcept { return *store_; }
 
-  static constexpr std::size_t message_overhead = 1024;  ///< that an envelope may add to what it carries
+  /// That an envelope may add to what it carries.
+  static constexpr std::size_t message_overhead = 1024;
 
  private:
-  [[nodiscard]] StateVersion version_now() const { return {replica_.set().context(), replica_.set().digest(), options_.replica.merger.digest()}; }
+  [[nodiscard]] StateVersion version_now() const {
+    return {replica_.set().context(), replica_.set().digest(), options_.replica.merger.digest()};
+  }
   [[nodiscard]] std::size_t quorum() const noexcept {
     if (options_.quorum > 0) return options_.quorum;
     return options_.members.size() / 2 + 1;
   }
-  /// What has passed by now, whatever the caller's clock was set to meanwhile; notes when somebody who asks has waited long enough.
+  /// What has passed by now, whatever the caller's clock was set to meanwhile; notes when somebody
+  /// who asks has waited long enough.
   std::int64_t waited(const MergeAsk& ask, std::int64_t now_ms) {
     const std::int64_t now = clock_.advance(now_ms);
-    if (!ask.until_ms) ask.until_ms = now + (std::clamp)(ask.timeout_ms, std::int64_t{0}, options_.max_wait_ms);
+    if (!ask.until_ms)
+      ask.until_ms = now + (std::clamp)(ask.timeout_ms, std::int64_t{0}, options_.max_wait_ms);
     return now;
   }
   Status admit(const Update& update);
@@ -244,8 +270,9 @@ class Coordinator {
     }
     return out;
   }
-  /// Lets the replica look for some of what it wants, a bounded number however much that is. Its clock is the coordinator's to wind:
-  /// nothing is waited for. On a shared store it goes on while that brings something: others put it there.
+  /// Lets the replica look for some of what it wants, a bounded number however much that is. Its
+  /// clock is the coordinator's to wind: nothing is waited for. On a shared store it goes on while
+  /// that brings something: others put it there.
   Status settle() {
     ++states_;
     clock_ms_ += options_.replica.max_retry_ms;
@@ -258,7 +285,8 @@ class Coordinator {
     return {};
   }
   detail::CoordinatorSession& session(std::uint64_t number);
-  Status forget_rounds(detail::CoordinatorSession& session, std::uint64_t number, std::uint64_t below);
+  Status forget_rounds(detail::CoordinatorSession& session, std::uint64_t number,
+                       std::uint64_t below);
   Status may_begin(detail::CoordinatorSession& session, const MergeAsk& ask);
   Result<const MergeAnswer*> cut_of(detail::CoordinatorSession& session, const MergeAsk& ask);
   [[nodiscard]] std::vector<MemberId> absent(const detail::Barrier& barrier) const;
@@ -272,7 +300,7 @@ class Coordinator {
   std::int64_t clock_ms_ = 0;  // the replica's
   std::uint64_t uses_ = 0;
   std::uint64_t states_ = 1;  // changes with the state
-  Accounts accounts_;  // by agent; may count what was removed since
+  Accounts accounts_;         // by agent; may count what was removed since
   CoordinatorCounters counts_;
   std::shared_ptr<detail::UpdateBudget> updates_ =
       std::make_shared<detail::UpdateBudget>(options_.max_updates_bytes);

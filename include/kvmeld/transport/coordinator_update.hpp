@@ -12,8 +12,8 @@
 
 #include <kvmeld/codec/assembler.hpp>
 #include <kvmeld/session/fragment_io.hpp>
-#include <kvmeld/session/transport.hpp>
 #include <kvmeld/session/set_codec.hpp>
+#include <kvmeld/session/transport.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -31,7 +31,9 @@ class UpdateBudget {
     return false;
   }
   void give(std::uint64_t bytes) noexcept { left_.fetch_add(bytes, std::memory_order_relaxed); }
-  [[nodiscard]] std::uint64_t left() const noexcept { return left_.load(std::memory_order_relaxed); }
+  [[nodiscard]] std::uint64_t left() const noexcept {
+    return left_.load(std::memory_order_relaxed);
+  }
 
  private:
   std::atomic<std::uint64_t> left_;
@@ -39,7 +41,8 @@ class UpdateBudget {
 
 }  // namespace detail
 
-/// One update on its way in: sets, manifests and chunks, checked as they come, and taken over together or not at all.
+/// One update on its way in: sets, manifests and chunks, checked as they come, and taken over
+/// together or not at all.
 template <ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 class CoordinatorUpdate {
  public:
@@ -59,9 +62,7 @@ class CoordinatorUpdate {
         budgets_(std::move(budgets)) {}
   CoordinatorUpdate(const CoordinatorUpdate&) = delete;
   CoordinatorUpdate& operator=(const CoordinatorUpdate&) = delete;
-  ~CoordinatorUpdate() {
-    give(taken_);
-  }
+  ~CoordinatorUpdate() { give(taken_); }
 
   /// Errors: those of `decode_set` and `FragmentSet::join`, `quota_exceeded`.
   Status add_set(std::span<const std::byte> bytes) {
@@ -78,7 +79,8 @@ class CoordinatorUpdate {
     auto manifest = decode_manifest<Hash>(bytes, format_.limits());
     if (!manifest) return manifest.error();
     if (manifest->fragment.id() != id) {
-      return detail::error(ErrorCode::id_mismatch, "manifest of fragment ", manifest->fragment.id().hex(), " sent as that of ", id.hex());
+      return detail::error(ErrorCode::id_mismatch, "manifest of fragment ",
+                           manifest->fragment.id().hex(), " sent as that of ", id.hex());
     }
     for (const auto& keys : manifest->chunks) {
       for (const BlobKey& key : keys) {
@@ -90,21 +92,26 @@ class CoordinatorUpdate {
     ++items_;
     return {};
   }
-  /// Errors: those of `decode_chunk`; `not_found` for a chunk that no manifest of this update names, `quota_exceeded` where what came
-  /// takes too much: raw bytes, before they are unpacked.
+  /// Errors: those of `decode_chunk`; `not_found` for a chunk that no manifest of this update
+  /// names, `quota_exceeded` where what came takes too much: raw bytes, before they are unpacked.
   Status add_chunk(const BlobKey& key, std::span<const std::byte> stored) {
     const auto at = owners_.find(key);
-    if (at == owners_.end()) return detail::error(ErrorCode::not_found, "chunk ", key.hex(), " of no manifest that came before it");
+    if (at == owners_.end())
+      return detail::error(ErrorCode::not_found, "chunk ", key.hex(),
+                           " of no manifest that came before it");
     for (const FragmentId& id : at->second) {
       KVMELD_TRY(spend(parts_.at(id).bytes_of(key), 1, "a chunk"));
-      if (const auto added = parts_.at(id).add(key, stored, format_.compressor); !added) return added.error();
+      if (const auto added = parts_.at(id).add(key, stored, format_.compressor); !added)
+        return added.error();
     }
     ++items_;
     return {};
   }
   /// Errors: `truncated` where the sender counted other items than came.
   Status end(std::uint64_t items) {
-    if (items != items_) return detail::error(ErrorCode::truncated, "an update of ", items, " items, of which ", items_, " came");
+    if (items != items_)
+      return detail::error(ErrorCode::truncated, "an update of ", items, " items, of which ",
+                           items_, " came");
     ended_ = true;
     return {};
   }
@@ -123,7 +130,8 @@ class CoordinatorUpdate {
       }
       if (!part.complete()) continue;
       std::uint64_t bytes = 0;
-      for (const Payload& payload : part.manifest().fragment.payloads()) bytes += payload.byte_count;
+      for (const Payload& payload : part.manifest().fragment.payloads())
+        bytes += payload.byte_count;
       const std::uint64_t held = part.held_bytes();
       KVMELD_TRY(spend(bytes - (std::min)(bytes, held), 1, "a payload of repeated chunks"));
       auto fragment = part.finish();
@@ -137,21 +145,26 @@ class CoordinatorUpdate {
   [[nodiscard]] bool ended() const noexcept { return ended_; }
   [[nodiscard]] std::uint64_t items() const noexcept { return items_; }
   [[nodiscard]] const FragmentSet& set() const noexcept { return sets_; }
-  [[nodiscard]] const std::map<FragmentId, Assembler<Hash>>& parts() const noexcept { return parts_; }
+  [[nodiscard]] const std::map<FragmentId, Assembler<Hash>>& parts() const noexcept {
+    return parts_;
+  }
 
  private:
-  // What decoded bytes take in memory at most: a mark of 3 bytes takes some 72, a position of one 8.
+  // What decoded bytes take in memory at most: a mark of 3 bytes takes some 72, a position of one
+  // 8.
   static constexpr std::uint64_t set_expansion = 24;
   static constexpr std::uint64_t manifest_expansion = 8;
 
   Status spend(std::uint64_t bytes, std::uint64_t expansion, const char* what) {
-    if (bytes > left_bytes_) return detail::error(ErrorCode::quota_exceeded, what, " of ", bytes, " bytes, where ", left_bytes_, " are left to this update");
+    if (bytes > left_bytes_)
+      return detail::error(ErrorCode::quota_exceeded, what, " of ", bytes, " bytes, where ",
+                           left_bytes_, " are left to this update");
     const std::uint64_t memory =
         bytes > ~std::uint64_t{0} / expansion ? ~std::uint64_t{0} : bytes * expansion;
     if (budgets_.member != nullptr && !budgets_.member->take(memory)) {
       return detail::error(ErrorCode::quota_exceeded, what, " of ", bytes, " bytes takes ", memory,
-                           ", where ", budgets_.member->left(), " are left to all updates of member ",
-                           member_, "; come back later");
+                           ", where ", budgets_.member->left(),
+                           " are left to all updates of member ", member_, "; come back later");
     }
     if (budgets_.all != nullptr && !budgets_.all->take(memory)) {
       if (budgets_.member != nullptr) budgets_.member->give(memory);

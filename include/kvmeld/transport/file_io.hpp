@@ -1,7 +1,7 @@
 #pragma once
 
 #if !__has_include(<sys/file.h>)
-#error "kvmeld/transport/file_*.hpp needs POSIX files and flock(); use memory_store.hpp or redis_store.hpp here"
+#error "the file store needs POSIX files and flock(); use the memory or the Redis store here"
 #endif
 
 #include <fcntl.h>
@@ -75,23 +75,28 @@ auto uninterrupted(const Call& call) {
   }
 }
 
-[[nodiscard]] inline FileHandle open_file(int folder, const std::string& name, int flags, unsigned mode = 0) {
-  return FileHandle(uninterrupted([&] { return ::openat(folder, name.c_str(), flags | O_CLOEXEC, mode); }));
+[[nodiscard]] inline FileHandle open_file(int folder, const std::string& name, int flags,
+                                          unsigned mode = 0) {
+  return FileHandle(
+      uninterrupted([&] { return ::openat(folder, name.c_str(), flags | O_CLOEXEC, mode); }));
 }
 
-/// `store_full` where bytes do not fit (disk, quota, RLIMIT_FSIZE with SIGXFSZ ignored), else `unavailable`.
+/// `store_full` where bytes do not fit (disk, quota, RLIMIT_FSIZE with SIGXFSZ ignored), else
+/// `unavailable`.
 [[nodiscard]] inline Status file_error(int number, std::string_view what, std::string_view name) {
   const bool full = number == ENOSPC || number == EDQUOT || number == EFBIG;
-  return error(full ? ErrorCode::store_full : ErrorCode::unavailable, "cannot ", what, " ", name, ": ",
-               std::generic_category().message(number), " (errno ", number, ")");
+  return error(full ? ErrorCode::store_full : ErrorCode::unavailable, "cannot ", what, " ", name,
+               ": ", std::generic_category().message(number), " (errno ", number, ")");
 }
 
 /// 0, or the errno.
 [[nodiscard]] inline int write_at(int fd, std::span<const std::byte> bytes, std::uint64_t offset) {
   constexpr std::size_t most = std::size_t{1} << 30U;  // Linux writes less than 2 GiB a call
   while (!bytes.empty()) {
-    const ::ssize_t n = uninterrupted(
-        [&] { return ::pwrite(fd, bytes.data(), (std::min)(bytes.size(), most), static_cast<::off_t>(offset)); });
+    const ::ssize_t n = uninterrupted([&] {
+      return ::pwrite(fd, bytes.data(), (std::min)(bytes.size(), most),
+                      static_cast<::off_t>(offset));
+    });
     if (n <= 0) return n < 0 ? errno : EIO;
     bytes = bytes.subspan(static_cast<std::size_t>(n));
     offset += static_cast<std::uint64_t>(n);
@@ -102,7 +107,8 @@ auto uninterrupted(const Call& call) {
 /// 0, or the errno; ENODATA where the file ends first.
 [[nodiscard]] inline int read_at(int fd, std::span<std::byte> bytes, std::uint64_t offset) {
   while (!bytes.empty()) {
-    const ::ssize_t n = uninterrupted([&] { return ::pread(fd, bytes.data(), bytes.size(), static_cast<::off_t>(offset)); });
+    const ::ssize_t n = uninterrupted(
+        [&] { return ::pread(fd, bytes.data(), bytes.size(), static_cast<::off_t>(offset)); });
     if (n <= 0) return n < 0 ? errno : ENODATA;
     bytes = bytes.subspan(static_cast<std::size_t>(n));
     offset += static_cast<std::uint64_t>(n);
@@ -121,13 +127,15 @@ auto uninterrupted(const Call& call) {
 
 /// 0, or the errno.
 [[nodiscard]] inline int status_at(int folder, const std::string& name, struct ::stat& status) {
-  return uninterrupted([&] { return ::fstatat(folder, name.c_str(), &status, 0); }) == 0 ? 0 : errno;
+  return uninterrupted([&] { return ::fstatat(folder, name.c_str(), &status, 0); }) == 0 ? 0
+                                                                                         : errno;
 }
 [[nodiscard]] inline int status_of_file(int fd, struct ::stat& status) {
   return uninterrupted([&] { return ::fstat(fd, &status); }) == 0 ? 0 : errno;
 }
 [[nodiscard]] inline int cut_file(int fd, std::uint64_t size) {
-  return uninterrupted([&] { return ::ftruncate(fd, static_cast<::off_t>(size)); }) == 0 ? 0 : errno;
+  return uninterrupted([&] { return ::ftruncate(fd, static_cast<::off_t>(size)); }) == 0 ? 0
+                                                                                         : errno;
 }
 [[nodiscard]] inline int set_mode(int fd, unsigned mode) {
   return uninterrupted([&] { return ::fchmod(fd, mode); }) == 0 ? 0 : errno;
@@ -140,7 +148,8 @@ auto uninterrupted(const Call& call) {
 
 /// Creates a folder with exactly this mode; one that is there keeps its own. 0, or the errno.
 [[nodiscard]] inline int make_folder(int folder, const std::string& name, unsigned mode) {
-  if (uninterrupted([&] { return ::mkdirat(folder, name.c_str(), mode); }) != 0) return errno == EEXIST ? 0 : errno;
+  if (uninterrupted([&] { return ::mkdirat(folder, name.c_str(), mode); }) != 0)
+    return errno == EEXIST ? 0 : errno;
   return uninterrupted([&] { return ::fchmodat(folder, name.c_str(), mode, 0); }) == 0 ? 0 : errno;
 }
 
@@ -175,9 +184,11 @@ auto uninterrupted(const Call& call) {
   return hasher.digest().low;
 }
 
-/// A file's bytes, read-only. Mapped at a cost that does not grow with their number; small ones are copied, since mappings are few
-/// and a page is small, and all are where `copied`. Size and type are the caller's to check.
-[[nodiscard]] inline Result<Blob> map_file(int fd, std::size_t size, bool copied, std::string_view name) {
+/// A file's bytes, read-only. Mapped at a cost that does not grow with their number; small ones are
+/// copied, since mappings are few and a page is small, and all are where `copied`. Size and type
+/// are the caller's to check.
+[[nodiscard]] inline Result<Blob> map_file(int fd, std::size_t size, bool copied,
+                                           std::string_view name) {
   constexpr std::size_t mapped_from = 16385;
   Blob blob;
   blob.size = size;
@@ -198,8 +209,9 @@ auto uninterrupted(const Call& call) {
   return blob;
 }
 
-/// Whether a file of this name holds exactly these bytes. One that is no file, or whose bytes the disk does not give, does not.
-/// Where it does and `sync`, it is durable afterwards: whoever wrote it may have promised less.
+/// Whether a file of this name holds exactly these bytes. One that is no file, or whose bytes the
+/// disk does not give, does not. Where it does and `sync`, it is durable afterwards: whoever wrote
+/// it may have promised less.
 ///
 /// Errors: ENOENT for `not_found`; those of files. O(bytes), a window at a time.
 [[nodiscard]] inline Result<bool> holds_bytes(int folder, const std::string& name,

@@ -15,13 +15,16 @@ namespace detail {
 
 /// Excludes other processes, other handles and other threads while it lives.
 ///
-/// Opens the lock file anew each time: a lock belongs to an opened file, and a forked child shares its parent's.
+/// Opens the lock file anew each time: a lock belongs to an opened file, and a forked child shares
+/// its parent's.
 class FileLock {
  public:
   /// @param how LOCK_SH or LOCK_EX. Errors: `unavailable` when another holds it for the whole time.
-  [[nodiscard]] static Result<FileLock> take(int folder, const std::string& name, int how, std::int64_t timeout_ms) {
+  [[nodiscard]] static Result<FileLock> take(int folder, const std::string& name, int how,
+                                             std::int64_t timeout_ms) {
     FileLock lock;
-    // Network file systems want a file that is open for writing for LOCK_EX; who only reads may not be allowed to.
+    // Network file systems want a file that is open for writing for LOCK_EX; who only reads may not
+    // be allowed to.
     lock.file_ = open_file(folder, name, (how == LOCK_EX ? O_RDWR : O_RDONLY) | O_NOFOLLOW);
     if (!lock.file_.valid()) return file_error(errno, "open", name);
     const std::int64_t start = monotonic_ns();
@@ -29,7 +32,8 @@ class FileLock {
     while (uninterrupted([&] { return ::flock(lock.file_.get(), how | LOCK_NB); }) != 0) {
       if (errno != EWOULDBLOCK) return file_error(errno, "lock", name);
       if ((monotonic_ns() - start) / 1'000'000 >= timeout_ms) {
-        return error(ErrorCode::unavailable, "another process has held the store's lock for ", timeout_ms, " ms");
+        return error(ErrorCode::unavailable, "another process has held the store's lock for ",
+                     timeout_ms, " ms");
       }
       const ::timespec pause{0, static_cast<long>(pause_ns)};
       ::nanosleep(&pause, nullptr);
@@ -44,8 +48,8 @@ class FileLock {
 
 /// A file in the making, which gets its name when it is complete and goes when it is not.
 ///
-/// Its writer holds a lock on it: who cleans up can tell what a dead process has left from what a living one is writing,
-/// also across containers, where process ids mean nothing.
+/// Its writer holds a lock on it: who cleans up can tell what a dead process has left from what a
+/// living one is writing, also across containers, where process ids mean nothing.
 class TempFile {
  public:
   [[nodiscard]] static Result<TempFile> create(int folder) {
@@ -70,7 +74,9 @@ class TempFile {
   }
 
   TempFile(TempFile&& other) noexcept
-      : folder_(other.folder_), name_(std::exchange(other.name_, {})), file_(std::move(other.file_)) {}
+      : folder_(other.folder_),
+        name_(std::exchange(other.name_, {})),
+        file_(std::move(other.file_)) {}
   TempFile& operator=(TempFile&&) = delete;
   ~TempFile() {
     if (!name_.empty()) (void)remove_name(folder_, name_);

@@ -18,16 +18,18 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// A log of records in one file, appended to by any number of processes, each of which may die at any instruction.
+/// A log of records in one file, appended to by any number of processes, each of which may die at
+/// any instruction.
 ///
-/// File, in numbers of 8 bytes: magic with the version, life, generation, checksum of these three; then the mark, which is written
-/// in place: end of what was acknowledged, damaged bytes and places that are no longer in the file, checksum of the generation and
-/// these three; then records (file_records.hpp).
-/// Torn and damaged are told apart by the mark. What is not whole behind it was never acknowledged: a dead writer's, which the next
-/// one cuts off. What is not whole before it was acknowledged once: it is skipped, what stands behind it stays, and it is counted.
-/// A mark that a machine's end has set back is no harm: whole records behind it are records.
-/// Replacing writes another file of the next generation and renames it; the life stays. A cursor is generation (24 bits) and offset
-/// (40 bits). Calls of one object must not overlap.
+/// File, in numbers of 8 bytes: magic with the version, life, generation, checksum of these three;
+/// then the mark, which is written in place: end of what was acknowledged, damaged bytes and places
+/// that are no longer in the file, checksum of the generation and these three; then records
+/// (file_records.hpp). Torn and damaged are told apart by the mark. What is not whole behind it was
+/// never acknowledged: a dead writer's, which the next one cuts off. What is not whole before it
+/// was acknowledged once: it is skipped, what stands behind it stays, and it is counted. A mark
+/// that a machine's end has set back is no harm: whole records behind it are records. Replacing
+/// writes another file of the next generation and renames it; the life stays. A cursor is
+/// generation (24 bits) and offset (40 bits). Calls of one object must not overlap.
 class RecordLog {
  public:
   struct Settings {
@@ -39,8 +41,8 @@ class RecordLog {
 
   RecordLog(int folder, const Settings& settings) : folder_(folder), settings_(settings) {}
 
-  /// Creates what is missing, where it may. Errors: those of files; `corrupt` for a head that is damaged or cut, `version_mismatch`
-  /// for a log that this build does not read.
+  /// Creates what is missing, where it may. Errors: those of files; `corrupt` for a head that is
+  /// damaged or cut, `version_mismatch` for a log that this build does not read.
   [[nodiscard]] Status open() {
     if (!settings_.read_only) KVMELD_TRY(make_lock());
     auto lock = take_lock(settings_.read_only ? LOCK_SH : LOCK_EX);
@@ -91,12 +93,14 @@ class RecordLog {
     if (!lock) return lock.error();
     KVMELD_TRY(refresh());
     const std::uint64_t from = offset_of(cursor);
-    // Of another generation: what it had seen has been replaced already, in part by records that it has not seen.
+    // Of another generation: what it had seen has been replaced already, in part by records that it
+    // has not seen.
     if (from == head_bytes) return append(bytes);
     return start(bytes, from);
   }
 
-  /// What a writer that died has left behind the last record and this object has cut off: it was never acknowledged.
+  /// What a writer that died has left behind the last record and this object has cut off: it was
+  /// never acknowledged.
   [[nodiscard]] std::uint64_t torn_bytes() const noexcept { return torn_bytes_; }
   /// As the last call saw it. O(damaged places in the file).
   [[nodiscard]] StoreDamage damage() const {
@@ -109,7 +113,8 @@ class RecordLog {
     all.bytes += missing_;
     return all;
   }
-  /// Changes where the log is not what it was: another log, or an earlier state of it. As the last call saw it; never 0.
+  /// Changes where the log is not what it was: another log, or an earlier state of it. As the last
+  /// call saw it; never 0.
   [[nodiscard]] std::uint64_t generation() const noexcept {
     const std::array<std::uint64_t, 2> all{life_, lives_};
     return XXH3_64bits(all.data(), sizeof all) | 1U;
@@ -118,7 +123,8 @@ class RecordLog {
  private:
   static constexpr const char* log_name = "records";
   static constexpr const char* lock_name = "lock";
-  static constexpr std::uint64_t log_magic = 0x32'676F'6C'64'6C'76'6BULL;   // "kvldlog2": the last byte is the version
+  // "kvldlog2": the last byte is the version
+  static constexpr std::uint64_t log_magic = 0x32'676F'6C'64'6C'76'6BULL;
   static constexpr std::uint64_t mark_at = 32;
   static constexpr std::uint64_t head_bytes = 64;
   static constexpr std::uint64_t offset_bits = 40;
@@ -148,7 +154,8 @@ class RecordLog {
     return number == 0 ? Status() : file_error(number, "set the mode of", lock_name);
   }
 
-  /// Unlike for every life that this object has seen, so that no cursor of an earlier one points into a later one.
+  /// Unlike for every life that this object has seen, so that no cursor of an earlier one points
+  /// into a later one.
   [[nodiscard]] std::uint64_t cursor_tag() const {
     return (generation_ + lives_ * 0x9E3779B1U) % generations;
   }
@@ -188,7 +195,8 @@ class RecordLog {
     if (!known || set_back) KVMELD_TRY(load(status));
     return read_mark();
   }
-  /// Whether the last record that was seen is where it was: in a file that was restored in place it is not.
+  /// Whether the last record that was seen is where it was: in a file that was restored in place it
+  /// is not.
   [[nodiscard]] bool still_holds_last() const {
     if (size_ < valid_end_) return false;
     if (last_at_ == 0) return true;
@@ -288,11 +296,13 @@ class RecordLog {
     missing_ = 0;
     acknowledged_ = valid_end_;
     const Words mark = mark_of(generation_, acknowledged_, lost_);
-    (void)write_at(file_.get(), std::as_bytes(std::span(mark)), mark_at);  // one that stays behind is no harm
+    // one that stays behind is no harm
+    (void)write_at(file_.get(), std::as_bytes(std::span(mark)), mark_at);
     return {};
   }
 
-  /// Under the exclusive lock: a new file, with `first` in the place of what stands before `from`; `from` 0: with nothing.
+  /// Under the exclusive lock: a new file, with `first` in the place of what stands before `from`;
+  /// `from` 0: with nothing.
   [[nodiscard]] Status start(std::span<const std::byte> first, std::uint64_t from) {
     auto temp = TempFile::create(folder_);
     if (!temp) return temp.error();
@@ -323,10 +333,12 @@ class RecordLog {
     return number == 0 ? Status() : file_error(number, "sync the folder of", log_name);
   }
 
-  /// Gives the records between two offsets. From the head, or where the last walk ended, it also learns what is damaged and where
-  /// the last whole record ends; from elsewhere, a cursor may point into the middle of a record.
+  /// Gives the records between two offsets. From the head, or where the last walk ended, it also
+  /// learns what is damaged and where the last whole record ends; from elsewhere, a cursor may
+  /// point into the middle of a record.
   template <class Take>
-  [[nodiscard]] Result<std::uint64_t> walk(std::uint64_t from, std::uint64_t size, const Take& take) {
+  [[nodiscard]] Result<std::uint64_t> walk(std::uint64_t from, std::uint64_t size,
+                                           const Take& take) {
     const bool at_record = from == head_bytes || from == valid_end_;
     const auto keep = [&](std::uint64_t at, const RecordHead& head,
                           std::span<const std::byte> bytes) -> Status {
@@ -342,7 +354,8 @@ class RecordLog {
     if (from == head_bytes) last_at_ = 0;
     auto end = walk_records(file_.get(), from, size, keep, gap);
     if (!end || !at_record || size != size_) return end;
-    if (*end < valid_end_) ++lives_;  // the last record rotted; the next one takes its place, before cursors behind it
+    // the last record rotted; the next one takes its place, before cursors behind it
+    if (*end < valid_end_) ++lives_;
     valid_end_ = *end;
     missing_ = acknowledged_ > valid_end_ ? acknowledged_ - valid_end_ : 0;
     return end;
@@ -362,11 +375,12 @@ class RecordLog {
   std::uint64_t valid_end_ = 0;
   std::uint64_t last_at_ = 0;  // where the last whole record stands, and its head; 0: none
   RecordHead last_;
-  bool name_synced_ = false;  // a rename that nobody synced would take with it what is appended later
+  // a rename that nobody synced would take with it what is appended later
+  bool name_synced_ = false;
   std::uint64_t torn_bytes_ = 0;
-  StoreDamage lost_;                                 // no longer in the file
-  std::map<std::uint64_t, std::uint64_t> damaged_;   // in the file: bytes, by where they begin
-  std::uint64_t missing_ = 0;                        // between the last whole record and the mark
+  StoreDamage lost_;                                // no longer in the file
+  std::map<std::uint64_t, std::uint64_t> damaged_;  // in the file: bytes, by where they begin
+  std::uint64_t missing_ = 0;                       // between the last whole record and the mark
 };
 
 }  // namespace detail

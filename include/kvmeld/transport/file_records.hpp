@@ -19,8 +19,9 @@ namespace detail {
 
 /// What stands before a record's bytes in a log: 32 bytes, little-endian as everything in it.
 ///
-/// `bytes_checksum` covers the bytes, `checksum` the fields before it and where they stand: a record's own bytes at another place
-/// are none, and a head that is right tells where its record ends, whatever became of the bytes.
+/// `bytes_checksum` covers the bytes, `checksum` the fields before it and where they stand: a
+/// record's own bytes at another place are none, and a head that is right tells where its record
+/// ends, whatever became of the bytes.
 struct RecordHead {
   static constexpr std::uint64_t record_magic = 0xC4'72'65'63'6F'72'64'F5ULL;
 
@@ -52,9 +53,11 @@ struct RecordHead {
 inline constexpr std::uint64_t record_head_bytes = sizeof(RecordHead);
 
 /// 0, or the errno.
-[[nodiscard]] inline int write_record(int fd, std::uint64_t offset, std::span<const std::byte> bytes) {
+[[nodiscard]] inline int write_record(int fd, std::uint64_t offset,
+                                      std::span<const std::byte> bytes) {
   const RecordHead head(offset, bytes);
-  if (const int number = write_at(fd, std::as_bytes(std::span(&head, 1)), offset); number != 0) return number;
+  if (const int number = write_at(fd, std::as_bytes(std::span(&head, 1)), offset); number != 0)
+    return number;
   return write_at(fd, bytes, offset + record_head_bytes);
 }
 
@@ -63,7 +66,8 @@ class FileWindow {
  public:
   FileWindow(int fd, std::uint64_t size) : fd_(fd), size_(size) {}
 
-  /// Bytes from `offset` on, at least `count`, which the file must have; none on an error, which is in errno.
+  /// Bytes from `offset` on, at least `count`, which the file must have; none on an error, which is
+  /// in errno.
   [[nodiscard]] std::span<const std::byte> at(std::uint64_t offset, std::uint64_t count) {
     constexpr std::uint64_t ahead = 262'144;
     if (offset < begin_ || offset + count > begin_ + bytes_.size()) {
@@ -85,12 +89,13 @@ class FileWindow {
   std::vector<std::byte> bytes_;
 };
 
-/// Gives every whole record between two offsets to `take(offset, head, bytes) -> Status`, and what lies between two of them, which is
-/// torn or damaged, to `gap(begin, end)`; returns the end of the last whole record, or `from`.
+/// Gives every whole record between two offsets to `take(offset, head, bytes) -> Status`, and what
+/// lies between two of them, which is torn or damaged, to `gap(begin, end)`; returns the end of the
+/// last whole record, or `from`.
 ///
-/// Linear in the bytes, whatever they are: a head that is right and bytes that are not are passed as one, so that no byte is hashed
-/// twice. No more is read into memory at once than the longest record that the file has room for. Errors: those of files and of
-/// `take`.
+/// Linear in the bytes, whatever they are: a head that is right and bytes that are not are passed
+/// as one, so that no byte is hashed twice. No more is read into memory at once than the longest
+/// record that the file has room for. Errors: those of files and of `take`.
 template <class Take, class Gap>
 [[nodiscard]] Result<std::uint64_t> walk_records(int fd, std::uint64_t from, std::uint64_t size,
                                                  const Take& take, const Gap& gap) {

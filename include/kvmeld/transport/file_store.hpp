@@ -24,42 +24,51 @@ KVMELD_NAMESPACE_BEGIN
 /// How a `FileStore` writes, and what it gives out.
 struct FileStoreOptions {
   Durability durability = Durability::file_and_folder;
-  unsigned file_mode = 0600;               ///< of the record log; blobs lack its write bits. 0660 lets a group in
-  unsigned folder_mode = 0700;             ///< of folders that it creates
-  std::int64_t lock_timeout_ms = 10'000;   ///< how long records wait for another process before they are `unavailable`
-  bool folder_must_be_own = false;         ///< refuses a folder of another user, or one that is a link
-  bool read_only = false;                  ///< writes nothing, for folders without write permission; writing calls are `unsupported`
-  /// `get` and `map_payload` give copies that nobody else can change, O(bytes) and as much memory in each process, instead of the
-  /// file's own pages: what was verified once stays so, also where others who may write to the folder are not trusted.
+  /// Of the record log; blobs lack its write bits. 0660 lets a group in.
+  unsigned file_mode = 0600;
+  unsigned folder_mode = 0700;  ///< of folders that it creates
+  /// How long records wait for another process before they are `unavailable`.
+  std::int64_t lock_timeout_ms = 10'000;
+  bool folder_must_be_own = false;  ///< refuses a folder of another user, or one that is a link
+  /// Writes nothing, for folders without write permission; writing calls are `unsupported`.
+  bool read_only = false;
+  /// `get` and `map_payload` give copies that nobody else can change, O(bytes) and as much memory
+  /// in each process, instead of the file's own pages: what was verified once stays so, also where
+  /// others who may write to the folder are not trusted.
   bool private_copies = false;
 };
 
 /// Blobs, payloads and records in a folder that processes of one machine share, without a server.
 ///
-/// Models `BlobStore` and `PayloadStore`. `get` and `map_payload` map the file: all processes read the same memory, whatever
-/// its size. Each process may die at any instruction: a blob has its name only when it is whole, a torn record is detected and cut
-/// off, and what a call has acknowledged stays (under the machine's own death: as `Durability` says). What the disk spoils of the
-/// record log is skipped and counted: `damage()`.
-/// A copy is another handle; all calls are thread-safe; a forked child may go on with the parent's handle.
-/// Files are never written in place by this class. Whoever does it by other means changes mapped bytes after they were verified, and
-/// whoever truncates one makes its readers fail with SIGBUS: `FileStoreOptions::private_copies` rules both out.
-/// Folders inside are never links. Where another folder takes the name of this one, or an earlier state of it is restored, record
-/// calls follow it and `generation()` changes.
+/// Models `BlobStore` and `PayloadStore`. `get` and `map_payload` map the file: all processes read
+/// the same memory, whatever its size. Each process may die at any instruction: a blob has its name
+/// only when it is whole, a torn record is detected and cut off, and what a call has acknowledged
+/// stays (under the machine's own death: as `Durability` says). What the disk spoils of the record
+/// log is skipped and counted: `damage()`. A copy is another handle; all calls are thread-safe; a
+/// forked child may go on with the parent's handle. Files are never written in place by this class.
+/// Whoever does it by other means changes mapped bytes after they were verified, and whoever
+/// truncates one makes its readers fail with SIGBUS: `FileStoreOptions::private_copies` rules both
+/// out. Folders inside are never links. Where another folder takes the name of this one, or an
+/// earlier state of it is restored, record calls follow it and `generation()` changes.
 class FileStore {
  public:
-  /// Opens a folder, creating it where its parent exists, and removes what dead processes have left half-written. With `read_only`,
-  /// one that is a store already, creating and removing nothing.
+  /// Opens a folder, creating it where its parent exists, and removes what dead processes have left
+  /// half-written. With `read_only`, one that is a store already, creating and removing nothing.
   ///
-  /// Damage that was found in the record log is no error: `damage()` tells, and what could be read is there.
-  /// Errors: `invalid_argument` for a path that cannot be such a folder, or one in which a folder of the store's is a link;
-  /// `unavailable` for one that may not be used or whose lock is held, `store_full`; `corrupt` for a record log whose head is damaged
-  /// or cut off, `version_mismatch` for one that this build does not read.
-  [[nodiscard]] static Result<FileStore> open(const std::string& folder, const FileStoreOptions& options = {}) {
+  /// Damage that was found in the record log is no error: `damage()` tells, and what could be read
+  /// is there. Errors: `invalid_argument` for a path that cannot be such a folder, or one in which
+  /// a folder of the store's is a link; `unavailable` for one that may not be used or whose lock is
+  /// held, `store_full`; `corrupt` for a record log whose head is damaged or cut off,
+  /// `version_mismatch` for one that this build does not read.
+  [[nodiscard]] static Result<FileStore> open(const std::string& folder,
+                                              const FileStoreOptions& options = {}) {
     if (folder.empty() || folder.find('\0') != std::string::npos) {
-      return detail::error(ErrorCode::invalid_argument, "a path of ", folder.size(), " bytes is empty or holds a zero byte");
+      return detail::error(ErrorCode::invalid_argument, "a path of ", folder.size(),
+                           " bytes is empty or holds a zero byte");
     }
     if (!options.read_only) {
-      if (const int number = detail::make_folder(AT_FDCWD, folder, options.folder_mode); number != 0) {
+      if (const int number = detail::make_folder(AT_FDCWD, folder, options.folder_mode);
+          number != 0) {
         return unusable(number, folder);
       }
     }
@@ -70,8 +79,11 @@ class FileStore {
     return FileStore(std::move(shared));
   }
 
-  /// O(bytes), also where they are there already; without waiting for others. Errors: `store_full`, `unavailable`, `unsupported`.
-  Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) { return put_file("blobs/", 0, key, bytes); }
+  /// O(bytes), also where they are there already; without waiting for others. Errors: `store_full`,
+  /// `unavailable`, `unsupported`.
+  Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) {
+    return put_file("blobs/", 0, key, bytes);
+  }
   /// As `ArbiterStore` has it. Errors: as `put`; `unsupported` on a file system without hard links,
   /// which settle who was first.
   Result<bool> put_if_absent(const BlobKey& key, std::span<const std::byte> bytes) {
@@ -90,7 +102,9 @@ class FileStore {
   /// What is not there is erased already; holders of a mapped blob keep it.
   Status erase(const BlobKey& key) { return erase_file("blobs/", key); }
 
-  Result<bool> put_payload(const BlobKey& key, std::span<const std::byte> bytes) { return put_file("payloads/", 256, key, bytes); }
+  Result<bool> put_payload(const BlobKey& key, std::span<const std::byte> bytes) {
+    return put_file("payloads/", 256, key, bytes);
+  }
   Result<Blob> map_payload(const BlobKey& key) { return map_file("payloads/", key); }
   Status erase_payload(const BlobKey& key) { return erase_file("payloads/", key); }
 
@@ -116,31 +130,39 @@ class FileStore {
   }
 
   [[nodiscard]] bool read_only() const noexcept { return shared_->options.read_only; }
-  /// What was acknowledged to be in the record log and is there no longer: bytes that were changed, or cut off. Also of earlier
-  /// lives of the log, since replacing carries it on. As `open` and the calls on records since saw it; blobs are not looked at.
+  /// What was acknowledged to be in the record log and is there no longer: bytes that were changed,
+  /// or cut off. Also of earlier lives of the log, since replacing carries it on. As `open` and the
+  /// calls on records since saw it; blobs are not looked at.
   [[nodiscard]] StoreDamage damage() const {
     const std::lock_guard lock(shared_->log_mutex);
     return shared_->log.damage();
   }
-  /// Bytes of the record log that this handle cut off because a writer had died over them: they were never acknowledged.
+  /// Bytes of the record log that this handle cut off because a writer had died over them: they
+  /// were never acknowledged.
   [[nodiscard]] std::uint64_t torn_bytes() const {
     const std::lock_guard lock(shared_->log_mutex);
     return shared_->log.torn_bytes();
   }
-  /// Changes when the store may have lost something that it had acknowledged: its folder was replaced by another one, or its log
-  /// by another or an earlier one. As the last call on records saw it. Whoever sees another value adds its records and blobs again.
-  /// Never 0; handles need not have the same.
+  /// Changes when the store may have lost something that it had acknowledged: its folder was
+  /// replaced by another one, or its log by another or an earlier one. As the last call on records
+  /// saw it. Whoever sees another value adds its records and blobs again. Never 0; handles need not
+  /// have the same.
   [[nodiscard]] std::uint64_t generation() const {
     const std::lock_guard lock(shared_->log_mutex);
     return shared_->log.generation();
   }
 
-  /// Removes a store's files and its folder; processes that have mapped blobs keep them. Other files stay, and so the folder.
+  /// Removes a store's files and its folder; processes that have mapped blobs keep them. Other
+  /// files stay, and so the folder.
   static Status remove(const std::string& folder) {
-    const detail::FileHandle opened = detail::open_file(AT_FDCWD, folder, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
-    if (!opened.valid()) return errno == ENOENT ? Status() : detail::file_error(errno, "open", folder);
+    const detail::FileHandle opened =
+        detail::open_file(AT_FDCWD, folder, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
+    if (!opened.valid())
+      return errno == ENOENT ? Status() : detail::file_error(errno, "open", folder);
     const int at = opened.get();
-    const auto drop = [at](const std::string& name, int flags = 0) { (void)detail::remove_name(at, name, flags); };
+    const auto drop = [at](const std::string& name, int flags = 0) {
+      (void)detail::remove_name(at, name, flags);
+    };
     for (const std::string kind : {"blobs", "payloads"}) {
       each_name(at, kind, [&](const std::string& inner) {
         const std::string path = kind + "/" + inner;
@@ -168,8 +190,10 @@ class FileStore {
 
     /// Takes the folder that has the name now, where it is another one. Under the log's mutex.
     [[nodiscard]] Status follow() {
-      struct ::stat here {}, there {};
-      if (detail::status_at(AT_FDCWD, path, there) != 0) return {};  // moved away: the one that is open is still ours
+      struct ::stat here {
+      }, there{};
+      // moved away: the one that is open is still ours
+      if (detail::status_at(AT_FDCWD, path, there) != 0) return {};
       if (const int number = detail::status_of_file(folder.get(), here); number != 0) {
         return detail::file_error(number, "look at", path);
       }
@@ -189,7 +213,8 @@ class FileStore {
     FileStoreOptions options;
     std::mutex log_mutex;
     detail::RecordLog log;
-    std::array<std::atomic<bool>, 512> known{};  // inner folders whose names this handle knows to be durable
+    // inner folders whose names this handle knows to be durable
+    std::array<std::atomic<bool>, 512> known{};
   };
 
   explicit FileStore(std::shared_ptr<Shared> shared) : shared_(std::move(shared)) {}
@@ -225,7 +250,8 @@ class FileStore {
     }
     const int at = opened.get();
     for (const char* inner : folders) {
-      const int number = options.read_only ? 0 : detail::make_folder(at, inner, options.folder_mode);
+      const int number =
+          options.read_only ? 0 : detail::make_folder(at, inner, options.folder_mode);
       if (number != 0) return without_permission(number, inner);
       if (detail::open_folder(at, inner).valid()) continue;
       if (errno != ELOOP && errno != ENOTDIR) return unusable(errno, folder + "/" + inner);
@@ -236,20 +262,25 @@ class FileStore {
     clean_up(at);
     if (options.durability != Durability::file_and_folder) return Result(std::move(opened));
     int number = detail::sync_folder(at, ".");
-    // The parent, too, has a new name in it; one that may not be read was not written by this user either.
+    // The parent, too, has a new name in it; one that may not be read was not written by this user
+    // either.
     if (number == 0) number = detail::sync_folder(at, "..");
-    if (number != 0 && number != EACCES) return detail::file_error(number, "sync the folder", folder);
+    if (number != 0 && number != EACCES)
+      return detail::file_error(number, "sync the folder", folder);
     return Result(std::move(opened));
   }
   [[nodiscard]] static Status without_permission(int number, const char* inner) {
     const Status status = detail::file_error(number, "create", inner);
     if (number != EACCES && number != EROFS) return status;
-    return Status(status.code(), status.message() + "; FileStoreOptions::read_only opens a folder without writing");
+    return Status(
+        status.code(),
+        status.message() + "; FileStoreOptions::read_only opens a folder without writing");
   }
 
   [[nodiscard]] Status writable() const {
     if (!read_only()) return {};
-    return detail::error(ErrorCode::unsupported, "the store in ", shared_->path, " was opened with read_only");
+    return detail::error(ErrorCode::unsupported, "the store in ", shared_->path,
+                         " was opened with read_only");
   }
 
   /// One of 256 folders, by the second byte: the first names the hash, and is the same for most.
@@ -265,7 +296,8 @@ class FileStore {
   [[nodiscard]] bool vanished() const {
     const int number = errno;
     struct ::stat status {};
-    const bool gone = detail::status_of_file(shared_->folder.get(), status) != 0 || status.st_nlink == 0;
+    const bool gone =
+        detail::status_of_file(shared_->folder.get(), status) != 0 || status.st_nlink == 0;
     errno = number;
     return gone;
   }
@@ -279,13 +311,15 @@ class FileStore {
     int number = 0;
     if (std::atomic<bool>& known = shared_->known[first_known + key.bytes[1]]; !known) {
       number = detail::make_folder(folder, inner, shared_->options.folder_mode);
-      if (number == 0 && durability == Durability::file_and_folder) number = detail::sync_folder(folder, kind);
+      if (number == 0 && durability == Durability::file_and_folder)
+        number = detail::sync_folder(folder, kind);
       if (number != 0) return detail::file_error(number, "create", inner);
       known = true;
     }
     auto created = put_in(inner, key.hex(), bytes, replaces);
     // Also where it was there: whoever put it may not have come to this line.
-    if (created && durability == Durability::file_and_folder) number = detail::sync_folder(folder, inner);
+    if (created && durability == Durability::file_and_folder)
+      number = detail::sync_folder(folder, inner);
     if (number != 0) return detail::file_error(number, "sync the folder", inner);
     return created;
   }
@@ -320,13 +354,16 @@ class FileStore {
     const std::string name = key.hex();
     const detail::FileHandle inner = inner_folder(kind, key);
     detail::FileHandle file;
-    if (inner.valid()) file = detail::open_file(inner.get(), name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+    if (inner.valid())
+      file = detail::open_file(inner.get(), name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
     if (!file.valid()) {
-      if (errno == ENOENT && !vanished()) return detail::error(ErrorCode::not_found, "no file ", name);
+      if (errno == ENOENT && !vanished())
+        return detail::error(ErrorCode::not_found, "no file ", name);
       return detail::file_error(errno, "open", name);
     }
     struct ::stat status {};
-    if (const int number = detail::status_of_file(file.get(), status); number != 0) return detail::file_error(number, "look at", name);
+    if (const int number = detail::status_of_file(file.get(), status); number != 0)
+      return detail::file_error(number, "look at", name);
     if (!S_ISREG(status.st_mode)) return detail::file_error(EINVAL, "read, being no file,", name);
     const auto size = static_cast<std::size_t>(status.st_size);
     return detail::map_file(file.get(), size, shared_->options.private_copies, name);
@@ -368,7 +405,8 @@ class FileStore {
   static void clean_up(int folder) {
     each_name(folder, "temp", [folder](const std::string& found) {
       const std::string name = "temp/" + found;
-      const detail::FileHandle file = detail::open_file(folder, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+      const detail::FileHandle file =
+          detail::open_file(folder, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
       if (!file.valid()) return;
       const auto lock = [&] { return ::flock(file.get(), LOCK_EX | LOCK_NB); };
       if (detail::uninterrupted(lock) == 0) (void)detail::remove_name(folder, name);

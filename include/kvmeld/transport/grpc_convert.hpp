@@ -6,9 +6,9 @@
 #include <string>
 #include <string_view>
 
+#include <kvmeld/transport/coordinator.pb.h>
 #include <kvmeld/session/set_codec.hpp>
 #include <kvmeld/transport/coordinator.hpp>
-#include <kvmeld/transport/coordinator.pb.h>
 #include <kvmeld/transport/grpc_access.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -17,14 +17,20 @@ namespace detail {
 
 namespace rpc = ::kvmeld::rpc::v1;
 
-[[nodiscard]] inline std::string to_field(std::span<const std::byte> bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
+[[nodiscard]] inline std::string to_field(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
 template <class Key>
-  requires requires(const Key& key) { key.bytes; }
+requires requires(const Key& key) { key.bytes; }
 [[nodiscard]] std::string to_field(const Key& key) {
   return to_field(std::as_bytes(std::span(key.bytes)));
 }
-[[nodiscard]] inline std::string to_field(const Digest256& digest) { return to_field(std::as_bytes(std::span(digest.words))); }
-[[nodiscard]] inline std::string to_field(const Digest128& digest) { return namespace_bytes(digest); }
+[[nodiscard]] inline std::string to_field(const Digest256& digest) {
+  return to_field(std::as_bytes(std::span(digest.words)));
+}
+[[nodiscard]] inline std::string to_field(const Digest128& digest) {
+  return namespace_bytes(digest);
+}
 [[nodiscard]] inline std::string to_field(const CausalContext& context) {
   ByteWriter w;
   write_context(w, context);
@@ -35,7 +41,8 @@ template <class Key>
 template <class Value>
 [[nodiscard]] Result<Value> fixed_field(std::string_view field, const char* what) {
   if (field.size() != sizeof(Value)) {
-    return error(field.size() < sizeof(Value) ? ErrorCode::truncated : ErrorCode::oversized, what, " of ", field.size(), " bytes, not ", sizeof(Value));
+    return error(field.size() < sizeof(Value) ? ErrorCode::truncated : ErrorCode::oversized, what,
+                 " of ", field.size(), " bytes, not ", sizeof(Value));
   }
   Value out;
   std::memcpy(static_cast<void*>(&out), field.data(), sizeof(Value));

@@ -1,6 +1,7 @@
 #pragma once
 
-/// Fragments in a file, for whoever publishes them without this library (CMake component kvmeld::grpc).
+/// Fragments in a file, for whoever publishes them without this library (CMake component
+/// kvmeld::grpc).
 
 #include <string>
 #include <utility>
@@ -10,11 +11,14 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// The bytes of a `Parcel` (coordinator.proto): operations with the payloads that are here. O(bytes).
+/// The bytes of a `Parcel` (coordinator.proto): operations with the payloads that are here.
+/// O(bytes).
 ///
-/// Errors: those of `make_manifest`; `oversized` for a set of more than 2^31 bytes with its payloads, protobuf's bound.
+/// Errors: those of `make_manifest`; `oversized` for a set of more than 2^31 bytes with its
+/// payloads, protobuf's bound.
 template <ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
-[[nodiscard]] Result<std::string> make_parcel(const FragmentSet& set, const FragmentFormat<Hash, C>& format = {}) {
+[[nodiscard]] Result<std::string> make_parcel(const FragmentSet& set,
+                                              const FragmentFormat<Hash, C>& format = {}) {
   detail::rpc::Parcel out;
   out.set_set(detail::to_field(std::span<const std::byte>(encode_set(set))));
   for (const FragmentSet::Entry& entry : set.entries()) {
@@ -30,13 +34,15 @@ template <ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
         auto& chunk = *out.add_chunks();
         chunk.set_key(detail::to_field(manifest->chunks[p][c]));
         chunk.set_stored(detail::to_field(std::span<const std::byte>(
-            encode_chunk(raw_chunk(payload, c, format.chunk_bytes), format.compressor, chunk_form(entry.fragment.geometry(), payload, c, format.chunk_bytes)))));
+            encode_chunk(raw_chunk(payload, c, format.chunk_bytes), format.compressor,
+                         chunk_form(entry.fragment.geometry(), payload, c, format.chunk_bytes)))));
       }
     }
   }
   std::string bytes;
   if (out.ByteSizeLong() >= (std::size_t{1} << 31U) || !out.SerializeToString(&bytes)) {
-    return detail::error(ErrorCode::oversized, "a parcel of ", out.ByteSizeLong(), " bytes; protobuf takes less than 2^31");
+    return detail::error(ErrorCode::oversized, "a parcel of ", out.ByteSizeLong(),
+                         " bytes; protobuf takes less than 2^31");
   }
   return bytes;
 }

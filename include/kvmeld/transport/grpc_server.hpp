@@ -25,10 +25,12 @@ KVMELD_NAMESPACE_BEGIN
 
 /// Serves a `Coordinator` to clients of any language: coordinator.proto says what they may ask.
 ///
-/// Calls are callbacks: a client that is slow, or gone, holds one message and no thread, and is cancelled at `max_call_ms`. Barriers are
-/// looked at by one thread, some hundred times a second while anybody waits.
+/// Calls are callbacks: a client that is slow, or gone, holds one message and no thread, and is
+/// cancelled at `max_call_ms`. Barriers are looked at by one thread, some hundred times a second
+/// while anybody waits.
 /// @tparam Store as for `Coordinator`, and durable where a restart shall lose nothing.
-template <BlobStore Store, Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
+template <BlobStore Store, Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128,
+          Compressor C = NoCompression>
 class CoordinatorServer {
  public:
   using Core = Coordinator<Store, Auth, Hash, C>;
@@ -41,9 +43,12 @@ class CoordinatorServer {
 
   /// Takes up what the store has, and listens on "HOST:PORT" (port 0: any) or "unix:PATH".
   ///
-  /// Errors: those of `Coordinator::open`; `unavailable` where the address cannot be used, or certificate and key do not fit.
+  /// Errors: those of `Coordinator::open`; `unavailable` where the address cannot be used, or
+  /// certificate and key do not fit.
   Status start(const std::string& address, const TlsOptions& tls = {}) {
-    if (server_ != nullptr) return detail::error(ErrorCode::invalid_argument, "this coordinator listens already, on port ", port_);
+    if (server_ != nullptr)
+      return detail::error(ErrorCode::invalid_argument,
+                           "this coordinator listens already, on port ", port_);
     KVMELD_TRY(core_.open());
     grpc::ServerBuilder builder;
     builder.AddListeningPort(address, detail::server_credentials(tls), &port_);
@@ -53,7 +58,8 @@ class CoordinatorServer {
     builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
     builder.RegisterService(&service_);
     server_ = builder.BuildAndStart();
-    if (server_ == nullptr) return detail::error(ErrorCode::unavailable, "cannot listen on ", address);
+    if (server_ == nullptr)
+      return detail::error(ErrorCode::unavailable, "cannot listen on ", address);
     stopping_ = false;
     clock_ = std::thread([this] { watch(); });
     return {};
@@ -78,7 +84,10 @@ class CoordinatorServer {
 
  private:
   using Clock = std::chrono::steady_clock;
-  [[nodiscard]] static std::int64_t now_ms() { return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now().time_since_epoch()).count(); }
+  [[nodiscard]] static std::int64_t now_ms() {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now().time_since_epoch())
+        .count();
+  }
 
   /// What the clock must know of a call that has not ended, and who makes it.
   class Call {
@@ -147,7 +156,8 @@ class CoordinatorServer {
 
   class UpdateCall final : public grpc::ServerReadReactor<detail::rpc::UpdateRequest>, Call {
    public:
-    UpdateCall(CoordinatorServer& server, grpc::CallbackServerContext* context, detail::rpc::UpdateReply* reply)
+    UpdateCall(CoordinatorServer& server, grpc::CallbackServerContext* context,
+               detail::rpc::UpdateReply* reply)
         : Call(server, context),
           update_(server.core_.begin_update(this->member() ? *this->member() : nobody)),
           reply_(reply) {
@@ -170,21 +180,29 @@ class CoordinatorServer {
 
     Status take() {
       using Item = detail::rpc::UpdateRequest;
-      if (update_.ended()) return detail::error(ErrorCode::invalid_argument, "an item behind the end of an update");
+      if (update_.ended())
+        return detail::error(ErrorCode::invalid_argument, "an item behind the end of an update");
       switch (request_.item_case()) {
-        case Item::kSet: return update_.add_set(detail::as_bytes(request_.set()));
+        case Item::kSet:
+          return update_.add_set(detail::as_bytes(request_.set()));
         case Item::kManifest: {
-          const auto id = detail::fixed_field<FragmentId>(request_.manifest().id(), "a fragment's id");
-          return id ? update_.add_manifest(*id, detail::as_bytes(request_.manifest().encoded())) : id.error();
+          const auto id =
+              detail::fixed_field<FragmentId>(request_.manifest().id(), "a fragment's id");
+          return id ? update_.add_manifest(*id, detail::as_bytes(request_.manifest().encoded()))
+                    : id.error();
         }
         case Item::kChunk: {
           const auto key = detail::fixed_field<BlobKey>(request_.chunk().key(), "a chunk's key");
-          return key ? update_.add_chunk(*key, detail::as_bytes(request_.chunk().stored())) : key.error();
+          return key ? update_.add_chunk(*key, detail::as_bytes(request_.chunk().stored()))
+                     : key.error();
         }
-        case Item::kItems: return update_.end(request_.items());
-        case Item::ITEM_NOT_SET: break;
+        case Item::kItems:
+          return update_.end(request_.items());
+        case Item::ITEM_NOT_SET:
+          break;
       }
-      return detail::error(ErrorCode::unknown_field, "item ", update_.items(), " of an update is none that this build knows");
+      return detail::error(ErrorCode::unknown_field, "item ", update_.items(),
+                           " of an update is none that this build knows");
     }
     void end() {
       if (this->context_->IsCancelled()) return this->Finish(grpc::Status::CANCELLED);
@@ -207,13 +225,17 @@ class CoordinatorServer {
   class Service final : public detail::rpc::Coordinator::CallbackService {
    public:
     explicit Service(CoordinatorServer& server) : server_(server) {}
-    grpc::ServerReadReactor<detail::rpc::UpdateRequest>* UpdateCache(grpc::CallbackServerContext* context, detail::rpc::UpdateReply* reply) override {
+    grpc::ServerReadReactor<detail::rpc::UpdateRequest>* UpdateCache(
+        grpc::CallbackServerContext* context, detail::rpc::UpdateReply* reply) override {
       return new UpdateCall(server_, context, reply);
     }
-    grpc::ServerWriteReactor<detail::rpc::StateReply>* GetGlobalState(grpc::CallbackServerContext* context, const detail::rpc::StateRequest* request) override {
+    grpc::ServerWriteReactor<detail::rpc::StateReply>* GetGlobalState(
+        grpc::CallbackServerContext* context, const detail::rpc::StateRequest* request) override {
       return new StateCall(server_, context, request);
     }
-    grpc::ServerUnaryReactor* WaitForMerge(grpc::CallbackServerContext* context, const detail::rpc::MergeRequest* request, detail::rpc::MergeReply* reply) override {
+    grpc::ServerUnaryReactor* WaitForMerge(grpc::CallbackServerContext* context,
+                                           const detail::rpc::MergeRequest* request,
+                                           detail::rpc::MergeReply* reply) override {
       return new MergeCall(server_, context, request, reply);
     }
 
@@ -227,8 +249,8 @@ class CoordinatorServer {
   Service service_{*this};
   std::unique_ptr<grpc::Server> server_;
   std::thread clock_;
-  // Guards what follows. Recursive: to cancel a call may run its callbacks on the thread that cancels it, and only under this lock is it
-  // certain that the call still exists.
+  // Guards what follows. Recursive: to cancel a call may run its callbacks on the thread that
+  // cancels it, and only under this lock is it certain that the call still exists.
   std::recursive_mutex mutex_;
   std::condition_variable_any changed_;
   std::map<std::uint64_t, Limit> calls_;

@@ -6,11 +6,16 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Streams deltas and payloads; one message exists at a time, made when the client has taken the one before.
+/// Streams deltas and payloads; one message exists at a time, made when the client has taken the
+/// one before.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-class CoordinatorServer<Store, Auth, Hash, C>::StateCall final : public grpc::ServerWriteReactor<detail::rpc::StateReply>, Call {
+class CoordinatorServer<Store, Auth, Hash, C>::StateCall final
+    : public grpc::ServerWriteReactor<detail::rpc::StateReply>,
+      Call {
  public:
-  StateCall(CoordinatorServer& server, grpc::CallbackServerContext* context, const detail::rpc::StateRequest* request) : Call(server, context), request_(request) {
+  StateCall(CoordinatorServer& server, grpc::CallbackServerContext* context,
+            const detail::rpc::StateRequest* request)
+      : Call(server, context), request_(request) {
     if (const Status status = begin(); !status) {
       this->Finish(to_grpc(status));
     } else {
@@ -34,7 +39,9 @@ class CoordinatorServer<Store, Auth, Hash, C>::StateCall final : public grpc::Se
     const auto member = this->member();
     if (!member) return member.error();
     if (request_->wants_size() > most_wanted || request_->probes_size() > most_wanted) {
-      return detail::error(ErrorCode::oversized, "a request for ", request_->wants_size(), " fragments and ", request_->probes_size(), " probes; at most ", most_wanted, " of each");
+      return detail::error(ErrorCode::oversized, "a request for ", request_->wants_size(),
+                           " fragments and ", request_->probes_size(), " probes; at most ",
+                           most_wanted, " of each");
     }
     auto& core = this->server_.core_;
     StateVersion version = core.version();
@@ -80,7 +87,8 @@ class CoordinatorServer<Store, Auth, Hash, C>::StateCall final : public grpc::Se
       if (!id) return id.error();
       const auto fragment = this->server_.core_.fragment(*id);
       const auto& format = this->server_.core_.options().replica.format;
-      auto manifest = fragment ? load_manifest(this->server_.core_.store(), *id, format) : Result<Manifest>(fragment.error());
+      auto manifest = fragment ? load_manifest(this->server_.core_.store(), *id, format)
+                               : Result<Manifest>(fragment.error());
       if (fragment && !manifest) manifest = make_manifest<Hash>(*fragment, format.chunk_bytes);
       if (!manifest) {
         if (step_++ > 0) return false;
@@ -109,8 +117,9 @@ class CoordinatorServer<Store, Auth, Hash, C>::StateCall final : public grpc::Se
     } else {
       const Payload& of = fragment_.payloads()[payload];
       const std::size_t bytes = manifest_->chunk_bytes;
-      reply_.mutable_chunk()->set_stored(detail::to_field(std::span<const std::byte>(
-          encode_chunk(raw_chunk(of, chunk, bytes), this->server_.core_.options().replica.format.compressor, chunk_form(fragment_.geometry(), of, chunk, bytes)))));
+      reply_.mutable_chunk()->set_stored(detail::to_field(std::span<const std::byte>(encode_chunk(
+          raw_chunk(of, chunk, bytes), this->server_.core_.options().replica.format.compressor,
+          chunk_form(fragment_.geometry(), of, chunk, bytes)))));
     }
     return true;
   }
@@ -122,11 +131,13 @@ class CoordinatorServer<Store, Auth, Hash, C>::StateCall final : public grpc::Se
     if (want.whole() || want.chunks_size() == 0) return;
     std::map<std::string, std::pair<std::size_t, std::size_t>> places;
     for (std::size_t p = 0; p < manifest_->chunks.size(); ++p) {
-      for (std::size_t c = 0; c < manifest_->chunks[p].size(); ++c) places.emplace(detail::to_field(manifest_->chunks[p][c]), std::pair(p, c));
+      for (std::size_t c = 0; c < manifest_->chunks[p].size(); ++c)
+        places.emplace(detail::to_field(manifest_->chunks[p][c]), std::pair(p, c));
     }
     for (const std::string& key : want.chunks()) {
       const auto at = places.find(key);
-      wanted_.push_back(at == places.end() ? std::pair(manifest_->chunks.size(), std::size_t{0}) : at->second);
+      wanted_.push_back(at == places.end() ? std::pair(manifest_->chunks.size(), std::size_t{0})
+                                           : at->second);
     }
   }
   void give_manifest() {
@@ -152,11 +163,14 @@ class CoordinatorServer<Store, Auth, Hash, C>::StateCall final : public grpc::Se
   std::size_t step_ = 0;
 };
 
-/// Waits without a thread: `watch` looks whether there is an answer. Whoever takes the call out of `waiting_` ends it.
+/// Waits without a thread: `watch` looks whether there is an answer. Whoever takes the call out of
+/// `waiting_` ends it.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-class CoordinatorServer<Store, Auth, Hash, C>::MergeCall final : public grpc::ServerUnaryReactor, Call {
+class CoordinatorServer<Store, Auth, Hash, C>::MergeCall final : public grpc::ServerUnaryReactor,
+                                                                 Call {
  public:
-  MergeCall(CoordinatorServer& server, grpc::CallbackServerContext* context, const detail::rpc::MergeRequest* request, detail::rpc::MergeReply* reply)
+  MergeCall(CoordinatorServer& server, grpc::CallbackServerContext* context,
+            const detail::rpc::MergeRequest* request, detail::rpc::MergeReply* reply)
       : Call(server, context), reply_(reply) {
     Status status = begin(*request);
     if (status) status = server.core_.arrive(*ask_, now_ms());
@@ -205,7 +219,8 @@ class CoordinatorServer<Store, Auth, Hash, C>::MergeCall final : public grpc::Se
     const auto merger = detail::fixed_field<Digest128>(request.merger(), "a merger digest");
     if (!merger) return merger.error();
     ask_->merger = *merger;
-    auto context = detail::context_field(request.context(), this->server_.core_.options().max_ranges);
+    auto context =
+        detail::context_field(request.context(), this->server_.core_.options().max_ranges);
     if (!context) return context.error();
     ask_->context = *std::move(context);
     if (ask_->round == 0 && !request.known().empty()) {
@@ -218,7 +233,8 @@ class CoordinatorServer<Store, Auth, Hash, C>::MergeCall final : public grpc::Se
     return {};
   }
 
-  std::shared_ptr<MergeAsk> ask_ = std::make_shared<MergeAsk>();  // `watch` looks at it while the call may end
+  // `watch` looks at it while the call may end
+  std::shared_ptr<MergeAsk> ask_ = std::make_shared<MergeAsk>();
   detail::rpc::MergeReply* reply_;
   bool arrived_ = false;
 };
@@ -239,7 +255,8 @@ void CoordinatorServer<Store, Auth, Hash, C>::watch() {
       at->second.until_ms = now + 1000;
       at->second.context->TryCancel();
     }
-    // Asked without the lock, which calls need to come and go; then whoever is still there gets the answer.
+    // Asked without the lock, which calls need to come and go; then whoever is still there gets the
+    // answer.
     std::vector<std::pair<std::uint64_t, std::shared_ptr<const MergeAsk>>> asks;
     for (const auto& [number, call] : waiting_) asks.emplace_back(number, call->ask());
     lock.unlock();

@@ -15,14 +15,17 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Keeps everything in this process: the embedded default, and what replicas of one process meet in.
+/// Keeps everything in this process: the embedded default, and what replicas of one process meet
+/// in.
 ///
-/// Models `BlobStore`; durable as long as one handle lives. A copy is another handle on the same content; all calls are thread-safe
-/// and none waits for more than the copy of a map's node. `get` shares the bytes, whatever their size.
+/// Models `BlobStore`; durable as long as one handle lives. A copy is another handle on the same
+/// content; all calls are thread-safe and none waits for more than the copy of a map's node. `get`
+/// shares the bytes, whatever their size.
 class MemoryStore {
  public:
   /// @param capacity_bytes blobs and records together; one more byte is `store_full`.
-  explicit MemoryStore(std::size_t capacity_bytes = ~std::size_t{0}) : content_(std::make_shared<Content>()) {
+  explicit MemoryStore(std::size_t capacity_bytes = ~std::size_t{0})
+      : content_(std::make_shared<Content>()) {
     content_->capacity_bytes = capacity_bytes;
   }
 
@@ -34,7 +37,8 @@ class MemoryStore {
       {
         const std::lock_guard lock(c.mutex);
         const auto at = c.blobs.find(key);
-        const bool as_seen = at == c.blobs.end() ? there.data == nullptr : at->second.data == there.data;
+        const bool as_seen =
+            at == c.blobs.end() ? there.data == nullptr : at->second.data == there.data;
         const std::size_t freed = at == c.blobs.end() ? 0 : at->second.size;
         if (as_seen) {
           if (Status room = c.room_for(bytes.size(), freed); !room) return room;
@@ -73,7 +77,8 @@ class MemoryStore {
   Result<Blob> get(const BlobKey& key) {
     const std::lock_guard lock(content_->mutex);
     const auto at = content_->blobs.find(key);
-    if (at == content_->blobs.end()) return detail::error(ErrorCode::not_found, "no blob ", key.hex());
+    if (at == content_->blobs.end())
+      return detail::error(ErrorCode::not_found, "no blob ", key.hex());
     return at->second;
   }
 
@@ -103,19 +108,23 @@ class MemoryStore {
     const Content& c = *content_;
     RecordBatch batch;
     batch.cursor = c.next_record;
-    // No call gave a cursor beyond the end: it is another store's, and the beginning is the only place that misses nothing.
+    // No call gave a cursor beyond the end: it is another store's, and the beginning is the only
+    // place that misses nothing.
     const std::uint64_t from = cursor > c.next_record ? 0 : cursor;
-    for (auto at = c.records.lower_bound(from); at != c.records.end(); ++at) batch.records.push_back(at->second);
+    for (auto at = c.records.lower_bound(from); at != c.records.end(); ++at)
+      batch.records.push_back(at->second);
     return batch;
   }
 
-  /// O(records replaced). Errors: `store_full`; `invalid_argument` for a cursor that this store never gave.
+  /// O(records replaced). Errors: `store_full`; `invalid_argument` for a cursor that this store
+  /// never gave.
   Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
     std::vector<std::byte> copy(bytes.begin(), bytes.end());
     Content& c = *content_;
     const std::lock_guard lock(c.mutex);
     if (cursor > c.next_record) {
-      return detail::error(ErrorCode::invalid_argument, "cursor ", cursor, " of a store that gave none beyond ", c.next_record);
+      return detail::error(ErrorCode::invalid_argument, "cursor ", cursor,
+                           " of a store that gave none beyond ", c.next_record);
     }
     const auto end = c.records.lower_bound(cursor);
     std::size_t freed = 0;
@@ -141,15 +150,17 @@ class MemoryStore {
   struct Content {
     mutable std::mutex mutex;
     std::map<BlobKey, Blob> blobs;
-    std::map<std::uint64_t, std::vector<std::byte>> records;  // by number; cursor n has seen all below n
-    std::uint64_t next_record = 1;                            // 0 is the cursor that has seen nothing
+    // by number; cursor n has seen all below n
+    std::map<std::uint64_t, std::vector<std::byte>> records;
+    std::uint64_t next_record = 1;  // 0 is the cursor that has seen nothing
     std::size_t used_bytes = 0;
     std::size_t capacity_bytes = 0;
 
     [[nodiscard]] Status room_for(std::size_t more, std::size_t freed) const {
       const std::size_t kept = used_bytes - freed;
       if (kept <= capacity_bytes && more <= capacity_bytes - kept) return {};
-      return detail::error(ErrorCode::store_full, more, " bytes more would make ", kept, " exceed the store's capacity of ", capacity_bytes);
+      return detail::error(ErrorCode::store_full, more, " bytes more would make ", kept,
+                           " exceed the store's capacity of ", capacity_bytes);
     }
   };
 

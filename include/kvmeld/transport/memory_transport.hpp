@@ -50,10 +50,11 @@ struct MemoryPost {
 
 }  // namespace detail
 
-/// One member's end of a `MemoryHub`: messages arrive in order and once, unless the receiver's inbox is full.
+/// One member's end of a `MemoryHub`: messages arrive in order and once, unless the receiver's
+/// inbox is full.
 ///
-/// Models `Transport`. All calls are thread-safe; `send` never waits for a receiver. Leaves the hub when destroyed; the hub's
-/// members outlive the hub.
+/// Models `Transport`. All calls are thread-safe; `send` never waits for a receiver. Leaves the hub
+/// when destroyed; the hub's members outlive the hub.
 class MemoryTransport {
  public:
   MemoryTransport(MemoryTransport&& other) noexcept
@@ -75,18 +76,21 @@ class MemoryTransport {
   [[nodiscard]] MemberId self() const noexcept { return self_; }
   [[nodiscard]] std::size_t max_message_bytes() const noexcept { return post_->max_message_bytes; }
 
-  /// Hands a message to a member, or to all others; one copy. A member that is not there misses it, and that is no error.
+  /// Hands a message to a member, or to all others; one copy. A member that is not there misses it,
+  /// and that is no error.
   ///
   /// Errors: `oversized`.
   Status send(MemberId to, std::span<const std::byte> bytes) {
     if (bytes.size() > post_->max_message_bytes) {
-      return detail::error(ErrorCode::oversized, "a message of ", bytes.size(), " bytes; this hub takes ", post_->max_message_bytes);
+      return detail::error(ErrorCode::oversized, "a message of ", bytes.size(),
+                           " bytes; this hub takes ", post_->max_message_bytes);
     }
     if (to == self_) return {};
     const auto copy = std::make_shared<const std::vector<std::byte>>(bytes.begin(), bytes.end());
     const std::lock_guard lock(post_->mutex);
     if (to != everyone) {
-      if (const auto at = post_->members.find(to); at != post_->members.end()) post_->deliver(*at->second, self_, copy);
+      if (const auto at = post_->members.find(to); at != post_->members.end())
+        post_->deliver(*at->second, self_, copy);
       return {};
     }
     for (const auto& [member, inbox] : post_->members) {
@@ -116,7 +120,8 @@ class MemoryTransport {
 
  private:
   friend class MemoryHub;
-  MemoryTransport(std::shared_ptr<detail::MemoryPost> post, std::shared_ptr<detail::MemoryPost::Inbox> inbox, MemberId self)
+  MemoryTransport(std::shared_ptr<detail::MemoryPost> post,
+                  std::shared_ptr<detail::MemoryPost::Inbox> inbox, MemberId self)
       : post_(std::move(post)), inbox_(std::move(inbox)), self_(self) {}
 
   std::shared_ptr<detail::MemoryPost> post_;  // null once moved from
@@ -128,19 +133,23 @@ class MemoryTransport {
 class MemoryHub {
  public:
   /// @param max_message_bytes longer messages are refused;
-  /// @param inbox_bytes what may wait for one member; what comes on top is lost, so that a member that never looks costs no more.
-  explicit MemoryHub(std::size_t max_message_bytes = std::size_t{64} << 20U, std::size_t inbox_bytes = std::size_t{256} << 20U)
+  /// @param inbox_bytes what may wait for one member; what comes on top is lost, so that a member
+  /// that never looks costs no more.
+  explicit MemoryHub(std::size_t max_message_bytes = std::size_t{64} << 20U,
+                     std::size_t inbox_bytes = std::size_t{256} << 20U)
       : post_(std::make_shared<detail::MemoryPost>()) {
     post_->max_message_bytes = max_message_bytes;
     post_->inbox_bytes = inbox_bytes;
   }
 
-  /// Takes a member in; it gets what is sent from now on. Errors: `invalid_argument` where the id is taken or is `everyone`.
+  /// Takes a member in; it gets what is sent from now on. Errors: `invalid_argument` where the id
+  /// is taken or is `everyone`.
   [[nodiscard]] Result<MemoryTransport> join(MemberId member) {
     auto inbox = std::make_shared<detail::MemoryPost::Inbox>();
     const std::lock_guard lock(post_->mutex);
     if (member == everyone || !post_->members.emplace(member, inbox).second) {
-      return detail::error(ErrorCode::invalid_argument, "member ", member, member == everyone ? " stands for everyone" : " is here already");
+      return detail::error(ErrorCode::invalid_argument, "member ", member,
+                           member == everyone ? " stands for everyone" : " is here already");
     }
     return MemoryTransport(post_, std::move(inbox), member);
   }

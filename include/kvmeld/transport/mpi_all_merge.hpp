@@ -19,24 +19,30 @@ KVMELD_NAMESPACE_BEGIN
 /// What all ranks of an all-merge give alike.
 template <ContentHash Hash = Xxh3_128>
 struct AllMergeOptions {
-  Digest128 name_space{};                                ///< of `frame_namespace`: other tenants' and models' ranks are refused
+  Digest128 name_space{};  ///< of `frame_namespace`: other tenants' and models' ranks are refused
   std::uint64_t max_payload_bytes = std::uint64_t{1} << 34;
   std::uint64_t max_set_bytes = std::uint64_t{1} << 30;  ///< of one rank's ids and metadata
   std::size_t message_bytes = std::size_t{1} << 26;      ///< larger payloads take several messages
 };
 
-/// Makes every rank's set the join of all ranks' sets, with every payload that any of them has. Collective: all ranks call it.
+/// Makes every rank's set the join of all ranks' sets, with every payload that any of them has.
+/// Collective: all ranks call it.
 ///
-/// Ids and metadata go to everybody; a payload goes from the lowest rank that has it to those that lack it, once each, and is verified
-/// there. Where one rank fails, all ranks return its error and keep the sets that they had: no rank waits for another for ever, unless that
-/// one dies, which is MPI's to handle. Ranks that get no error hold equal sets, and render the same.
+/// Ids and metadata go to everybody; a payload goes from the lowest rank that has it to those that
+/// lack it, once each, and is verified there. Where one rank fails, all ranks return its error and
+/// keep the sets that they had: no rank waits for another for ever, unless that one dies, which is
+/// MPI's to handle. Ranks that get no error hold equal sets, and render the same.
 ///
-/// Errors, the same code on all ranks: `merger_mismatch` before anything is moved, `unauthenticated` for another name space, `hash_mismatch`,
-/// `oversized`, those of `decode_set` and `decode_manifest`, `id_mismatch`, `store_full` for want of memory, `unavailable` where MPI fails.
+/// Errors, the same code on all ranks: `merger_mismatch` before anything is moved,
+/// `unauthenticated` for another name space, `hash_mismatch`, `oversized`, those of `decode_set`
+/// and `decode_manifest`, `id_mismatch`, `store_full` for want of memory, `unavailable` where MPI
+/// fails.
 /// @param comm   duplicated for the call; messages of the caller's own meet none of these.
 /// @param merger `Merger::digest()` of what this rank renders with.
 template <ContentHash Hash = Xxh3_128>
-[[nodiscard]] Result<AllMergeReport> all_merge(MPI_Comm comm, FragmentSet& set, const Digest128& merger, const AllMergeOptions<Hash>& options = {}) {
+[[nodiscard]] Result<AllMergeReport> all_merge(MPI_Comm comm, FragmentSet& set,
+                                               const Digest128& merger,
+                                               const AllMergeOptions<Hash>& options = {}) {
   using detail::error;
   detail::MpiComm ranks(comm, options.message_bytes);
   AllMergeReport report;
@@ -44,7 +50,8 @@ template <ContentHash Hash = Xxh3_128>
   const auto count = static_cast<std::size_t>(ranks.size());
 
   const std::vector<std::byte> mine = detail::encode_holdings(set);
-  detail::MergeHello hello{mine.size(), merger, options.name_space, options.message_bytes, std::uint64_t{set.hash().tag} << 8U | Hash::tag};
+  detail::MergeHello hello{mine.size(), merger, options.name_space, options.message_bytes,
+                           std::uint64_t{set.hash().tag} << 8U | Hash::tag};
   const auto greetings = ranks.all_gather(detail::raw_of(hello));
   KVMELD_TRY(ranks.status());
   std::vector<std::uint64_t> sizes;
@@ -58,15 +65,21 @@ template <ContentHash Hash = Xxh3_128>
     detail::MergeHello first;
     std::memcpy(&first, greetings.data(), sizeof first);
     if (theirs.name_space != first.name_space) {
-      status = error(ErrorCode::unauthenticated, "rank ", r, " is of name space ", theirs.name_space.hex(), ", rank 0 of ", first.name_space.hex());
+      status = error(ErrorCode::unauthenticated, "rank ", r, " is of name space ",
+                     theirs.name_space.hex(), ", rank 0 of ", first.name_space.hex());
     } else if (theirs.merger != first.merger) {
-      status = error(ErrorCode::merger_mismatch, "rank ", r, " merges by ", theirs.merger.hex(), ", rank 0 by ", first.merger.hex());
+      status = error(ErrorCode::merger_mismatch, "rank ", r, " merges by ", theirs.merger.hex(),
+                     ", rank 0 by ", first.merger.hex());
     } else if (theirs.hash != first.hash || theirs.hash >> 8U != (theirs.hash & 0xFFU)) {
-      status = error(ErrorCode::hash_mismatch, "rank ", r, " has a set of hash tag ", theirs.hash >> 8U, " and merges by tag ", theirs.hash & 0xFFU, ", rank 0 by ", first.hash & 0xFFU);
+      status =
+          error(ErrorCode::hash_mismatch, "rank ", r, " has a set of hash tag ", theirs.hash >> 8U,
+                " and merges by tag ", theirs.hash & 0xFFU, ", rank 0 by ", first.hash & 0xFFU);
     } else if (theirs.message_bytes != first.message_bytes) {
-      status = error(ErrorCode::invalid_argument, "rank ", r, " sends messages of ", theirs.message_bytes, " bytes, rank 0 of ", first.message_bytes);
+      status = error(ErrorCode::invalid_argument, "rank ", r, " sends messages of ",
+                     theirs.message_bytes, " bytes, rank 0 of ", first.message_bytes);
     } else if (theirs.set_bytes > options.max_set_bytes) {
-      status = error(ErrorCode::oversized, "the set of rank ", r, " takes ", theirs.set_bytes, " bytes; at most ", options.max_set_bytes, " are agreed");
+      status = error(ErrorCode::oversized, "the set of rank ", r, " takes ", theirs.set_bytes,
+                     " bytes; at most ", options.max_set_bytes, " are agreed");
     }
   }
   KVMELD_TRY(ranks.agree(status));
@@ -99,14 +112,17 @@ template <ContentHash Hash = Xxh3_128>
     }
     if (holders.owner < 0) ++report.still_missing;
     const auto& own = complete[static_cast<std::size_t>(ranks.rank())];
-    if (holders.owner != ranks.rank() && std::binary_search(own.begin(), own.end(), id)) ++report.dedup_hits;
+    if (holders.owner != ranks.rank() && std::binary_search(own.begin(), own.end(), id))
+      ++report.dedup_hits;
     if (holders.owner < 0 || holders.lacking.empty()) continue;
     detail::PieceRoute route(ranks, holders.owner, holders.lacking);
     if (route.sends()) {
-      const Status given = detail::give_fragment<Hash>(route, after.payload(id), holders.lacking.size(), report);
+      const Status given =
+          detail::give_fragment<Hash>(route, after.payload(id), holders.lacking.size(), report);
       if (status) status = given;
     } else if (route.receives()) {
-      const auto fragment = detail::take_fragment<Hash>(route, id, options.max_payload_bytes, report);
+      const auto fragment =
+          detail::take_fragment<Hash>(route, id, options.max_payload_bytes, report);
       if (status) status = fragment ? after.restore(*fragment) : fragment.status();
     }
   }
@@ -115,12 +131,15 @@ template <ContentHash Hash = Xxh3_128>
   return report;
 }
 
-/// As above, for a replica and the store that it stands on, whose options give name space, hash and merger.
+/// As above, for a replica and the store that it stands on, whose options give name space, hash and
+/// merger.
 ///
-/// Errors also of the store and of `Replica::join`, on all ranks; what the others have taken up by then stays, and a repeated call moves
-/// nothing twice.
+/// Errors also of the store and of `Replica::join`, on all ranks; what the others have taken up by
+/// then stays, and a repeated call moves nothing twice.
 template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<AllMergeReport> all_merge(MPI_Comm comm, Replica<Store, Auth, Hash, C>& replica, Store& store, AllMergeOptions<Hash> options = {}) {
+[[nodiscard]] Result<AllMergeReport> all_merge(MPI_Comm comm,
+                                               Replica<Store, Auth, Hash, C>& replica, Store& store,
+                                               AllMergeOptions<Hash> options = {}) {
   options.name_space = replica.options().frame.name_space;
   options.max_payload_bytes = replica.options().format.max_payload_bytes;
   FragmentSet merged = replica.set();

@@ -1,6 +1,7 @@
 #pragma once
 
-/// What ranks of an all-merge send each other: their holdings, and fragments (CMake component kvmeld::mpi).
+/// What ranks of an all-merge send each other: their holdings, and fragments (CMake component
+/// kvmeld::mpi).
 
 #include <algorithm>
 #include <cstddef>
@@ -20,14 +21,14 @@ KVMELD_NAMESPACE_BEGIN
 
 /// What an all-merge moved for this rank.
 struct AllMergeReport {
-  std::uint64_t state_bytes = 0;        ///< ids and metadata of all ranks, which each gets
-  std::uint64_t sent_bytes = 0;         ///< manifests and payloads, once for each rank that lacked them
-  std::uint64_t received_bytes = 0;     ///< manifests and payloads that this rank lacked, each once
-  std::uint64_t payload_bytes = 0;      ///< of those received, raw payloads
+  std::uint64_t state_bytes = 0;  ///< ids and metadata of all ranks, which each gets
+  std::uint64_t sent_bytes = 0;   ///< manifests and payloads, once for each rank that lacked them
+  std::uint64_t received_bytes = 0;  ///< manifests and payloads that this rank lacked, each once
+  std::uint64_t payload_bytes = 0;   ///< of those received, raw payloads
   std::uint64_t fragments_sent = 0;
   std::uint64_t fragments_received = 0;
-  std::uint64_t dedup_hits = 0;         ///< fragments of other ranks whose payload was here already
-  std::uint64_t still_missing = 0;      ///< fragments whose payload no rank has
+  std::uint64_t dedup_hits = 0;     ///< fragments of other ranks whose payload was here already
+  std::uint64_t still_missing = 0;  ///< fragments whose payload no rank has
 };
 
 namespace detail {
@@ -41,7 +42,8 @@ struct MergeHello {
   std::uint64_t hash = 0;
 };
 
-/// Behind a head that announces nothing, or more than these, nothing comes: no rank waits for bytes that cannot be.
+/// Behind a head that announces nothing, or more than these, nothing comes: no rank waits for bytes
+/// that cannot be.
 inline constexpr std::uint64_t max_manifest_bytes = std::uint64_t{1} << 32;
 inline constexpr std::uint64_t max_piece_bytes = std::uint64_t{1} << 44;
 
@@ -50,14 +52,22 @@ struct PieceHead {
   std::uint64_t payload_bytes[2] = {};
 
   [[nodiscard]] Status status(const FragmentId& id) const {
-    if (manifest_bytes == 0) return error(ErrorCode::payload_missing, "the rank that has fragment ", id.hex(), " could not send it");
-    if (manifest_bytes > max_manifest_bytes) return error(ErrorCode::oversized, "a manifest of ", manifest_bytes, " bytes for fragment ", id.hex(), "; at most ", max_manifest_bytes);
+    if (manifest_bytes == 0)
+      return error(ErrorCode::payload_missing, "the rank that has fragment ", id.hex(),
+                   " could not send it");
+    if (manifest_bytes > max_manifest_bytes)
+      return error(ErrorCode::oversized, "a manifest of ", manifest_bytes, " bytes for fragment ",
+                   id.hex(), "; at most ", max_manifest_bytes);
     for (const std::uint64_t bytes : payload_bytes) {
-      if (bytes > max_piece_bytes) return error(ErrorCode::oversized, "a payload of ", bytes, " bytes for fragment ", id.hex(), "; at most ", max_piece_bytes);
+      if (bytes > max_piece_bytes)
+        return error(ErrorCode::oversized, "a payload of ", bytes, " bytes for fragment ", id.hex(),
+                     "; at most ", max_piece_bytes);
     }
     return {};
   }
-  [[nodiscard]] std::uint64_t total() const noexcept { return manifest_bytes + payload_bytes[0] + payload_bytes[1]; }
+  [[nodiscard]] std::uint64_t total() const noexcept {
+    return manifest_bytes + payload_bytes[0] + payload_bytes[1];
+  }
 };
 
 template <class T>
@@ -65,10 +75,12 @@ template <class T>
   return std::as_writable_bytes(std::span(&value, 1));
 }
 
-/// One payload on its way from the rank that has it to those that lack it: by broadcast where that is everybody else.
+/// One payload on its way from the rank that has it to those that lack it: by broadcast where that
+/// is everybody else.
 class PieceRoute {
  public:
-  PieceRoute(MpiComm& comm, int owner, const std::vector<int>& lacking) : comm_(comm), owner_(owner), lacking_(lacking) {
+  PieceRoute(MpiComm& comm, int owner, const std::vector<int>& lacking)
+      : comm_(comm), owner_(owner), lacking_(lacking) {
     for (const int rank : lacking_) receives_ = receives_ || rank == comm_.rank();
     everybody_ = lacking_.size() + 1 == static_cast<std::size_t>(comm_.size());
   }
@@ -86,7 +98,8 @@ class PieceRoute {
   /// Takes bytes that nobody wants any more, in the steps in which they are sent.
   void drain(std::uint64_t bytes) {
     while (bytes > 0 && comm_.status()) {
-      const auto nowhere = comm_.spare().first(static_cast<std::size_t>((std::min<std::uint64_t>)(bytes, comm_.piece_bytes())));
+      const auto nowhere = comm_.spare().first(
+          static_cast<std::size_t>((std::min<std::uint64_t>)(bytes, comm_.piece_bytes())));
       move(nowhere);
       bytes -= nowhere.size();
     }
@@ -102,13 +115,16 @@ class PieceRoute {
 
 /// Sends a fragment that is whole here; says so to the others where it cannot.
 template <ContentHash Hash>
-[[nodiscard]] Status give_fragment(PieceRoute& route, const Fragment& fragment, std::size_t ranks, AllMergeReport& report) {
-  // Chunks as large as they may be: their keys are not needed here, since payloads are hashed whole.
+[[nodiscard]] Status give_fragment(PieceRoute& route, const Fragment& fragment, std::size_t ranks,
+                                   AllMergeReport& report) {
+  // Chunks as large as they may be: their keys are not needed here, since payloads are hashed
+  // whole.
   const auto manifest = make_manifest<Hash>(fragment, max_chunk_bytes);
   std::vector<std::byte> bytes;
   if (manifest) bytes = encode_manifest(*manifest);
   PieceHead head{bytes.size(), {}};
-  for (std::size_t p = 0; p < fragment.payloads().size(); ++p) head.payload_bytes[p] = fragment.payloads()[p].byte_count;
+  for (std::size_t p = 0; p < fragment.payloads().size(); ++p)
+    head.payload_bytes[p] = fragment.payloads()[p].byte_count;
   route.move(raw_of(head));
   if (!manifest) return manifest.error();
   KVMELD_TRY(head.status(fragment.id()));
@@ -122,9 +138,12 @@ template <ContentHash Hash>
   return {};
 }
 
-/// Receives a fragment. What cannot be believed or kept is received all the same, so that the ranks stay in step.
+/// Receives a fragment. What cannot be believed or kept is received all the same, so that the ranks
+/// stay in step.
 template <ContentHash Hash>
-[[nodiscard]] Result<Fragment> take_fragment(PieceRoute& route, const FragmentId& id, std::uint64_t max_payload_bytes, AllMergeReport& report) {
+[[nodiscard]] Result<Fragment> take_fragment(PieceRoute& route, const FragmentId& id,
+                                             std::uint64_t max_payload_bytes,
+                                             AllMergeReport& report) {
   PieceHead head;
   route.move(raw_of(head));
   KVMELD_TRY(head.status(id));
@@ -141,17 +160,27 @@ template <ContentHash Hash>
     if (status) manifest = *std::move(decoded);
   } else {
     route.drain(head.manifest_bytes);
-    status = error(ErrorCode::store_full, "no memory for a manifest of ", head.manifest_bytes, " bytes");
+    status =
+        error(ErrorCode::store_full, "no memory for a manifest of ", head.manifest_bytes, " bytes");
   }
-  if (status && manifest->fragment.id() != id) status = error(ErrorCode::id_mismatch, "fragment ", manifest->fragment.id().hex(), " came in the place of ", id.hex());
+  if (status && manifest->fragment.id() != id)
+    status = error(ErrorCode::id_mismatch, "fragment ", manifest->fragment.id().hex(),
+                   " came in the place of ", id.hex());
   std::shared_ptr<Fragment::Body> body;
   if (status) body = std::make_shared<Fragment::Body>(*manifest->fragment.body());
   for (std::size_t p = 0; p < 2; ++p) {
     const std::uint64_t coming = head.payload_bytes[p];
-    const std::uint64_t named = body != nullptr && p < body->payloads.size() ? body->payloads[p].byte_count : 0;
-    if (status && coming != named) status = error(ErrorCode::corrupt, "payload ", p, " of fragment ", id.hex(), " has ", named, " bytes, ", coming, " come");
-    std::byte* const memory = status ? new (std::nothrow) std::byte[(std::max)(static_cast<std::size_t>(coming), std::size_t{1})] : nullptr;
-    if (status && memory == nullptr) status = error(ErrorCode::store_full, "no memory for a payload of ", coming, " bytes");
+    const std::uint64_t named =
+        body != nullptr && p < body->payloads.size() ? body->payloads[p].byte_count : 0;
+    if (status && coming != named)
+      status = error(ErrorCode::corrupt, "payload ", p, " of fragment ", id.hex(), " has ", named,
+                     " bytes, ", coming, " come");
+    std::byte* const memory =
+        status ? new (std::nothrow)
+                     std::byte[(std::max)(static_cast<std::size_t>(coming), std::size_t{1})]
+               : nullptr;
+    if (status && memory == nullptr)
+      status = error(ErrorCode::store_full, "no memory for a payload of ", coming, " bytes");
     if (memory == nullptr) {
       route.drain(coming);
       continue;
@@ -162,7 +191,8 @@ template <ContentHash Hash>
     Payload& payload = body->payloads[p];
     payload.bytes = owner;
     if (payload_digest<Hash>(payload) != payload.digest) {
-      status = error(ErrorCode::id_mismatch, "a payload of ", coming, " bytes of fragment ", id.hex(), " does not hash to its digest");
+      status = error(ErrorCode::id_mismatch, "a payload of ", coming, " bytes of fragment ",
+                     id.hex(), " does not hash to its digest");
     }
   }
   if (!status) return status;
@@ -179,7 +209,8 @@ struct Holders {
 /// A rank's ids, and behind them a byte for each entry that says whether its payload is there.
 [[nodiscard]] inline std::vector<std::byte> encode_holdings(const FragmentSet& set) {
   std::vector<std::byte> out = encode_set(set);
-  for (const FragmentSet::Entry& entry : set.entries()) out.push_back(static_cast<std::byte>(entry.complete()));
+  for (const FragmentSet::Entry& entry : set.entries())
+    out.push_back(static_cast<std::byte>(entry.complete()));
   ByteWriter w;
   w.value(static_cast<std::uint64_t>(set.size()));
   out.insert(out.end(), w.written().begin(), w.written().end());
@@ -189,15 +220,22 @@ struct Holdings {
   FragmentSet set;
   std::vector<FragmentId> complete;  // ascending
 };
-[[nodiscard]] inline Result<Holdings> decode_holdings(std::span<const std::byte> bytes, const SetHash& hash) {
-  if (bytes.size() < 8) return error(ErrorCode::truncated, "a rank's state of ", bytes.size(), " bytes");
+[[nodiscard]] inline Result<Holdings> decode_holdings(std::span<const std::byte> bytes,
+                                                      const SetHash& hash) {
+  if (bytes.size() < 8)
+    return error(ErrorCode::truncated, "a rank's state of ", bytes.size(), " bytes");
   ByteReader tail(bytes.last(8));
   const auto count = tail.value<std::uint64_t>();
-  if (count > bytes.size() - 8) return error(ErrorCode::corrupt, "a rank's state names ", count, " entries in ", bytes.size(), " bytes");
-  const auto flags = bytes.subspan(bytes.size() - 8 - static_cast<std::size_t>(count), static_cast<std::size_t>(count));
+  if (count > bytes.size() - 8)
+    return error(ErrorCode::corrupt, "a rank's state names ", count, " entries in ", bytes.size(),
+                 " bytes");
+  const auto flags = bytes.subspan(bytes.size() - 8 - static_cast<std::size_t>(count),
+                                   static_cast<std::size_t>(count));
   auto set = decode_set(bytes.first(bytes.size() - 8 - flags.size()), hash);
   if (!set) return set.error();
-  if (set->size() != count) return error(ErrorCode::corrupt, "a rank's state holds ", set->size(), " entries and names ", count);
+  if (set->size() != count)
+    return error(ErrorCode::corrupt, "a rank's state holds ", set->size(), " entries and names ",
+                 count);
   Holdings out{*std::move(set), {}};
   std::size_t i = 0;
   for (const FragmentSet::Entry& entry : out.set.entries()) {

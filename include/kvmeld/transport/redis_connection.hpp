@@ -18,7 +18,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// One argument of a command: any bytes. More than 4096 are not copied and must live until the exchange.
+/// One argument of a command: any bytes. More than 4096 are not copied and must live until the
+/// exchange.
 class RedisArgument {
  public:
   RedisArgument(std::string_view text) : text_(text) {}    // NOLINT: implicit on purpose
@@ -35,18 +36,23 @@ class RedisArgument {
 
 /// A connection to one server, made at the first need and again after a loss.
 ///
-/// Not thread-safe. After a failed attempt to connect the next one waits (exponential backoff with jitter), and calls until then
-/// fail at once. The first wait without a byte ends a call: `connect_timeout_ms + command_timeout_ms` on a server that stands still.
-/// Errors of every call: `unavailable`; `timed_out` (no byte moved for `command_timeout_ms`, or less than 64 KiB in each such time
-/// while the call goes on; whether the server acted is unknown);
-/// `unauthenticated`; `invalid_argument` for options out of range. Nothing is queued after them, and what was sent is not sent
-/// again: whether that is right, the caller knows.
+/// Not thread-safe. After a failed attempt to connect the next one waits (exponential backoff with
+/// jitter), and calls until then fail at once. The first wait without a byte ends a call:
+/// `connect_timeout_ms + command_timeout_ms` on a server that stands still. Errors of every call:
+/// `unavailable`; `timed_out` (no byte moved for `command_timeout_ms`, or less than 64 KiB in each
+/// such time while the call goes on; whether the server acted is unknown); `unauthenticated`;
+/// `invalid_argument` for options out of range. Nothing is queued after them, and what was sent is
+/// not sent again: whether that is right, the caller knows.
 class RedisConnection {
  public:
   explicit RedisConnection(RedisOptions options)
-      : options_(std::move(options)), address_(detail::redis_address(options_)), jitter_(options_.backoff_seed) {
+      : options_(std::move(options)),
+        address_(detail::redis_address(options_)),
+        jitter_(options_.backoff_seed) {
     const auto here = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(this));
-    if (jitter_ == 0) jitter_ = here ^ (static_cast<std::uint64_t>(detail::monotonic_ms()) << 20U) ^ static_cast<std::uint64_t>(getpid());
+    if (jitter_ == 0)
+      jitter_ = here ^ (static_cast<std::uint64_t>(detail::monotonic_ms()) << 20U) ^
+                static_cast<std::uint64_t>(getpid());
   }
 
   [[nodiscard]] bool connected() const noexcept { return socket_.is_open(); }
@@ -58,11 +64,13 @@ class RedisConnection {
     return connected() ? 0 : (std::max)(retry_at_ - detail::monotonic_ms(), std::int64_t{0});
   }
 
-  /// Connects, logs in and selects the database, where that is not done and the time for it has come.
+  /// Connects, logs in and selects the database, where that is not done and the time for it has
+  /// come.
   Status connect() {
     if (connected()) return {};
     if (const std::int64_t wait = retry_in_ms(); wait > 0) {
-      return detail::error(last_error_.code(), last_error_.message(), "; next attempt in ", wait, " ms");
+      return detail::error(last_error_.code(), last_error_.message(), "; next attempt in ", wait,
+                           " ms");
     }
     Status status = detail::check_redis(options_);
     if (status) status = socket_.open(options_);
@@ -73,9 +81,11 @@ class RedisConnection {
       return {};
     }
     disconnect();
-    const double doubled = static_cast<double>(options_.backoff_ms) * static_cast<double>(1U << (std::min)(failures_++, 30U));
+    const double doubled = static_cast<double>(options_.backoff_ms) *
+                           static_cast<double>(1U << (std::min)(failures_++, 30U));
     const double longest = (std::min)(doubled, static_cast<double>(options_.backoff_limit_ms));
-    retry_at_ = detail::monotonic_ms() + static_cast<std::int64_t>(longest * (0.5 + 0.5 * random_fraction()));
+    retry_at_ = detail::monotonic_ms() +
+                static_cast<std::int64_t>(longest * (0.5 + 0.5 * random_fraction()));
     last_error_ = status;
     return status;
   }
@@ -103,7 +113,8 @@ class RedisConnection {
     ++queued_;
   }
 
-  /// Sends what is queued and gives an answer for each command, in order. An answer may be an error of that command alone.
+  /// Sends what is queued and gives an answer for each command, in order. An answer may be an error
+  /// of that command alone.
   [[nodiscard]] Result<std::vector<RedisReply>> exchange() {
     if (Status status = connect(); !status) {
       drop_queue();
@@ -131,7 +142,8 @@ class RedisConnection {
     return transfer().status();
   }
 
-  /// The next answer that no `exchange` waited for (a subscription's); none when none came within the time.
+  /// The next answer that no `exchange` waited for (a subscription's); none when none came within
+  /// the time.
   [[nodiscard]] Result<std::optional<RedisReply>> next_reply(std::int64_t timeout_ms) {
     KVMELD_TRY(connect());
     const std::int64_t deadline = detail::monotonic_ms() + timeout_ms;
@@ -149,7 +161,9 @@ class RedisConnection {
   }
 
   /// Good, or the error that an answer holds.
-  [[nodiscard]] Status status_of(const RedisReply& reply) const { return detail::redis_status(reply, address_); }
+  [[nodiscard]] Status status_of(const RedisReply& reply) const {
+    return detail::redis_status(reply, address_);
+  }
 
  private:
   static constexpr std::size_t copied_bytes = 4096;
@@ -189,11 +203,13 @@ class RedisConnection {
     auto replies = transfer();
     if (!replies) return replies.error();
     for (const RedisReply& reply : *replies) {
-      Status status = status_of(reply);  // a server that cannot write to its disk says so even to PING, and still serves readers
+      // a server that cannot write to its disk says so even to PING, and still serves readers
+      Status status = status_of(reply);
       if (!status && status.code() != ErrorCode::store_full) return status;
     }
     const RedisReply& pong = replies->back();
-    if (!pong.is_error() && pong.text() != "PONG") return socket_.lose(ErrorCode::unavailable, "not what a redis server says to PING");
+    if (!pong.is_error() && pong.text() != "PONG")
+      return socket_.lose(ErrorCode::unavailable, "not what a redis server says to PING");
     text_ = std::move(text);
     outside_ = std::move(outside);
     queued_ = queued;
@@ -228,7 +244,8 @@ class RedisConnection {
     replies.reserve(queued_);
     const std::int64_t start = detail::monotonic_ms();
     const std::uint64_t bytes_before = bytes_moved();
-    // Both ways at once, so that the server need not keep the answers; they are looked for where poll says that there are some.
+    // Both ways at once, so that the server need not keep the answers; they are looked for where
+    // poll says that there are some.
     for (bool look = false; first < out.size() || replies.size() < queued_;) {
       bool moved = false;
       if (first < out.size()) KVMELD_TRY(socket_.send(out, first, moved));
@@ -248,14 +265,16 @@ class RedisConnection {
       const std::int64_t spent = detail::monotonic_ms() - start;
       const auto turns = static_cast<std::int64_t>(bytes / slowest_bytes);
       if (spent / options_.command_timeout_ms > turns) {
-        return socket_.lose(ErrorCode::timed_out, bytes, " bytes moved in ", spent, " ms, and ", slowest_bytes, " should in each ",
-                            options_.command_timeout_ms, " ms, with ", replies.size(), " of ", queued_, " answers here");
+        return socket_.lose(ErrorCode::timed_out, bytes, " bytes moved in ", spent, " ms, and ",
+                            slowest_bytes, " should in each ", options_.command_timeout_ms,
+                            " ms, with ", replies.size(), " of ", queued_, " answers here");
       }
       if (moved && (look || first < out.size())) continue;
-      const int ready = socket_.wait(first < out.size() ? POLLIN | POLLOUT : POLLIN, options_.command_timeout_ms);
+      const int ready =
+          socket_.wait(first < out.size() ? POLLIN | POLLOUT : POLLIN, options_.command_timeout_ms);
       if (ready == 0) {
-        return socket_.lose(ErrorCode::timed_out, "no byte moved for ", options_.command_timeout_ms, " ms, with ", replies.size(), " of ",
-                            queued_, " answers here");
+        return socket_.lose(ErrorCode::timed_out, "no byte moved for ", options_.command_timeout_ms,
+                            " ms, with ", replies.size(), " of ", queued_, " answers here");
       }
       look = (ready & POLLIN) != 0;
     }

@@ -15,14 +15,17 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// What a server says about itself, and what it holds: who asks again later sees whether it is still the same.
+/// What a server says about itself, and what it holds: who asks again later sees whether it is
+/// still the same.
 struct RedisIdentity {
-  std::string run_id;         // another one for each process of the server
-  std::string content;        // written once by whoever came first; gone when the data are
-  std::string policy;         // what happens at `maxmemory`
+  std::string run_id;   // another one for each process of the server
+  std::string content;  // written once by whoever came first; gone when the data are
+  std::string policy;   // what happens at `maxmemory`
   std::uint64_t max_memory = 0;
 
-  [[nodiscard]] bool evicts() const noexcept { return max_memory != 0 && policy.substr(0, 8) == "allkeys-"; }
+  [[nodiscard]] bool evicts() const noexcept {
+    return max_memory != 0 && policy.substr(0, 8) == "allkeys-";
+  }
   /// Never 0.
   [[nodiscard]] std::uint64_t generation() const {
     Hasher h;
@@ -34,7 +37,8 @@ struct RedisIdentity {
 
 /// The value of `name:` in the lines of an INFO answer.
 [[nodiscard]] inline std::string redis_info(std::string_view lines, std::string_view name) {
-  for (std::size_t at = lines.find(name); at != std::string_view::npos; at = lines.find(name, at + 1)) {
+  for (std::size_t at = lines.find(name); at != std::string_view::npos;
+       at = lines.find(name, at + 1)) {
     const bool begins = at == 0 || lines[at - 1] == '\n';
     const std::size_t value = at + name.size() + 1;
     if (!begins || value > lines.size() || lines[value - 1] != ':') continue;
@@ -55,8 +59,10 @@ struct RedisIdentity {
   return h.digest().hex();
 }
 
-/// Asks for it, and names the content where nobody has. A server that refuses INFO, or the write, is known by less.
-[[nodiscard]] inline Result<RedisIdentity> redis_identity(RedisConnection& connection, const std::string& content_key) {
+/// Asks for it, and names the content where nobody has. A server that refuses INFO, or the write,
+/// is known by less.
+[[nodiscard]] inline Result<RedisIdentity> redis_identity(RedisConnection& connection,
+                                                          const std::string& content_key) {
   connection.queue({"INFO", "server"});
   connection.queue({"INFO", "memory"});
   connection.queue({"GET", content_key});
@@ -76,7 +82,9 @@ struct RedisIdentity {
   const std::string most = redis_info((*replies)[1].text(), "maxmemory");
   if (!most.empty()) {
     const auto number = redis_digits(most);
-    if (!number) return error(ErrorCode::corrupt, connection.address(), ": maxmemory is '", most.substr(0, 40), "', and no number");
+    if (!number)
+      return error(ErrorCode::corrupt, connection.address(), ": maxmemory is '", most.substr(0, 40),
+                   "', and no number");
     identity.max_memory = *number;
   }
   identity.content = (*replies)[2].text();

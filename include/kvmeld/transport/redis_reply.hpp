@@ -40,7 +40,8 @@ class RedisReply {
  public:
   RedisReply() = default;
   /// Takes ownership of what hiredis parsed.
-  explicit RedisReply(redisReply* reply) : reply_(reply, [](redisReply* r) { freeReplyObject(r); }) {}
+  explicit RedisReply(redisReply* reply)
+      : reply_(reply, [](redisReply* r) { freeReplyObject(r); }) {}
 
   struct FreeBytes {
     void operator()(char* bytes) const noexcept { std::free(bytes); }
@@ -61,23 +62,37 @@ class RedisReply {
     reply_ = std::shared_ptr<redisReply>(owner, &owner->reply);
   }
 
-  [[nodiscard]] bool is_nil() const noexcept { return reply_ == nullptr || reply_->type == REDIS_REPLY_NIL; }
-  [[nodiscard]] bool is_error() const noexcept { return reply_ != nullptr && reply_->type == REDIS_REPLY_ERROR; }
-  [[nodiscard]] bool is_integer() const noexcept { return reply_ != nullptr && reply_->type == REDIS_REPLY_INTEGER; }
-  [[nodiscard]] bool is_array() const noexcept { return reply_ != nullptr && reply_->type == REDIS_REPLY_ARRAY; }
-  [[nodiscard]] bool is_bulk() const noexcept { return reply_ != nullptr && reply_->type == REDIS_REPLY_STRING; }
+  [[nodiscard]] bool is_nil() const noexcept {
+    return reply_ == nullptr || reply_->type == REDIS_REPLY_NIL;
+  }
+  [[nodiscard]] bool is_error() const noexcept {
+    return reply_ != nullptr && reply_->type == REDIS_REPLY_ERROR;
+  }
+  [[nodiscard]] bool is_integer() const noexcept {
+    return reply_ != nullptr && reply_->type == REDIS_REPLY_INTEGER;
+  }
+  [[nodiscard]] bool is_array() const noexcept {
+    return reply_ != nullptr && reply_->type == REDIS_REPLY_ARRAY;
+  }
+  [[nodiscard]] bool is_bulk() const noexcept {
+    return reply_ != nullptr && reply_->type == REDIS_REPLY_STRING;
+  }
 
   /// Of a string, status or error; else empty.
   [[nodiscard]] std::string_view text() const noexcept {
-    if (!is_bulk() && !is_error() && (reply_ == nullptr || reply_->type != REDIS_REPLY_STATUS)) return {};
+    if (!is_bulk() && !is_error() && (reply_ == nullptr || reply_->type != REDIS_REPLY_STATUS))
+      return {};
     return {reply_->str, reply_->len};
   }
-  [[nodiscard]] std::span<const std::byte> bytes() const noexcept { return std::as_bytes(std::span(text().data(), text().size())); }
+  [[nodiscard]] std::span<const std::byte> bytes() const noexcept {
+    return std::as_bytes(std::span(text().data(), text().size()));
+  }
   /// The bytes with a share in their ownership.
   [[nodiscard]] std::shared_ptr<const std::byte[]> shared_bytes() const noexcept {
     return {reply_, reinterpret_cast<const std::byte*>(text().data())};
   }
-  /// An integer that is not negative, or the one that a string spells in digits and nothing else; else none.
+  /// An integer that is not negative, or the one that a string spells in digits and nothing else;
+  /// else none.
   [[nodiscard]] std::optional<std::uint64_t> number() const noexcept {
     if (!is_integer()) return detail::redis_digits(text());
     if (reply_->integer < 0) return std::nullopt;
@@ -99,27 +114,39 @@ namespace detail {
 
 /// Why a server refused, from the first word of its answer.
 [[nodiscard]] inline ErrorCode redis_error_code(std::string_view text) noexcept {
-  const auto starts = [&text](std::string_view word) { return text.substr(0, word.size()) == word; };
-  const auto holds = [&text](std::string_view words) { return text.find(words) != std::string_view::npos; };
-  if (starts("OOM ") || starts("MISCONF") || holds("EXECABORT Transaction discarded because of: OOM")) return ErrorCode::store_full;
-  if (starts("NOAUTH") || starts("WRONGPASS") || starts("NOPERM") || holds("invalid password") || holds("invalid username") ||
-      holds("without any password")) {
+  const auto starts = [&text](std::string_view word) {
+    return text.substr(0, word.size()) == word;
+  };
+  const auto holds = [&text](std::string_view words) {
+    return text.find(words) != std::string_view::npos;
+  };
+  if (starts("OOM ") || starts("MISCONF") ||
+      holds("EXECABORT Transaction discarded because of: OOM"))
+    return ErrorCode::store_full;
+  if (starts("NOAUTH") || starts("WRONGPASS") || starts("NOPERM") || holds("invalid password") ||
+      holds("invalid username") || holds("without any password")) {
     return ErrorCode::unauthenticated;
   }
   if (starts("WRONGTYPE")) return ErrorCode::corrupt;
   if (starts("ERR DB index") || starts("ERR invalid DB")) return ErrorCode::invalid_argument;
-  if (starts("MOVED") || starts("CROSSSLOT") || starts("ERR unknown command")) return ErrorCode::unsupported;
-  return ErrorCode::unavailable;  // LOADING, READONLY, MASTERDOWN, CLUSTERDOWN, NOREPLICAS, BUSY, too many clients, …
+  if (starts("MOVED") || starts("CROSSSLOT") || starts("ERR unknown command"))
+    return ErrorCode::unsupported;
+  // LOADING, READONLY, MASTERDOWN, CLUSTERDOWN, NOREPLICAS, BUSY, too many clients, …
+  return ErrorCode::unavailable;
 }
 
-/// A number of a server's that is at most `most`; no value at all is 0. Errors: `corrupt`, naming what it should have been.
+/// A number of a server's that is at most `most`; no value at all is 0. Errors: `corrupt`, naming
+/// what it should have been.
 [[nodiscard]] inline Result<std::uint64_t> redis_number(const RedisReply& reply, std::uint64_t most,
-                                                        std::string_view what, std::string_view where) {
+                                                        std::string_view what,
+                                                        std::string_view where) {
   if (reply.is_nil()) return std::uint64_t{0};
   const auto number = reply.number();
   if (number && *number <= most) return *number;
-  if (number) return error(ErrorCode::corrupt, where, ": ", what, " is ", *number, ", and at most ", most);
-  return error(ErrorCode::corrupt, where, ": ", what, " is '", reply.text().substr(0, 40), "', and no number");
+  if (number)
+    return error(ErrorCode::corrupt, where, ": ", what, " is ", *number, ", and at most ", most);
+  return error(ErrorCode::corrupt, where, ": ", what, " is '", reply.text().substr(0, 40),
+               "', and no number");
 }
 
 /// Good, or what the server said, cut at 200 bytes.

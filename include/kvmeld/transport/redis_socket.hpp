@@ -23,7 +23,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// What a connection has moved since it was made, over all its reconnects; bytes as the socket counted them.
+/// What a connection has moved since it was made, over all its reconnects; bytes as the socket
+/// counted them.
 struct RedisTraffic {
   std::uint64_t bytes_sent = 0;
   std::uint64_t bytes_received = 0;
@@ -39,26 +40,29 @@ namespace detail {
   return static_cast<std::int64_t>(now.tv_sec) * 1000 + now.tv_nsec / 1'000'000;
 }
 
-/// Which of `events` a socket is ready for, 0 after the time. Signals do not shorten it; an error counts as all of them, so that
-/// the next call shows it.
+/// Which of `events` a socket is ready for, 0 after the time. Signals do not shorten it; an error
+/// counts as all of them, so that the next call shows it.
 [[nodiscard]] inline int wait_ready(int socket, int events, std::int64_t timeout_ms) noexcept {
   const std::int64_t deadline = monotonic_ms() + timeout_ms;
   for (;;) {
     const std::int64_t left = (std::max)(deadline - monotonic_ms(), std::int64_t{0});
     pollfd one{socket, static_cast<short>(events), 0};
-    const int ready = poll(&one, 1, static_cast<int>((std::min)(left, std::int64_t{1'000'000'000})));
+    const int ready =
+        poll(&one, 1, static_cast<int>((std::min)(left, std::int64_t{1'000'000'000})));
     if (ready > 0) return (one.revents & ~events) != 0 ? events : one.revents;
     if (ready < 0 && errno != EINTR) return events;
     if (ready == 0 && left == 0) return 0;
   }
 }
 
-/// Reads the lengths that a server announces, before hiredis does, which allocates an array by its announced length and then walks
-/// it. O(headers): what a string holds is passed over.
+/// Reads the lengths that a server announces, before hiredis does, which allocates an array by its
+/// announced length and then walks it. O(headers): what a string holds is passed over.
 class RedisBounds {
  public:
-  static constexpr std::uint64_t most_elements = std::uint64_t{1} << 16U;  // what is asked for here has 256 at most
-  static constexpr std::uint64_t most_bytes = std::uint64_t{512} << 20U;   // the protocol's own limit
+  // what is asked for here has 256 at most
+  static constexpr std::uint64_t most_elements = std::uint64_t{1} << 16U;
+  // the protocol's own limit
+  static constexpr std::uint64_t most_bytes = std::uint64_t{512} << 20U;
 
   /// Takes the next bytes of the stream; false where they announce too much, or no number.
   [[nodiscard]] bool take(std::string_view bytes) {
@@ -70,7 +74,8 @@ class RedisBounds {
         continue;
       }
       const std::size_t end = (std::min)(bytes.find('\n'), bytes.size());
-      line_ += bytes.substr(0, (std::min)(end, longest_header - (std::min)(line_.size(), longest_header)));
+      line_ += bytes.substr(
+          0, (std::min)(end, longest_header - (std::min)(line_.size(), longest_header)));
       if (end == bytes.size()) return true;
       bytes.remove_prefix(end + 1);
       if (!header()) return false;
@@ -82,7 +87,8 @@ class RedisBounds {
   [[nodiscard]] const std::string& refused() const noexcept { return line_; }
 
  private:
-  static constexpr std::size_t longest_header = 24;  // of what follows in an error's or a status's line, nothing is looked at
+  // of what follows in an error's or a status's line, nothing is looked at
+  static constexpr std::size_t longest_header = 24;
 
   [[nodiscard]] bool header() {
     if (!line_.empty() && line_.back() == '\r') line_.pop_back();
@@ -91,7 +97,8 @@ class RedisBounds {
     // sets as it does arrays.
     constexpr std::string_view third = "%~>|=";
     if (third.find(type) != std::string_view::npos) return false;
-    if ((type != '*' && type != '$') || line_ == "*-1" || line_ == "$-1") return true;  // others are hiredis' to judge
+    // others are hiredis' to judge
+    if ((type != '*' && type != '$') || line_ == "*-1" || line_ == "$-1") return true;
     const auto length = redis_digits(std::string_view(line_).substr(1));
     if (!length || *length > (type == '*' ? most_elements : most_bytes)) return false;
     if (type == '$') passing_ = *length + 2;
@@ -102,10 +109,11 @@ class RedisBounds {
   std::uint64_t passing_ = 0;
 };
 
-/// The bytes' way to a server and back, which never blocks but in `open`. hiredis finds the server and parses its answers; the
-/// bytes do not pass through its buffer, so that large values are copied once less and a lost peer raises no SIGPIPE.
-/// A signal ends none of its calls for good: what EINTR stopped is made again, and a socket that
-/// does not block is connected without waiting, so that no signal can come between.
+/// The bytes' way to a server and back, which never blocks but in `open`. hiredis finds the server
+/// and parses its answers; the bytes do not pass through its buffer, so that large values are
+/// copied once less and a lost peer raises no SIGPIPE. A signal ends none of its calls for good:
+/// what EINTR stopped is made again, and a socket that does not block is connected without waiting,
+/// so that no signal can come between.
 ///
 /// Closed by every error.
 class RedisSocket {
@@ -120,13 +128,16 @@ class RedisSocket {
 
   [[nodiscard]] Status open(const RedisOptions& options) {
     address_ = redis_address(options);
-    context_.reset(options.unix_socket.empty() ? redisConnectNonBlock(options.host.c_str(), options.port)
-                                               : redisConnectUnixNonBlock(options.unix_socket.c_str()));
+    context_.reset(options.unix_socket.empty()
+                       ? redisConnectNonBlock(options.host.c_str(), options.port)
+                       : redisConnectUnixNonBlock(options.unix_socket.c_str()));
     if (context_ == nullptr) return lose(ErrorCode::unavailable, "no memory for a connection");
     if (context_->err == REDIS_ERR_IO) return lose_by_errno("connect", errno);
-    if (context_->err != 0) return lose(ErrorCode::unavailable, "connect: ", std::string(context_->errstr));
+    if (context_->err != 0)
+      return lose(ErrorCode::unavailable, "connect: ", std::string(context_->errstr));
     if (wait(POLLOUT, options.connect_timeout_ms) == 0) {
-      return lose(ErrorCode::unavailable, "no connection within ", options.connect_timeout_ms, " ms (errno ", ETIMEDOUT, ")");
+      return lose(ErrorCode::unavailable, "no connection within ", options.connect_timeout_ms,
+                  " ms (errno ", ETIMEDOUT, ")");
     }
     int failed = 0;
     socklen_t size = sizeof failed;
@@ -139,9 +150,12 @@ class RedisSocket {
     return {};
   }
 
-  [[nodiscard]] int wait(int events, std::int64_t timeout_ms) const noexcept { return wait_ready(context_->fd, events, timeout_ms); }
+  [[nodiscard]] int wait(int events, std::int64_t timeout_ms) const noexcept {
+    return wait_ready(context_->fd, events, timeout_ms);
+  }
 
-  /// Sends what goes at once, from piece `first` on, and moves `first` and that piece's begin. `moved` where something went.
+  /// Sends what goes at once, from piece `first` on, and moves `first` and that piece's begin.
+  /// `moved` where something went.
   [[nodiscard]] Status send(std::vector<iovec>& pieces, std::size_t& first, bool& moved) {
     msghdr message{};
     message.msg_iov = pieces.data() + first;
@@ -165,13 +179,16 @@ class RedisSocket {
   /// Takes what is there, if anything.
   [[nodiscard]] Status receive(bool& moved) {
     if (buffer_ == nullptr) buffer_ = std::make_unique<char[]>(receive_bytes);
-    if (large_ != nullptr && !make_room()) return lose(ErrorCode::unavailable, "no memory for an answer of ", large_size_, " bytes");
+    if (large_ != nullptr && !make_room())
+      return lose(ErrorCode::unavailable, "no memory for an answer of ", large_size_, " bytes");
     char* const to = large_ == nullptr ? buffer_.get() : large_.get() + large_here_;
     const std::size_t room = large_ == nullptr ? receive_bytes : large_room_ - large_here_;
     const ssize_t n = recv(context_->fd, to, room, MSG_DONTWAIT);
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return {};
     if (n < 0) return lose_by_errno("receive", errno);
-    if (n == 0) return lose(ErrorCode::unavailable, "the server closed the connection (errno ", ECONNRESET, ")");
+    if (n == 0)
+      return lose(ErrorCode::unavailable, "the server closed the connection (errno ", ECONNRESET,
+                  ")");
     moved = true;
     const auto size = static_cast<std::size_t>(n);
     traffic.bytes_received += size;
@@ -181,10 +198,12 @@ class RedisSocket {
     }
     if (begin_large(size)) return {};
     if (!bounds_.take({buffer_.get(), size})) {
-      return lose(ErrorCode::unavailable, "an answer announces ", bounds_.refused(), "; arrays have at most ", RedisBounds::most_elements,
-                  " elements here, strings ", RedisBounds::most_bytes, " bytes");
+      return lose(ErrorCode::unavailable, "an answer announces ", bounds_.refused(),
+                  "; arrays have at most ", RedisBounds::most_elements, " elements here, strings ",
+                  RedisBounds::most_bytes, " bytes");
     }
-    return redisReaderFeed(context_->reader, buffer_.get(), size) == REDIS_OK ? Status() : unreadable();
+    return redisReaderFeed(context_->reader, buffer_.get(), size) == REDIS_OK ? Status()
+                                                                              : unreadable();
   }
 
   /// The next answer, where it is here whole.
@@ -209,7 +228,8 @@ class RedisSocket {
  private:
   static constexpr std::size_t receive_bytes = std::size_t{256} << 10U;
 
-  /// Space for what comes next of a long string: by what has come, not by what was announced. Doubled, by moving pages.
+  /// Space for what comes next of a long string: by what has come, not by what was announced.
+  /// Doubled, by moving pages.
   [[nodiscard]] bool make_room() {
     if (large_here_ < large_room_ || large_room_ == large_size_ + 2) return true;
     const std::size_t room = (std::min)(large_size_ + 2, large_room_ * 2);
@@ -221,18 +241,20 @@ class RedisSocket {
     return true;
   }
 
-  /// Where the buffer begins with a string that is an answer of its own, and longer than the buffer, the rest is received to where
-  /// it will stay: hiredis would copy it twice.
+  /// Where the buffer begins with a string that is an answer of its own, and longer than the
+  /// buffer, the rest is received to where it will stay: hiredis would copy it twice.
   [[nodiscard]] bool begin_large(std::size_t size) {
     const redisReader& reader = *context_->reader;
     const bool between_answers = reader.len == reader.pos && reader.ridx < 0;
     if (!between_answers || buffer_[0] != '$') return false;
     std::size_t length = 0;
     std::size_t at = 1;
-    for (; at < size && at < 11 && buffer_[at] >= '0' && buffer_[at] <= '9'; ++at) length = length * 10 + static_cast<std::size_t>(buffer_[at] - '0');
+    for (; at < size && at < 11 && buffer_[at] >= '0' && buffer_[at] <= '9'; ++at)
+      length = length * 10 + static_cast<std::size_t>(buffer_[at] - '0');
     if (at + 1 >= size || buffer_[at] != '\r' || buffer_[at + 1] != '\n') return false;
     at += 2;
-    if (length > RedisBounds::most_bytes || length < receive_bytes) return false;  // shorter ones come several at a time
+    // shorter ones come several at a time
+    if (length > RedisBounds::most_bytes || length < receive_bytes) return false;
     large_room_ = (std::min)(length + 2, receive_bytes * 4);
     large_.reset(static_cast<char*>(std::malloc(large_room_)));
     if (large_ == nullptr) return false;
@@ -250,7 +272,8 @@ class RedisSocket {
     return lose(ErrorCode::unavailable, what, ": ", std::strerror(number), " (errno ", number, ")");
   }
   [[nodiscard]] Status unreadable() {
-    return lose(ErrorCode::unavailable, "not what a redis server says: ", std::string(context_->reader->errstr));
+    return lose(ErrorCode::unavailable,
+                "not what a redis server says: ", std::string(context_->reader->errstr));
   }
 
   std::string address_;

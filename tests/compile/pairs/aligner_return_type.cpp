@@ -7,7 +7,9 @@ struct Mine {
 #ifdef KVMELD_BAD
   kvmeld::Alignment align(std::span<const kvmeld::Source>, std::int64_t) const { return {}; }
 #else
-  kvmeld::Result<kvmeld::Alignment> align(std::span<const kvmeld::Source>, std::int64_t) const { return kvmeld::Alignment{}; }
+  kvmeld::Result<kvmeld::Alignment> align(std::span<const kvmeld::Source>, std::int64_t) const {
+    return kvmeld::Alignment{};
+  }
 #endif
   void digest(kvmeld::Hasher&) const {}
 };

@@ -1,5 +1,5 @@
-// An eviction that yields a signed number.
-// error: kvmeld: this type is no EvictionPolicy: it needs 'std::size_t victim(std::span<const AnchorUse>) const'
+// An eviction that yields a signed number. error: kvmeld: this type is no EvictionPolicy: it needs
+// 'std::size_t victim(std::span<const AnchorUse>) const'
 #include <kvmeld/anchor/anchor_pool.hpp>
 
 #ifdef KVMELD_BAD

@@ -1,5 +1,5 @@
-// A signature whose function has another name.
-// error: kvmeld: this type is no SignaturePolicy: it needs 'Result<std::uint64_t> sign(const SignatureInput&) const'
+// A signature whose function has another name. error: kvmeld: this type is no SignaturePolicy: it
+// needs 'Result<std::uint64_t> sign(const SignatureInput&) const'
 #include <kvmeld/anchor/anchor_pool.hpp>
 
 #ifdef KVMELD_BAD
@@ -9,7 +9,9 @@
 #endif
 
 struct Mine {
-  [[nodiscard]] kvmeld::Result<std::uint64_t> SIGN(const kvmeld::SignatureInput& input) const { return std::uint64_t{input.tokens.size()}; }
+  [[nodiscard]] kvmeld::Result<std::uint64_t> SIGN(const kvmeld::SignatureInput& input) const {
+    return std::uint64_t{input.tokens.size()};
+  }
   void digest(kvmeld::Hasher&) const {}
 };
 

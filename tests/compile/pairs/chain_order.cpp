@@ -1,5 +1,5 @@
-// An aligner before the last part, which would be ignored.
-// error: kvmeld: a part of a Chain before the last neither aligns nor transforms: only the last part aligns
+// An aligner before the last part, which would be ignored. error: kvmeld: a part of a Chain before
+// the last neither aligns nor transforms: only the last part aligns
 #include <kvmeld/align/chain.hpp>
 #include <kvmeld/align/token_match.hpp>
 

@@ -5,7 +5,8 @@
 #include <kvmeld/align/token_match.hpp>
 
 #ifdef KVMELD_BAD
-const kvmeld::Aligner aligner{kvmeld::Chain{kvmeld::Projection{}, kvmeld::Projection{}, kvmeld::TokenMatch{}}};
+const kvmeld::Aligner aligner{
+    kvmeld::Chain{kvmeld::Projection{}, kvmeld::Projection{}, kvmeld::TokenMatch{}}};
 #else
 const kvmeld::Aligner aligner{kvmeld::Chain{kvmeld::Projection{}, kvmeld::TokenMatch{}}};
 #endif

@@ -1,5 +1,5 @@
-// A fuser without `join`, by which chunks are put together.
-// error: kvmeld: this type is no FusePolicy: it needs 'init() const', 'absorb(acc, float, float) const', 'join(acc, acc) const'
+// A fuser without `join`, by which chunks are put together. error: kvmeld: this type is no
+// FusePolicy: it needs 'init() const', 'absorb(acc, float, float) const', 'join(acc, acc) const'
 #include <kvmeld/fuse/fuser.hpp>
 
 struct Mine {

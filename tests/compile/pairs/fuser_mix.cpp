@@ -1,5 +1,6 @@
-// A fuser of the mix form whose mixer lacks a member names the mixer's members.
-// error: kvmeld: this type is no FusePolicy: what 'mixing() const' yields needs 'prepare(rows) const', 'float channel(rows, prepared, int) const'
+// A fuser of the mix form whose mixer lacks a member names the mixer's members. error: kvmeld: this
+// type is no FusePolicy: what 'mixing() const' yields needs 'prepare(rows) const', 'float
+// channel(rows, prepared, int) const'
 #include <kvmeld/fuse/fuser.hpp>
 
 #ifdef KVMELD_BAD

@@ -1,5 +1,7 @@
-// A mixer that does not say whether rotation passes through it is refused: its keys would be read in an unknown frame.
-// error: kvmeld: this type is no FusePolicy: what 'mixing() const' yields needs 'prepare(rows) const', 'float channel(rows, prepared, int) const' and 'static constexpr bool rotation_equivariant'
+// A mixer that does not say whether rotation passes through it is refused: its keys would be read
+// in an unknown frame. error: kvmeld: this type is no FusePolicy: what 'mixing() const' yields
+// needs 'prepare(rows) const', 'float channel(rows, prepared, int) const' and 'static constexpr
+// bool rotation_equivariant'
 #include <kvmeld/fuse/fuser.hpp>
 
 #ifdef KVMELD_BAD

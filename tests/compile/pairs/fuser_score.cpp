@@ -1,5 +1,6 @@
-// A fuser of a score alone, misspelled: without a form it cannot be mistaken for an unweighted mean.
-// error: kvmeld: this type is no FusePolicy: it needs one of 'float select(OrderedValues) const', 'mixing() const', 'Status score(const Scoring&
+// A fuser of a score alone, misspelled: without a form it cannot be mistaken for an unweighted
+// mean. error: kvmeld: this type is no FusePolicy: it needs one of 'float select(OrderedValues)
+// const', 'mixing() const', 'Status score(const Scoring&
 #include <kvmeld/fuse/fuser.hpp>
 
 #ifdef KVMELD_BAD

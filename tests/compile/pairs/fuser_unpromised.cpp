@@ -9,7 +9,9 @@ struct Mine {
   static constexpr bool rotation_equivariant = true;
 #endif
   KVMELD_HD float init() const { return 0; }
-  KVMELD_HD float absorb(float acc, float value, float weight) const { return kvmeld::fma(weight, value, acc); }
+  KVMELD_HD float absorb(float acc, float value, float weight) const {
+    return kvmeld::fma(weight, value, acc);
+  }
   KVMELD_HD float join(float a, float b) const { return a + b; }
   KVMELD_HD float finish(float acc, float, int) const { return acc; }
   void digest(kvmeld::Hasher&) const {}

@@ -4,7 +4,9 @@
 
 struct Mine {
   static constexpr bool reproducible = true;
-  kvmeld::Result<std::vector<std::uint32_t>> order(std::span<const kvmeld::Source> sources) const { return kvmeld::ById{}.order(sources); }
+  kvmeld::Result<std::vector<std::uint32_t>> order(std::span<const kvmeld::Source> sources) const {
+    return kvmeld::ById{}.order(sources);
+  }
 #ifdef KVMELD_BAD
   void digset(kvmeld::Hasher&) const {}
 #else

@@ -5,11 +5,13 @@
 struct Mine {
   static constexpr bool reproducible = true;
 #ifdef KVMELD_BAD
-  kvmeld::Status makr(std::span<const kvmeld::Source>, const kvmeld::Alignment&, std::span<std::uint8_t>) const {
+  kvmeld::Status makr(std::span<const kvmeld::Source>, const kvmeld::Alignment&,
+                      std::span<std::uint8_t>) const {
     return {};
   }
 #else
-  kvmeld::Status mark(std::span<const kvmeld::Source>, const kvmeld::Alignment&, std::span<std::uint8_t>) const {
+  kvmeld::Status mark(std::span<const kvmeld::Source>, const kvmeld::Alignment&,
+                      std::span<std::uint8_t>) const {
     return {};
   }
 #endif

@@ -6,9 +6,11 @@
 struct Mine {
   static constexpr bool reproducible = true;
 #ifdef KVMELD_BAD
-  void mark(std::span<const kvmeld::Source>, const kvmeld::Alignment&, std::span<std::uint8_t>) const {}
+  void mark(std::span<const kvmeld::Source>, const kvmeld::Alignment&,
+            std::span<std::uint8_t>) const {}
 #else
-  kvmeld::Status mark(std::span<const kvmeld::Source>, const kvmeld::Alignment&, std::span<std::uint8_t>) const {
+  kvmeld::Status mark(std::span<const kvmeld::Source>, const kvmeld::Alignment&,
+                      std::span<std::uint8_t>) const {
     return {};
   }
 #endif

@@ -6,7 +6,9 @@ struct Mine {
 #ifndef KVMELD_BAD
   static constexpr bool reproducible = true;
 #endif
-  kvmeld::Result<kvmeld::TokenSet> select(const kvmeld::Source&) const { return kvmeld::TokenSet{}; }
+  kvmeld::Result<kvmeld::TokenSet> select(const kvmeld::Source&) const {
+    return kvmeld::TokenSet{};
+  }
   void digest(kvmeld::Hasher&) const {}
 };
 

@@ -11,20 +11,24 @@
 KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
-/// Levenshtein distance and script from the whole table, 64 cells a word (Myers 1999; Hyyrö 2003), for pairs with little in common.
+/// Levenshtein distance and script from the whole table, 64 cells a word (Myers 1999; Hyyrö 2003),
+/// for pairs with little in common.
 ///
-/// Kept of each cell, for the way back: whether it equals its neighbour on the diagonal, and whether it is one more than the cell
-/// above. Columns beyond `kept_bytes` of that are worked out again, a block at a time, from states at the blocks' beginnings.
-/// O(n · m / 64), twice that where blocks are many; O(n · √m / 64) words beyond `kept_bytes`.
+/// Kept of each cell, for the way back: whether it equals its neighbour on the diagonal, and
+/// whether it is one more than the cell above. Columns beyond `kept_bytes` of that are worked out
+/// again, a block at a time, from states at the blocks' beginnings. O(n · m / 64), twice that where
+/// blocks are many; O(n · √m / 64) words beyond `kept_bytes`.
 template <class = void>
 class EditBits {
  public:
   /// Distance of a to b; `runs` become the matches, last first.
-  [[nodiscard]] std::int32_t align(TokenSpan a, TokenSpan b, std::vector<MatchRun>& runs, std::size_t kept_bytes = std::size_t{1} << 26U) {
+  [[nodiscard]] std::int32_t align(TokenSpan a, TokenSpan b, std::vector<MatchRun>& runs,
+                                   std::size_t kept_bytes = std::size_t{1} << 26U) {
     runs.clear();
     rows_ = a.size();
     const std::size_t columns = b.size();
-    if (rows_ == 0 || columns == 0 || !look_up(a, b)) return static_cast<std::int32_t>((std::max)(rows_, columns));
+    if (rows_ == 0 || columns == 0 || !look_up(a, b))
+      return static_cast<std::int32_t>((std::max)(rows_, columns));
     words_ = (rows_ + 63) / 64;
     std::size_t root = 1;
     while (root * root < columns) ++root;
@@ -41,7 +45,8 @@ class EditBits {
     std::int32_t distance = 0;
     for (std::size_t at = blocks; at-- > 0;) {
       const std::size_t first = at * block, last = (std::min)(columns, first + block);
-      for (std::size_t c = first; c < last; ++c) step(c, state(at), kept_.data() + (c - first) * 2 * words_);
+      for (std::size_t c = first; c < last; ++c)
+        step(c, state(at), kept_.data() + (c - first) * 2 * words_);
       distance += trace(a, b, first, i, j, runs);
     }
     return distance + static_cast<std::int32_t>(i + j);
@@ -54,7 +59,9 @@ class EditBits {
     std::int64_t dense = -1;  ///< word in `dense_` at which its rows lie as bits; −1: they are few
   };
 
-  [[nodiscard]] std::uint64_t* state(std::size_t block) noexcept { return begin_.data() + block * 2 * words_; }
+  [[nodiscard]] std::uint64_t* state(std::size_t block) noexcept {
+    return begin_.data() + block * 2 * words_;
+  }
 
   /// Finds, for each token of b, the rows of a that hold it; false where no token of b is in a.
   [[nodiscard]] bool look_up(TokenSpan a, TokenSpan b) {
@@ -92,11 +99,14 @@ class EditBits {
     return any;
   }
   void set_rows(const Symbol& symbol, std::uint64_t* bits) const noexcept {
-    for (std::uint32_t p = symbol.begin; p < symbol.end; ++p) bits[places_[p] / 64] |= std::uint64_t{1} << (places_[p] % 64);
+    for (std::uint32_t p = symbol.begin; p < symbol.end; ++p)
+      bits[places_[p] / 64] |= std::uint64_t{1} << (places_[p] % 64);
   }
 
-  /// Moves a state (words that grow downwards, then words that shrink) over one column; keeps what the way back reads in `out`.
-  void step(std::size_t column, std::uint64_t* __restrict plus, std::uint64_t* __restrict out) noexcept {
+  /// Moves a state (words that grow downwards, then words that shrink) over one column; keeps what
+  /// the way back reads in `out`.
+  void step(std::size_t column, std::uint64_t* __restrict plus,
+            std::uint64_t* __restrict out) noexcept {
     std::uint64_t* const minus = plus + words_;
     const Symbol& symbol = symbols_[of_column_[column]];
     const std::uint64_t* equal = rare_.data();
@@ -109,7 +119,8 @@ class EditBits {
     for (std::size_t w = 0; w < words_; ++w) {
       const std::uint64_t vp = plus[w], vn = minus[w];
       const std::uint64_t x = equal[w] | minus_in;
-      const std::uint64_t level = (((x & vp) + vp) ^ vp) | x | vn;  // as much as the neighbour on the diagonal
+      // as much as the neighbour on the diagonal
+      const std::uint64_t level = (((x & vp) + vp) ^ vp) | x | vn;
       std::uint64_t hp = vn | ~(level | vp), hn = level & vp;
       const std::uint64_t plus_out = hp >> 63U, minus_out = hn >> 63U;
       hp = (hp << 1U) | plus_in;
@@ -129,7 +140,8 @@ class EditBits {
   }
 
   /// Walks back to the block's first column, or to row 0; returns the edits on the way.
-  [[nodiscard]] std::int32_t trace(TokenSpan a, TokenSpan b, std::size_t first, std::size_t& i, std::size_t& j, std::vector<MatchRun>& runs) const {
+  [[nodiscard]] std::int32_t trace(TokenSpan a, TokenSpan b, std::size_t first, std::size_t& i,
+                                   std::size_t& j, std::vector<MatchRun>& runs) const {
     std::int32_t edits = 0;
     while (i > 0 && j > first) {
       const auto most = static_cast<std::int32_t>((std::min)(i, j - first));
@@ -138,14 +150,17 @@ class EditBits {
         i -= static_cast<std::size_t>(length);
         j -= static_cast<std::size_t>(length);
         const MatchRun run{static_cast<std::int32_t>(i), static_cast<std::int32_t>(j), length};
-        if (!runs.empty() && runs.back().a_begin == run.a_begin + length && runs.back().b_begin == run.b_begin + length) {
-          runs.back() = {run.a_begin, run.b_begin, runs.back().length + length};  // a run across blocks
+        if (!runs.empty() && runs.back().a_begin == run.a_begin + length &&
+            runs.back().b_begin == run.b_begin + length) {
+          // a run across blocks
+          runs.back() = {run.a_begin, run.b_begin, runs.back().length + length};
         } else {
           runs.push_back(run);
         }
         continue;
       }
-      const std::uint64_t* const column = kept_.data() + (j - 1 - first) * 2 * words_ + (i - 1) / 64;
+      const std::uint64_t* const column =
+          kept_.data() + (j - 1 - first) * 2 * words_ + (i - 1) / 64;
       const std::uint64_t bit = std::uint64_t{1} << ((i - 1) % 64);
       ++edits;
       if ((column[0] & bit) == 0) {  // substitute, else delete, else insert

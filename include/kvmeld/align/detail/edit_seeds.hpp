@@ -18,11 +18,13 @@ struct Seed {
   std::int32_t b = 0;
 };
 
-/// Grams of `length` tokens that occur once in either sequence, ascending in a: found by hash, then compared.
+/// Grams of `length` tokens that occur once in either sequence, ascending in a: found by hash, then
+/// compared.
 ///
-/// A gram is looked at where its first two tokens hash to a multiple of 2^thinning: the content decides, so that both sequences
-/// look at the same grams. O(n) and a sort of those looked at.
-KVMELD_LAZY [[nodiscard]] std::vector<Seed> unique_seeds(TokenSpan a, TokenSpan b, std::int32_t length, unsigned thinning) {
+/// A gram is looked at where its first two tokens hash to a multiple of 2^thinning: the content
+/// decides, so that both sequences look at the same grams. O(n) and a sort of those looked at.
+KVMELD_LAZY [[nodiscard]] std::vector<Seed> unique_seeds(TokenSpan a, TokenSpan b,
+                                                         std::int32_t length, unsigned thinning) {
   struct Gram {
     std::uint64_t hash;
     std::int32_t at;
@@ -34,7 +36,8 @@ KVMELD_LAZY [[nodiscard]] std::vector<Seed> unique_seeds(TokenSpan a, TokenSpan 
     for (std::int64_t i = 0; i <= last; ++i) {
       const TokenId* const t = tokens.data() + i;
       if (thinning > 0) {
-        const auto pair = static_cast<std::uint64_t>(static_cast<std::uint32_t>(t[0])) << 32U | static_cast<std::uint32_t>(t[1]);
+        const auto pair = static_cast<std::uint64_t>(static_cast<std::uint32_t>(t[0])) << 32U |
+                          static_cast<std::uint32_t>(t[1]);
         if (((pair ^ pair >> 29U) * odd) >> (64U - thinning) != 0) continue;
       }
       std::uint64_t hash = 0;
@@ -44,7 +47,9 @@ KVMELD_LAZY [[nodiscard]] std::vector<Seed> unique_seeds(TokenSpan a, TokenSpan 
       }
       out.push_back({hash, static_cast<std::int32_t>(i)});
     }
-    std::sort(out.begin(), out.end(), [](const Gram& x, const Gram& y) { return x.hash != y.hash ? x.hash < y.hash : x.at < y.at; });
+    std::sort(out.begin(), out.end(), [](const Gram& x, const Gram& y) {
+      return x.hash != y.hash ? x.hash < y.hash : x.at < y.at;
+    });
     return out;
   };
   const std::vector<Gram> of_a = grams(a), of_b = grams(b);
@@ -55,7 +60,8 @@ KVMELD_LAZY [[nodiscard]] std::vector<Seed> unique_seeds(TokenSpan a, TokenSpan 
     std::size_t i_end = i, j_end = j;
     while (i_end < of_a.size() && of_a[i_end].hash == hash) ++i_end;
     while (j_end < of_b.size() && of_b[j_end].hash == hash) ++j_end;
-    if (i_end == i + 1 && j_end == j + 1 && equal_forward(a.data() + of_a[i].at, b.data() + of_b[j].at, length) == length) {
+    if (i_end == i + 1 && j_end == j + 1 &&
+        equal_forward(a.data() + of_a[i].at, b.data() + of_b[j].at, length) == length) {
       out.push_back({of_a[i].at, of_b[j].at});
     }
     i = i_end;
@@ -67,10 +73,13 @@ KVMELD_LAZY [[nodiscard]] std::vector<Seed> unique_seeds(TokenSpan a, TokenSpan 
 
 /// The longest chain of seeds that ascends in both sequences. O(seeds · log seeds).
 KVMELD_LAZY [[nodiscard]] std::vector<Seed> longest_chain(const std::vector<Seed>& seeds) {
-  std::vector<std::size_t> ends;  // ends[l]: the seed with the smallest b that ends a chain of l + 1
+  // ends[l]: the seed with the smallest b that ends a chain of l + 1
+  std::vector<std::size_t> ends;
   std::vector<std::size_t> before(seeds.size());
   for (std::size_t s = 0; s < seeds.size(); ++s) {
-    const auto at = std::lower_bound(ends.begin(), ends.end(), seeds[s].b, [&](std::size_t e, std::int32_t value) { return seeds[e].b < value; });
+    const auto at =
+        std::lower_bound(ends.begin(), ends.end(), seeds[s].b,
+                         [&](std::size_t e, std::int32_t value) { return seeds[e].b < value; });
     before[s] = at == ends.begin() ? s : *(at - 1);
     if (at == ends.end()) {
       ends.push_back(s);
@@ -84,47 +93,55 @@ KVMELD_LAZY [[nodiscard]] std::vector<Seed> longest_chain(const std::vector<Seed
   return out;
 }
 
-/// Aligns long pairs piece by piece: unique common k-grams, their longest ascending chain, the whole table in what lies between.
+/// Aligns long pairs piece by piece: unique common k-grams, their longest ascending chain, the
+/// whole table in what lies between.
 ///
-/// Gaps too large for a table are seeded again, by every gram and then by shorter ones; what holds no seed is cut into pieces of
-/// proportional length.
+/// Gaps too large for a table are seeded again, by every gram and then by shorter ones; what holds
+/// no seed is cut into pieces of proportional length.
 template <class = void>
 class EditPieces {
  public:
-  EditPieces(TokenSpan a, TokenSpan b, std::int64_t table_cells, std::int32_t seed_tokens, std::vector<MatchRun>& runs)
+  EditPieces(TokenSpan a, TokenSpan b, std::int64_t table_cells, std::int32_t seed_tokens,
+             std::vector<MatchRun>& runs)
       : a_(a), b_(b), table_cells_(table_cells), seed_tokens_(seed_tokens), runs_(runs) {}
 
   /// Appends the runs of a shortest script of one piece.
   void table(Seed begin, Seed end) {
     const TokenSpan a = part(a_, begin.a, end.a), b = part(b_, begin.b, end.b);
     const auto cells = static_cast<std::int64_t>(a.size()) * static_cast<std::int64_t>(b.size());
-    std::int32_t widest = 1;  // √(n · m) / 8 edits by diagonals cost about half of the table in bits
+    // √(n · m) / 8 edits by diagonals cost about half of the table in bits
+    std::int32_t widest = 1;
     while (widest < 2048 && std::int64_t{widest} * widest < cells / 64) ++widest;
     if (wavefront_.align(a, b, widest, backwards_) < 0) (void)bits_.align(a, b, backwards_);
     for (std::size_t r = backwards_.size(); r-- > 0;) {
-      append({begin.a + backwards_[r].a_begin, begin.b + backwards_[r].b_begin, backwards_[r].length});
+      append(
+          {begin.a + backwards_[r].a_begin, begin.b + backwards_[r].b_begin, backwards_[r].length});
     }
   }
 
   /// Appends the runs of a script of a piece of any size.
   void pieces(Seed begin, Seed end, int level = 0) {
-    const std::int32_t head = equal_forward(a_.data() + begin.a, b_.data() + begin.b, (std::min)(end.a - begin.a, end.b - begin.b));
+    const std::int32_t head = equal_forward(a_.data() + begin.a, b_.data() + begin.b,
+                                            (std::min)(end.a - begin.a, end.b - begin.b));
     append({begin.a, begin.b, head});
     begin = {begin.a + head, begin.b + head};
-    const std::int32_t tail = equal_backward(a_.data() + end.a, b_.data() + end.b, (std::min)(end.a - begin.a, end.b - begin.b));
+    const std::int32_t tail = equal_backward(a_.data() + end.a, b_.data() + end.b,
+                                             (std::min)(end.a - begin.a, end.b - begin.b));
     end = {end.a - tail, end.b - tail};
     middle(begin, end, level);
     append({end.a, end.b, tail});
   }
 
-  /// Appends the runs of pieces of at most 4096 tokens, cut where no seed says otherwise: no worse than to substitute everything.
+  /// Appends the runs of pieces of at most 4096 tokens, cut where no seed says otherwise: no worse
+  /// than to substitute everything.
   void cut(Seed begin, Seed end) {
     constexpr std::int64_t piece = 4096;
     const std::int64_t n = end.a - begin.a, m = end.b - begin.b;
     const std::int64_t count = ((std::max)(n, m) + piece - 1) / piece;
     Seed from = begin;
     for (std::int64_t p = 1; p <= count; ++p) {
-      const Seed to{begin.a + static_cast<std::int32_t>(n * p / count), begin.b + static_cast<std::int32_t>(m * p / count)};
+      const Seed to{begin.a + static_cast<std::int32_t>(n * p / count),
+                    begin.b + static_cast<std::int32_t>(m * p / count)};
       table(from, to);
       from = to;
     }
@@ -136,7 +153,8 @@ class EditPieces {
   }
   void append(MatchRun run) {
     if (run.length == 0) return;
-    if (!runs_.empty() && runs_.back().a_begin + runs_.back().length == run.a_begin && runs_.back().b_begin + runs_.back().length == run.b_begin) {
+    if (!runs_.empty() && runs_.back().a_begin + runs_.back().length == run.a_begin &&
+        runs_.back().b_begin + runs_.back().length == run.b_begin) {
       runs_.back().length += run.length;
     } else {
       runs_.push_back(run);
@@ -148,14 +166,17 @@ class EditPieces {
     if (n * m <= table_cells_) return table(begin, end);
     constexpr int levels = 3;
     if (level == levels) return cut(begin, end);
-    const std::int32_t length = level < 2 ? seed_tokens_ : (std::max)((std::min)(2, seed_tokens_), seed_tokens_ / 4);
+    const std::int32_t length =
+        level < 2 ? seed_tokens_ : (std::max)((std::min)(2, seed_tokens_), seed_tokens_ / 4);
     const unsigned thinning = level == 0 && length > 1 ? 8 : 0;
     const Seed origin = begin;
-    for (const Seed& found : longest_chain(unique_seeds(part(a_, begin.a, end.a), part(b_, begin.b, end.b), length, thinning))) {
+    for (const Seed& found : longest_chain(
+             unique_seeds(part(a_, begin.a, end.a), part(b_, begin.b, end.b), length, thinning))) {
       const Seed seed{origin.a + found.a, origin.b + found.b};
       if (seed.a < begin.a || seed.b < begin.b) continue;  // overlaps the one before it
       pieces(begin, seed, level + 1);
-      const std::int32_t more = equal_forward(a_.data() + seed.a, b_.data() + seed.b, (std::min)(end.a - seed.a, end.b - seed.b));
+      const std::int32_t more = equal_forward(a_.data() + seed.a, b_.data() + seed.b,
+                                              (std::min)(end.a - seed.a, end.b - seed.b));
       append({seed.a, seed.b, more});
       begin = {seed.a + more, seed.b + more};
     }

@@ -25,7 +25,8 @@ namespace detail {
 using TokenSpan = std::span<const TokenId>;
 
 /// Equal tokens at the beginning of two arrays, at most `most`.
-[[nodiscard]] inline std::int32_t equal_forward(const TokenId* a, const TokenId* b, std::int32_t most) noexcept {
+[[nodiscard]] inline std::int32_t equal_forward(const TokenId* a, const TokenId* b,
+                                                std::int32_t most) noexcept {
   std::int32_t n = 0;
   for (; n + 4 <= most; n += 4) {
     std::uint64_t x[2], y[2];
@@ -38,7 +39,8 @@ using TokenSpan = std::span<const TokenId>;
 }
 
 /// Equal tokens before the ends of two arrays, at most `most`.
-[[nodiscard]] inline std::int32_t equal_backward(const TokenId* a_end, const TokenId* b_end, std::int32_t most) noexcept {
+[[nodiscard]] inline std::int32_t equal_backward(const TokenId* a_end, const TokenId* b_end,
+                                                 std::int32_t most) noexcept {
   std::int32_t n = 0;
   for (; n + 4 <= most; n += 4) {
     std::uint64_t x[2], y[2];
@@ -50,15 +52,19 @@ using TokenSpan = std::span<const TokenId>;
   return n;
 }
 
-/// Levenshtein distance by diagonals that reach as far as s edits allow, s = 0, 1, 2, … (Ukkonen 1985).
+/// Levenshtein distance by diagonals that reach as far as s edits allow, s = 0, 1, 2, … (Ukkonen
+/// 1985).
 ///
-/// The band grows with the distance d: O(n + d²) expected, O(n · d) at worst, 4 · d² bytes. The reaches hold all of the table that
-/// the way back asks about, D(i, j) ≤ s ⇔ reach(s, j − i) ≥ i, so that the script is the whole table's, tie for tie.
+/// The band grows with the distance d: O(n + d²) expected, O(n · d) at worst, 4 · d² bytes. The
+/// reaches hold all of the table that the way back asks about, D(i, j) ≤ s ⇔ reach(s, j − i) ≥ i,
+/// so that the script is the whole table's, tie for tie.
 template <class = void>
 class EditWavefront {
  public:
-  /// Distance of a to b, or −1 where it exceeds `limit`; with it, `runs` become the matches, last first.
-  [[nodiscard]] std::int32_t align(TokenSpan a, TokenSpan b, std::int32_t limit, std::vector<MatchRun>& runs) {
+  /// Distance of a to b, or −1 where it exceeds `limit`; with it, `runs` become the matches, last
+  /// first.
+  [[nodiscard]] std::int32_t align(TokenSpan a, TokenSpan b, std::int32_t limit,
+                                   std::vector<MatchRun>& runs) {
     const std::int32_t s = distance(a, b, limit);
     runs.clear();
     if (s >= 0) trace(a, b, s, runs);
@@ -69,8 +75,12 @@ class EditWavefront {
   static constexpr std::int32_t none = INT32_MIN / 2;
 
   // Row s holds diagonals −s … s, and two on either side that nothing reaches.
-  [[nodiscard]] static std::size_t row_begin(std::int32_t s) noexcept { return static_cast<std::size_t>(s) * (static_cast<std::size_t>(s) + 4); }
-  [[nodiscard]] std::int32_t* diagonal_0(std::int32_t s) noexcept { return reach_.data() + row_begin(s) + 2 + s; }
+  [[nodiscard]] static std::size_t row_begin(std::int32_t s) noexcept {
+    return static_cast<std::size_t>(s) * (static_cast<std::size_t>(s) + 4);
+  }
+  [[nodiscard]] std::int32_t* diagonal_0(std::int32_t s) noexcept {
+    return reach_.data() + row_begin(s) + 2 + s;
+  }
 
   [[nodiscard]] std::int32_t distance(TokenSpan a, TokenSpan b, std::int32_t limit) {
     const auto n = static_cast<std::int32_t>(a.size()), m = static_cast<std::int32_t>(b.size());
@@ -85,7 +95,8 @@ class EditWavefront {
       std::int32_t* const __restrict now = diagonal_0(s);
       const std::int32_t first = (std::max)(-s, -n), last = (std::min)(s, m);
       for (std::int32_t k = first; k <= last; ++k) {
-        const std::int32_t farthest = (std::max)((std::max)(was[k], was[k + 1]) + 1, was[k - 1]);  // substituted or deleted, inserted
+        // substituted or deleted, inserted
+        const std::int32_t farthest = (std::max)((std::max)(was[k], was[k + 1]) + 1, was[k - 1]);
         now[k] = (std::min)((std::min)(farthest, n), m - k);
       }
       for (std::int32_t k = first; k <= last; ++k) {

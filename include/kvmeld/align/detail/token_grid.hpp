@@ -14,32 +14,35 @@ namespace detail {
 /// A token of a fragment as a matcher sees it.
 struct GridToken {
   TokenId id = -1;
-  std::uint32_t token = 0;       ///< index in the fragment
-  const double* row = nullptr;   ///< its direction; null: none, or not asked for
+  std::uint32_t token = 0;      ///< index in the fragment
+  const double* row = nullptr;  ///< its direction; null: none, or not asked for
 };
 
 /// Output tokens that grow as fragments join, one after the other, in canonical order.
 ///
-/// A column stands for its founder: later fragments are matched with the founder's id and direction.
+/// A column stands for its founder: later fragments are matched with the founder's id and
+/// direction.
 template <class = void>
 class TokenGrid {
  public:
   struct Column {
     GridToken founder;
-    TokenId id;           ///< of all its tokens; −1 where they differ
+    TokenId id;            ///< of all its tokens; −1 where they differ
     std::uint32_t source;  ///< whose token the founder is
-    std::uint32_t first;  ///< its contributions, in order of source: a list in `links_`
+    std::uint32_t first;   ///< its contributions, in order of source: a list in `links_`
     std::uint32_t last;
   };
 
   [[nodiscard]] const std::vector<Column>& columns() const noexcept { return columns_; }
 
-  /// Joins a fragment. Its tokens without partner become columns in front of the column of its next token that has one, behind
-  /// what stands there; at the end where none follows.
+  /// Joins a fragment. Its tokens without partner become columns in front of the column of its next
+  /// token that has one, behind what stands there; at the end where none follows.
   ///
   /// @param column_of for each token the column that it joins, −1: none; no column twice
-  void add(std::uint32_t source, std::span<const GridToken> tokens, std::span<const std::int32_t> column_of) {
-    std::vector<std::uint32_t> count(columns_.size() + 2, 0);  // of new columns in front of each; a counting sort keeps their order
+  void add(std::uint32_t source, std::span<const GridToken> tokens,
+           std::span<const std::int32_t> column_of) {
+    // of new columns in front of each; a counting sort keeps their order
+    std::vector<std::uint32_t> count(columns_.size() + 2, 0);
     std::vector<std::uint32_t> front(tokens.size());
     auto next = static_cast<std::uint32_t>(columns_.size());
     for (std::size_t t = tokens.size(); t-- > 0;) {
@@ -87,7 +90,8 @@ class TokenGrid {
     out.tokens.reserve(columns_.size());
     out.groups[0].contributions.reserve(links_.size());
     for (const Column& column : columns_) {
-      for (std::uint32_t l = column.first; l != no_link; l = links_[l].next) out.groups[0].contributions.push_back(links_[l].contribution);
+      for (std::uint32_t l = column.first; l != no_link; l = links_[l].next)
+        out.groups[0].contributions.push_back(links_[l].contribution);
       out.positions.push_back(first_position++);
       out.tokens.push_back(column.id);
       out.groups[0].end_row();

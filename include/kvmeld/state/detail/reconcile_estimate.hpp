@@ -18,9 +18,9 @@ namespace detail {
 
 /// Tells about how many elements two sets do not share, from a few bytes.
 ///
-/// Each of up to 64 counters adds a random sign for every element; the square of the difference of two sets' counters is the
-/// size of their symmetric difference in expectation (Alon, Matias, Szegedy 1996), with a standard deviation of √(2 / counters)
-/// times it in the mean.
+/// Each of up to 64 counters adds a random sign for every element; the square of the difference of
+/// two sets' counters is the size of their symmetric difference in expectation (Alon, Matias,
+/// Szegedy 1996), with a standard deviation of √(2 / counters) times it in the mean.
 class DifferenceEstimate {
  public:
   /// One bit of each word below `counters` is one element's sign.
@@ -37,16 +37,19 @@ class DifferenceEstimate {
   /// Σ of the signs of counter `i`.
   [[nodiscard]] std::int64_t counter(unsigned i) const noexcept {
     std::uint64_t ones = 0;
-    for (std::size_t plane = 0; plane < planes_.size(); ++plane) ones |= ((planes_[plane] >> i) & 1U) << plane;
+    for (std::size_t plane = 0; plane < planes_.size(); ++plane)
+      ones |= ((planes_[plane] >> i) & 1U) << plane;
     return static_cast<std::int64_t>(elements_) - 2 * static_cast<std::int64_t>(ones);
   }
   void write(ByteWriter& out, unsigned counters) const {
     for (unsigned i = 0; i < counters; ++i) {
-      const auto half = (counter(i) - static_cast<std::int64_t>(elements_ & 1U)) / 2;  // even: signs are as many as elements
+      // even: signs are as many as elements
+      const auto half = (counter(i) - static_cast<std::int64_t>(elements_ & 1U)) / 2;
       out.varint((static_cast<std::uint64_t>(half) << 1U) ^ static_cast<std::uint64_t>(half >> 63));
     }
   }
-  /// Size of the symmetric difference to the set of `elements` elements that wrote `counters` counters, 0 where none is seen.
+  /// Size of the symmetric difference to the set of `elements` elements that wrote `counters`
+  /// counters, 0 where none is seen.
   [[nodiscard]] double read(ByteReader& in, std::uint64_t elements, unsigned counters) const {
     double sum = 0;
     if (elements >> 62U != 0) in.fail(ErrorCode::corrupt);
@@ -55,8 +58,10 @@ class DifferenceEstimate {
       const std::uint64_t magnitude = (zigzag >> 1U) + (zigzag & 1U);
       if (magnitude > elements / 2 + 1) in.fail(ErrorCode::corrupt);
       if (!in.ok()) return 0;
-      const auto half = static_cast<std::int64_t>(zigzag >> 1U) ^ -static_cast<std::int64_t>(zigzag & 1U);
-      const auto apart = static_cast<double>(2 * half + static_cast<std::int64_t>(elements & 1U) - counter(i));
+      const auto half =
+          static_cast<std::int64_t>(zigzag >> 1U) ^ -static_cast<std::int64_t>(zigzag & 1U);
+      const auto apart =
+          static_cast<double>(2 * half + static_cast<std::int64_t>(elements & 1U) - counter(i));
       sum += apart * apart;
     }
     return sum / counters;

@@ -16,16 +16,18 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// The polynomial of degree at most 62 modulo the field's. Its terms below x^32 are few and low, so two folds do.
+/// The polynomial of degree at most 62 modulo the field's. Its terms below x^32 are few and low, so
+/// two folds do.
 [[nodiscard]] inline std::uint32_t field_reduce(std::uint64_t product) noexcept {
   const std::uint64_t high = product >> 32U;
   const std::uint64_t once = high ^ (high << 2U) ^ (high << 3U) ^ (high << 7U);  // below x^39
   const std::uint64_t rest = once >> 32U;
-  return static_cast<std::uint32_t>(product ^ once ^ rest ^ (rest << 2U) ^ (rest << 3U) ^ (rest << 7U));
+  return static_cast<std::uint32_t>(product ^ once ^ rest ^ (rest << 2U) ^ (rest << 3U) ^
+                                    (rest << 7U));
 }
 
-/// Product of polynomials over GF(2) by integer multiplications: of four bits one is used, so that at most 8 ones meet in a
-/// place and no carry reaches the next one that counts.
+/// Product of polynomials over GF(2) by integer multiplications: of four bits one is used, so that
+/// at most 8 ones meet in a place and no carry reaches the next one that counts.
 struct PortableProduct {
   [[nodiscard]] std::uint64_t operator()(std::uint32_t a, std::uint32_t b) const noexcept {
     constexpr std::uint64_t every_fourth = 0x1111111111111111U;
@@ -36,7 +38,8 @@ struct PortableProduct {
     }
     std::uint64_t out = 0;
     for (unsigned i = 0; i < 4; ++i) {
-      const std::uint64_t sum = (x[0] * y[i]) ^ (x[1] * y[(i + 3) % 4]) ^ (x[2] * y[(i + 2) % 4]) ^ (x[3] * y[(i + 1) % 4]);
+      const std::uint64_t sum = (x[0] * y[i]) ^ (x[1] * y[(i + 3) % 4]) ^ (x[2] * y[(i + 2) % 4]) ^
+                                (x[3] * y[(i + 1) % 4]);
       out |= sum & (every_fourth << i);
     }
     return out;
@@ -44,7 +47,8 @@ struct PortableProduct {
 };
 
 #if KVMELD_X86_DISPATCH
-/// The same by PCLMULQDQ. As assembly, it inlines into loops that are compiled for the baseline, behind one run-time choice.
+/// The same by PCLMULQDQ. As assembly, it inlines into loops that are compiled for the baseline,
+/// behind one run-time choice.
 struct CarrylessProduct {
   [[nodiscard]] std::uint64_t operator()(std::uint32_t a, std::uint32_t b) const noexcept {
     using Pair = long long __attribute__((vector_size(16)));
@@ -74,12 +78,14 @@ decltype(auto) with_field_product(const Work& work) {
 }
 
 template <class Product>
-[[nodiscard]] std::uint32_t field_multiply(const Product& product, std::uint32_t a, std::uint32_t b) noexcept {
+[[nodiscard]] std::uint32_t field_multiply(const Product& product, std::uint32_t a,
+                                           std::uint32_t b) noexcept {
   return field_reduce(product(a, b));
 }
 
 template <class Product>
-[[nodiscard]] std::uint32_t field_power(const Product& product, std::uint32_t a, std::uint32_t exponent) noexcept {
+[[nodiscard]] std::uint32_t field_power(const Product& product, std::uint32_t a,
+                                        std::uint32_t exponent) noexcept {
   std::uint32_t out = 1;
   for (; exponent != 0; exponent >>= 1U) {
     if ((exponent & 1U) != 0) out = field_multiply(product, out, a);
@@ -96,8 +102,8 @@ template <class Product>
 
 /// Adds to `sums[i]` the power 2(first + i) + 1 of each element.
 template <class Product>
-void field_add_odd_powers(const Product& product, std::span<const std::uint32_t> elements, std::uint32_t first,
-                          std::span<std::uint32_t> sums) noexcept {
+void field_add_odd_powers(const Product& product, std::span<const std::uint32_t> elements,
+                          std::uint32_t first, std::span<std::uint32_t> sums) noexcept {
   constexpr std::size_t lanes = 8;  // a product waits for the one before it: others fill the time
   for (std::size_t at = 0; at < elements.size(); at += lanes) {
     std::uint32_t power[lanes]{}, square[lanes]{};
@@ -105,7 +111,8 @@ void field_add_odd_powers(const Product& product, std::span<const std::uint32_t>
     for (std::size_t l = 0; l < n; ++l) {
       square[l] = field_multiply(product, elements[at + l], elements[at + l]);
       power[l] = elements[at + l];
-      if (first != 0) power[l] = field_multiply(product, power[l], field_power(product, square[l], first));
+      if (first != 0)
+        power[l] = field_multiply(product, power[l], field_power(product, square[l], first));
     }
     for (std::uint32_t& sum : sums) {
       std::uint32_t all = 0;
@@ -118,9 +125,11 @@ void field_add_odd_powers(const Product& product, std::span<const std::uint32_t>
   }
 }
 
-/// Values of the monic polynomial x^n + Σ coefficients[i] x^i at each point, n = coefficients.size().
+/// Values of the monic polynomial x^n + Σ coefficients[i] x^i at each point, n =
+/// coefficients.size().
 template <class Product>
-void field_evaluate(const Product& product, std::span<const std::uint32_t> coefficients, std::span<const std::uint32_t> points,
+void field_evaluate(const Product& product, std::span<const std::uint32_t> coefficients,
+                    std::span<const std::uint32_t> points,
                     std::span<std::uint32_t> values) noexcept {
   constexpr std::size_t lanes = 8;
   for (std::size_t at = 0; at < points.size(); at += lanes) {
@@ -131,7 +140,8 @@ void field_evaluate(const Product& product, std::span<const std::uint32_t> coeff
       value[l] = 1;
     }
     for (std::size_t i = coefficients.size(); i-- > 0;) {
-      for (std::size_t l = 0; l < lanes; ++l) value[l] = field_multiply(product, value[l], point[l]) ^ coefficients[i];
+      for (std::size_t l = 0; l < lanes; ++l)
+        value[l] = field_multiply(product, value[l], point[l]) ^ coefficients[i];
     }
     for (std::size_t l = 0; l < n; ++l) values[at + l] = value[l];
   }

@@ -1,6 +1,7 @@
 #pragma once
 
-/// Names of differing elements on the wire: ids of 32 bytes, or hashes of 8 where both sides hold the id.
+/// Names of differing elements on the wire: ids of 32 bytes, or hashes of 8 where both sides hold
+/// the id.
 
 #include <algorithm>
 #include <cstddef>
@@ -17,7 +18,8 @@ KVMELD_NAMESPACE_BEGIN
 namespace detail {
 
 /// Names of elements of a cell, in order of their hashes.
-KVMELD_LAZY void write_names(ByteWriter& out, const ReconcileStage& stage, std::span<const ReconcileItem> items, const ReconcileCell& cell) {
+KVMELD_LAZY void write_names(ByteWriter& out, const ReconcileStage& stage,
+                             std::span<const ReconcileItem> items, const ReconcileCell& cell) {
   const auto elements = stage.cell(cell.index);
   for (const std::uint32_t i : cell.mine) {
     if (stage.tags) {
@@ -29,7 +31,9 @@ KVMELD_LAZY void write_names(ByteWriter& out, const ReconcileStage& stage, std::
 }
 
 /// Reads them; false where this side holds one of them, so that somebody's short hashes have met.
-KVMELD_LAZY [[nodiscard]] bool read_names(ByteReader& in, const ReconcileStage& stage, std::span<const ReconcileItem> items, ReconcileCell& cell, std::size_t count) {
+KVMELD_LAZY [[nodiscard]] bool read_names(ByteReader& in, const ReconcileStage& stage,
+                                          std::span<const ReconcileItem> items, ReconcileCell& cell,
+                                          std::size_t count) {
   const auto elements = stage.cell(cell.index);
   bool strange = true;
   const auto bytes = in.bytes(count * stage.name_bytes());
@@ -43,9 +47,15 @@ KVMELD_LAZY [[nodiscard]] bool read_names(ByteReader& in, const ReconcileStage& 
       std::memcpy(their.id.bytes.data(), name, sizeof(FragmentId));
       their.hash = id_hash(their.id, stage.salt);
     }
-    if (stage.cell_of(their.hash) != cell.index || (i != 0 && their.hash <= cell.theirs[i - 1].hash)) in.fail(ErrorCode::corrupt);
-    const auto held = std::lower_bound(elements.begin(), elements.end(), their.hash, [](const ReconcileElement& e, std::uint64_t h) { return e.hash < h; });
-    if (held != elements.end() && held->hash == their.hash && (stage.tags || items[held->item].id == their.id)) strange = false;
+    if (stage.cell_of(their.hash) != cell.index ||
+        (i != 0 && their.hash <= cell.theirs[i - 1].hash))
+      in.fail(ErrorCode::corrupt);
+    const auto held =
+        std::lower_bound(elements.begin(), elements.end(), their.hash,
+                         [](const ReconcileElement& e, std::uint64_t h) { return e.hash < h; });
+    if (held != elements.end() && held->hash == their.hash &&
+        (stage.tags || items[held->item].id == their.id))
+      strange = false;
   }
   return strange;
 }

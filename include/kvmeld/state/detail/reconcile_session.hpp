@@ -21,24 +21,31 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// Messages. Who starts sends `hello`; the other one plans the stage over the ids. The side that is found to have fewer
-/// elements describes `cells`, the other one `answers`, and closes. Then `tags` begins the stage over the tags, as `hello` did,
-/// or `equal` says that they do not differ. Integers are little-endian, counts varints.
+/// Messages. Who starts sends `hello`; the other one plans the stage over the ids. The side that is
+/// found to have fewer elements describes `cells`, the other one `answers`, and closes. Then `tags`
+/// begins the stage over the tags, as `hello` did, or `equal` says that they do not differ.
+/// Integers are little-endian, counts varints.
 enum class ReconcileKind : std::uint8_t {
   none = 0,
-  hello = 1,    ///< salt u64, count, fingerprint u64, 48 counters
-  plan = 2,     ///< own count, form u8, number of cells, power sums of a cell; where the planner has fewer elements, `cells`
-  cells = 3,    ///< what open cells wait for; number of cells opened, of each count, fingerprint u64, elements
+  hello = 1,  ///< salt u64, count, fingerprint u64, 48 counters
+  /// Own count, form u8, number of cells, power sums of a cell; where the planner has fewer
+  /// elements, `cells`.
+  plan = 2,
+  /// What open cells wait for; number of cells opened, of each count, fingerprint u64, elements.
+  cells = 3,
   answers = 4,  ///< of each open cell, `CellAnswer` u8 and what goes with it
-  close = 5,    ///< the last answers, fingerprint u64 of the closing side; after the ids, fingerprint u64 of their tags
-  tags = 6,     ///< fingerprint u64, 30 counters
-  equal = 7,    ///< nothing
+  /// The last answers, fingerprint u64 of the closing side; after the ids, fingerprint u64 of their
+  /// tags.
+  close = 5,
+  tags = 6,   ///< fingerprint u64, 30 counters
+  equal = 7,  ///< nothing
 };
 
 /// One side's part, without the frames around its messages.
 class ReconcileSession {
  public:
-  ReconcileSession(std::span<const ReconcileItem> items, const ReconcileLimits& limits) : items_(items), limits_(limits) {}
+  ReconcileSession(std::span<const ReconcileItem> items, const ReconcileLimits& limits)
+      : items_(items), limits_(limits) {}
 
   [[nodiscard]] bool done() const noexcept { return waits_ == Waits::nothing; }
   /// What `start` or `take` has written; none where there is nothing to say.
@@ -62,12 +69,14 @@ class ReconcileSession {
     if (kind == Kind::plan && waits_ == Waits::plan) return take_plan(in, out);
     if (kind == Kind::cells && waits_ == Waits::cells) return take_cells(in, out);
     if (kind == Kind::answers && waits_ == Waits::answers) return take_answers(in, out);
-    if (kind == Kind::close && (waits_ == Waits::answers || waits_ == Waits::plan)) return take_close(in, out);
+    if (kind == Kind::close && (waits_ == Waits::answers || waits_ == Waits::plan))
+      return take_close(in, out);
     if (kind == Kind::equal && waits_ == Waits::tags) {
       waits_ = Waits::nothing;
       return {};
     }
-    return error(ErrorCode::corrupt, "reconciliation message of kind ", static_cast<unsigned>(kind), " out of turn");
+    return error(ErrorCode::corrupt, "reconciliation message of kind ", static_cast<unsigned>(kind),
+                 " out of turn");
   }
 
   /// What differs, once `done`; frees the rest.
@@ -90,17 +99,20 @@ class ReconcileSession {
     if (items_.size() > limits_.items) return too_many("a set", items_.size());
     for (std::size_t i = 1; i < items_.size(); ++i) {
       if (!id_before(items_[i - 1].id, items_[i].id)) {
-        return error(ErrorCode::invalid_argument, "item ", i, " does not follow item ", i - 1, " by its id");
+        return error(ErrorCode::invalid_argument, "item ", i, " does not follow item ", i - 1,
+                     " by its id");
       }
     }
     stage_.salt = salt;
     stage_.elements.resize(items_.size());
-    for (std::size_t i = 0; i < items_.size(); ++i) stage_.elements[i] = {id_hash(items_[i].id, salt), static_cast<std::uint32_t>(i)};
+    for (std::size_t i = 0; i < items_.size(); ++i)
+      stage_.elements[i] = {id_hash(items_[i].id, salt), static_cast<std::uint32_t>(i)};
     count_elements();
     return {};
   }
   KVMELD_LAZY [[nodiscard]] Status too_many(std::string_view who, std::uint64_t items) const {
-    return error(ErrorCode::quota_exceeded, who, " of ", items, " items, the limit is ", limits_.items);
+    return error(ErrorCode::quota_exceeded, who, " of ", items, " items, the limit is ",
+                 limits_.items);
   }
   KVMELD_LAZY void count_elements() {
     estimate_ = {};
@@ -125,7 +137,8 @@ class ReconcileSession {
     KVMELD_TRY(in.status("reconciliation summary"));
     const std::uint64_t ours = stage_.elements.size(), theirs = stage_.their_count;
     if (theirs == ours && stage_.their_fingerprint == stage_.fingerprint) return close(out);
-    stage_.plan = plan_cells((std::min)(ours, theirs), (std::max)(ours, theirs), estimate, stage_.tags);
+    stage_.plan =
+        plan_cells((std::min)(ours, theirs), (std::max)(ours, theirs), estimate, stage_.tags);
     cut(stage_);
     out.varint(ours);
     out.value(stage_.plan.form);
@@ -144,11 +157,13 @@ class ReconcileSession {
     const std::uint64_t ours = stage_.elements.size(), fewer = (std::min)(ours, stage_.their_count);
     if (stage_.their_count > limits_.items) return too_many("a peer", stage_.their_count);
     if (form > 1 || cells == 0 || cells > max_cells || capacity == 0 || capacity > max_capacity ||
-        (form == 0 && cells * capacity > 64 + 4 * fewer) || (stage_.tags && stage_.their_count != ours)) {
-      return error(ErrorCode::corrupt, "reconciliation plan of ", cells, " cells of form ", form, " and capacity ", capacity, " for ", fewer,
-                   " elements");
+        (form == 0 && cells * capacity > 64 + 4 * fewer) ||
+        (stage_.tags && stage_.their_count != ours)) {
+      return error(ErrorCode::corrupt, "reconciliation plan of ", cells, " cells of form ", form,
+                   " and capacity ", capacity, " for ", fewer, " elements");
     }
-    stage_.plan = {static_cast<CellForm>(form), static_cast<std::uint32_t>(cells), static_cast<std::uint32_t>(capacity)};
+    stage_.plan = {static_cast<CellForm>(form), static_cast<std::uint32_t>(cells),
+                   static_cast<std::uint32_t>(capacity)};
     cut(stage_);
     if (stage_.their_count <= ours) {
       their_sum_ = true;
@@ -159,11 +174,15 @@ class ReconcileSession {
     return {};
   }
 
-  /// Cells that may be open at once, so that naming all that they hold, or twice what they are expected to, stays within a message.
+  /// Cells that may be open at once, so that naming all that they hold, or twice what they are
+  /// expected to, stays within a message.
   [[nodiscard]] std::size_t window() const noexcept {
     const bool sketch = stage_.plan.form == CellForm::sketch;
-    const std::uint64_t names = sketch ? 2 * stage_.plan.capacity : (stage_.elements.size() + stage_.their_count) / stage_.plan.cells;
-    return (std::max)(std::size_t{1}, limits_.message_bytes / static_cast<std::size_t>(16 + 40 * names));
+    const std::uint64_t names =
+        sketch ? 2 * stage_.plan.capacity
+               : (stage_.elements.size() + stage_.their_count) / stage_.plan.cells;
+    return (std::max)(std::size_t{1},
+                      limits_.message_bytes / static_cast<std::size_t>(16 + 40 * names));
   }
 
   KVMELD_LAZY [[nodiscard]] Status take_cells(ByteReader& in, ByteWriter& out) {
@@ -176,7 +195,9 @@ class ReconcileSession {
   KVMELD_LAZY [[nodiscard]] Status take_answers(ByteReader& in, ByteWriter& out) {
     tell(in, out, stage_, items_);
     KVMELD_TRY(in.status("reconciliation answers"));
-    if (stage_.settled()) return error(ErrorCode::corrupt, "answers settle all ", stage_.plan.cells, " cells and do not close");
+    if (stage_.settled())
+      return error(ErrorCode::corrupt, "answers settle all ", stage_.plan.cells,
+                   " cells and do not close");
     tell_next(out, stage_, window());
     say(ReconcileKind::cells, Waits::answers);
     return {};
@@ -202,7 +223,8 @@ class ReconcileSession {
     const std::uint64_t tags = stage_.tags ? 0 : in.value<std::uint64_t>();
     KVMELD_TRY(in.status("reconciliation close"));
     if (out.size() != before || (planned && !stage_.settled())) {
-      return error(ErrorCode::corrupt, stage_.open.size(), " cells are open where all should be settled");
+      return error(ErrorCode::corrupt, stage_.open.size(),
+                   " cells are open where all should be settled");
     }
     KVMELD_TRY(check());
     if (stage_.tags) {
@@ -222,7 +244,8 @@ class ReconcileSession {
   }
   KVMELD_LAZY [[nodiscard]] Status check() const {
     if (stage_.agrees() && (!stage_.tags || stage_.mine.size() == stage_.theirs.size())) return {};
-    return error(ErrorCode::corrupt, "reconciliation found ", stage_.mine.size(), " and ", stage_.theirs.size(),
+    return error(ErrorCode::corrupt, "reconciliation found ", stage_.mine.size(), " and ",
+                 stage_.theirs.size(),
                  " differing elements, and they do not explain the fingerprints");
   }
 
@@ -233,7 +256,8 @@ class ReconcileSession {
     found_.mine_only = ids_of(stage_.mine);
     for (const TheirElement& their : stage_.theirs) found_.theirs_only.push_back(their.id);
     std::erase_if(stage_.elements, [&](const ReconcileElement& e) { return alone[e.item]; });
-    for (ReconcileElement& e : stage_.elements) e.hash = mix_bits(e.hash + mix_bits(items_[e.item].tag + stage_.salt));
+    for (ReconcileElement& e : stage_.elements)
+      e.hash = mix_bits(e.hash + mix_bits(items_[e.item].tag + stage_.salt));
   }
   KVMELD_LAZY void begin_tags() {
     ReconcileStage next;
@@ -245,7 +269,8 @@ class ReconcileSession {
     their_sum_ = false;
     count_elements();
   }
-  KVMELD_LAZY [[nodiscard]] std::vector<FragmentId> ids_of(std::vector<std::uint32_t>& numbers) const {
+  KVMELD_LAZY [[nodiscard]] std::vector<FragmentId> ids_of(
+      std::vector<std::uint32_t>& numbers) const {
     std::sort(numbers.begin(), numbers.end());
     std::vector<FragmentId> ids;
     ids.reserve(numbers.size());

@@ -19,25 +19,33 @@ namespace detail {
 
 /// Adds the elements' odd power sums from number `first` on to `sums`.
 ///
-/// The first c odd power sums determine a set of at most c elements (Dodis, Ostrovsky, Reyzin, Smith: Fuzzy Extractors, 2008,
-/// section 6.3); a sum over two sets is that of their symmetric difference. O(elements × sums) products.
-KVMELD_LAZY void sketch_add(std::span<const std::uint32_t> elements, std::size_t first, std::span<std::uint32_t> sums) {
-  with_field_product([&](const auto& product) { field_add_odd_powers(product, elements, static_cast<std::uint32_t>(first), sums); });
+/// The first c odd power sums determine a set of at most c elements (Dodis, Ostrovsky, Reyzin,
+/// Smith: Fuzzy Extractors, 2008, section 6.3); a sum over two sets is that of their symmetric
+/// difference. O(elements × sums) products.
+KVMELD_LAZY void sketch_add(std::span<const std::uint32_t> elements, std::size_t first,
+                            std::span<std::uint32_t> sums) {
+  with_field_product([&](const auto& product) {
+    field_add_odd_powers(product, elements, static_cast<std::uint32_t>(first), sums);
+  });
 }
 
-/// Monic polynomial whose roots are the sketched elements, lowest coefficient first and without the leading 1.
+/// Monic polynomial whose roots are the sketched elements, lowest coefficient first and without the
+/// leading 1.
 ///
-/// None where the set is not of fewer elements than there are sums: the sum to spare makes a polynomial that only looks like
-/// one improbable (2^-32). Berlekamp-Massey without inversions (Massey 1969), whose discrepancy is zero at each even power sum
-/// of characteristic 2, so that half of the steps are none. O(sums²) products.
+/// None where the set is not of fewer elements than there are sums: the sum to spare makes a
+/// polynomial that only looks like one improbable (2^-32). Berlekamp-Massey without inversions
+/// (Massey 1969), whose discrepancy is zero at each even power sum of characteristic 2, so that
+/// half of the steps are none. O(sums²) products.
 template <class Product>
-[[nodiscard]] std::optional<std::vector<std::uint32_t>> sketch_solve(const Product& product, std::span<const std::uint32_t> sums) {
+[[nodiscard]] std::optional<std::vector<std::uint32_t>> sketch_solve(
+    const Product& product, std::span<const std::uint32_t> sums) {
   const std::size_t capacity = sums.size();
   std::vector<std::uint32_t> s(2 * capacity);  // s[i]: sum of the powers i + 1
   for (std::size_t i = 0; i < s.size(); ++i) {
     s[i] = i % 2 == 0 ? sums[i / 2] : field_multiply(product, s[i / 2], s[i / 2]);
   }
-  std::vector<std::uint32_t> c(capacity + 2), b(capacity + 2), old(capacity + 2);  // connection polynomials, now and before the last change
+  // connection polynomials, now and before the last change
+  std::vector<std::uint32_t> c(capacity + 2), b(capacity + 2), old(capacity + 2);
   c[0] = b[0] = 1;
   std::size_t length = 0, c_size = 1, b_size = 1, shift = 1;
   std::uint32_t b_discrepancy = 1;
@@ -70,17 +78,21 @@ template <class Product>
   // c = k Π (1 − e x): its reverse, divided by k, is Π (x − e).
   const std::uint32_t scale = field_inverse(product, c[0]);
   std::vector<std::uint32_t> locator(length);
-  for (std::size_t i = 0; i < length; ++i) locator[i] = field_multiply(product, scale, c[length - i]);
+  for (std::size_t i = 0; i < length; ++i)
+    locator[i] = field_multiply(product, scale, c[length - i]);
   return locator;
 }
-KVMELD_LAZY [[nodiscard]] std::optional<std::vector<std::uint32_t>> sketch_solve(std::span<const std::uint32_t> sums) {
+KVMELD_LAZY [[nodiscard]] std::optional<std::vector<std::uint32_t>> sketch_solve(
+    std::span<const std::uint32_t> sums) {
   return with_field_product([&](const auto& product) { return sketch_solve(product, sums); });
 }
 
 /// Indices of the elements that are roots of a monic polynomial. O(elements × degree) products.
-KVMELD_LAZY [[nodiscard]] std::vector<std::uint32_t> sketch_roots(std::span<const std::uint32_t> locator, std::span<const std::uint32_t> elements) {
+KVMELD_LAZY [[nodiscard]] std::vector<std::uint32_t> sketch_roots(
+    std::span<const std::uint32_t> locator, std::span<const std::uint32_t> elements) {
   std::vector<std::uint32_t> values(elements.size()), roots;
-  with_field_product([&](const auto& product) { field_evaluate(product, locator, elements, values); });
+  with_field_product(
+      [&](const auto& product) { field_evaluate(product, locator, elements, values); });
   for (std::size_t i = 0; i < values.size(); ++i) {
     if (values[i] == 0) roots.push_back(static_cast<std::uint32_t>(i));
   }

@@ -14,15 +14,17 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// What solving a cell came to. `found` fills `cell.mine` and `lacking`, which tells the other side its own part.
+/// What solving a cell came to. `found` fills `cell.mine` and `lacking`, which tells the other side
+/// its own part.
 struct CellSolution {
   CellAnswer answer = CellAnswer::again;
-  std::size_t lacks = 0;                  ///< elements of the other side
-  std::vector<std::uint32_t> lacking{};   ///< their locator
+  std::size_t lacks = 0;                     ///< elements of the other side
+  std::vector<std::uint32_t> lacking{};      ///< their locator
   std::vector<std::uint8_t> lacking_bits{};  ///< or a bit for each element of their list
 };
 
-KVMELD_LAZY [[nodiscard]] CellSolution solve_sketch(const ReconcileStage& stage, ReconcileCell& cell) {
+KVMELD_LAZY [[nodiscard]] CellSolution solve_sketch(const ReconcileStage& stage,
+                                                    ReconcileCell& cell) {
   const auto elements = stage.cell(cell.index);
   const std::uint64_t ours = elements.size(), theirs = cell.their_count;
   const std::uint64_t least = ours > theirs ? ours - theirs : theirs - ours;
@@ -30,10 +32,14 @@ KVMELD_LAZY [[nodiscard]] CellSolution solve_sketch(const ReconcileStage& stage,
   std::optional<std::vector<std::uint32_t>> locator;
   if (least < cell.capacity) locator = sketch_solve(cell.described);
   if (!locator) {
-    const std::uint64_t missing = least < cell.capacity ? 0 : (std::min)(least - cell.capacity, std::uint64_t{max_capacity});
-    const double wanted = (std::min)(stage.spread.capacity(stage.plan, stage.tags), static_cast<double>(max_capacity)) - cell.capacity;
+    const std::uint64_t missing =
+        least < cell.capacity ? 0 : (std::min)(least - cell.capacity, std::uint64_t{max_capacity});
+    const double wanted = (std::min)(stage.spread.capacity(stage.plan, stage.tags),
+                                     static_cast<double>(max_capacity)) -
+                          cell.capacity;
     const auto expected = static_cast<std::uint64_t>((std::max)(wanted, 0.0));
-    const std::uint32_t count = static_cast<std::uint32_t>((std::max)({least_extension(stage.tags, cell), missing + 2, expected}));
+    const std::uint32_t count = static_cast<std::uint32_t>(
+        (std::max)({least_extension(stage.tags, cell), missing + 2, expected}));
     const bool dear = cell.capacity + count > max_capacity || 5 * std::uint64_t{count} > 3 * theirs;
     cell.expected = count;
     out.answer = dear ? CellAnswer::list : CellAnswer::more;
@@ -42,7 +48,9 @@ KVMELD_LAZY [[nodiscard]] CellSolution solve_sketch(const ReconcileStage& stage,
   const auto shorts = short_hashes(elements, cell);
   cell.mine = sketch_roots(*locator, shorts);
   const std::size_t degree = locator->size();
-  if (cell.mine.size() > degree || degree - cell.mine.size() > theirs || ours - cell.mine.size() + (degree - cell.mine.size()) != theirs) return out;
+  if (cell.mine.size() > degree || degree - cell.mine.size() > theirs ||
+      ours - cell.mine.size() + (degree - cell.mine.size()) != theirs)
+    return out;
   out.answer = CellAnswer::found;
   out.lacks = degree - cell.mine.size();
   if (out.lacks == 0) return out;
@@ -51,7 +59,8 @@ KVMELD_LAZY [[nodiscard]] CellSolution solve_sketch(const ReconcileStage& stage,
   return out;
 }
 
-KVMELD_LAZY [[nodiscard]] CellSolution solve_list(const ReconcileStage& stage, ReconcileCell& cell) {
+KVMELD_LAZY [[nodiscard]] CellSolution solve_list(const ReconcileStage& stage,
+                                                  ReconcileCell& cell) {
   const auto keyed = [](std::span<const std::uint32_t> shorts) {
     std::vector<std::uint64_t> out(shorts.size());
     for (std::size_t i = 0; i < shorts.size(); ++i) out[i] = (std::uint64_t{shorts[i]} << 32U) | i;
@@ -59,7 +68,9 @@ KVMELD_LAZY [[nodiscard]] CellSolution solve_list(const ReconcileStage& stage, R
     return out;
   };
   const auto meet = [](const std::vector<std::uint64_t>& keys) {
-    return std::adjacent_find(keys.begin(), keys.end(), [](std::uint64_t a, std::uint64_t b) { return a >> 32U == b >> 32U; }) != keys.end();
+    return std::adjacent_find(keys.begin(), keys.end(), [](std::uint64_t a, std::uint64_t b) {
+             return a >> 32U == b >> 32U;
+           }) != keys.end();
   };
   const auto ours = keyed(short_hashes(stage.cell(cell.index), cell));
   const auto theirs = keyed(cell.described);
@@ -86,7 +97,8 @@ KVMELD_LAZY [[nodiscard]] CellSolution solve_list(const ReconcileStage& stage, R
   return out;
 }
 
-KVMELD_LAZY void read_sums(ByteReader& in, const ReconcileStage& stage, ReconcileCell& cell, std::uint32_t count) {
+KVMELD_LAZY void read_sums(ByteReader& in, const ReconcileStage& stage, ReconcileCell& cell,
+                           std::uint32_t count) {
   const auto bytes = in.bytes(count * sizeof(std::uint32_t));
   if (!in.ok()) return;
   const std::size_t first = cell.described.size();
@@ -115,14 +127,17 @@ KVMELD_LAZY [[nodiscard]] bool ask_again(ByteReader& in, ByteWriter& out, Reconc
 }
 
 /// Solves a cell as described so far. False when it is settled.
-KVMELD_LAZY [[nodiscard]] bool solve_cell(ByteReader& in, ByteWriter& out, ReconcileStage& stage, std::span<const ReconcileItem> items, ReconcileCell& cell) {
+KVMELD_LAZY [[nodiscard]] bool solve_cell(ByteReader& in, ByteWriter& out, ReconcileStage& stage,
+                                          std::span<const ReconcileItem> items,
+                                          ReconcileCell& cell) {
   using Waits = ReconcileCell::Waits;
   if (!in.ok()) return false;
   if (explains(stage, cell)) {  // nothing differs
     out.value(CellAnswer::settled);
     return false;
   }
-  const CellSolution solution = cell.form == CellForm::sketch ? solve_sketch(stage, cell) : solve_list(stage, cell);
+  const CellSolution solution =
+      cell.form == CellForm::sketch ? solve_sketch(stage, cell) : solve_list(stage, cell);
   if (solution.answer == CellAnswer::more) {
     out.value(CellAnswer::more);
     out.varint(cell.expected);
@@ -136,7 +151,8 @@ KVMELD_LAZY [[nodiscard]] bool solve_cell(ByteReader& in, ByteWriter& out, Recon
     cell.waits = Waits::elements;
     return true;
   }
-  if (solution.answer == CellAnswer::again || (solution.lacks == 0 && !explains(stage, cell))) return ask_again(in, out, cell);
+  if (solution.answer == CellAnswer::again || (solution.lacks == 0 && !explains(stage, cell)))
+    return ask_again(in, out, cell);
   out.value(CellAnswer::found);
   out.varint(cell.mine.size());
   write_names(out, stage, items, cell);
@@ -152,8 +168,11 @@ KVMELD_LAZY [[nodiscard]] bool solve_cell(ByteReader& in, ByteWriter& out, Recon
   return solution.lacks != 0;
 }
 
-/// What the other side said of one open cell in, the answer out. False when the cell is settled, or the bytes are bad.
-KVMELD_LAZY [[nodiscard]] bool hear_cell(ByteReader& in, ByteWriter& out, ReconcileStage& stage, std::span<const ReconcileItem> items, ReconcileCell& cell) {
+/// What the other side said of one open cell in, the answer out. False when the cell is settled, or
+/// the bytes are bad.
+KVMELD_LAZY [[nodiscard]] bool hear_cell(ByteReader& in, ByteWriter& out, ReconcileStage& stage,
+                                         std::span<const ReconcileItem> items,
+                                         ReconcileCell& cell) {
   using Waits = ReconcileCell::Waits;
   if (cell.waits == Waits::sums) {
     read_sums(in, stage, cell, cell.expected);
@@ -177,15 +196,18 @@ KVMELD_LAZY [[nodiscard]] bool hear_cell(ByteReader& in, ByteWriter& out, Reconc
   return solve_cell(in, out, stage, items, cell);
 }
 
-/// Reads what the other side says of all open cells and of those that it opens, and writes the answers.
-KVMELD_LAZY void solve(ByteReader& in, ByteWriter& out, ReconcileStage& stage, std::span<const ReconcileItem> items) {
+/// Reads what the other side says of all open cells and of those that it opens, and writes the
+/// answers.
+KVMELD_LAZY void solve(ByteReader& in, ByteWriter& out, ReconcileStage& stage,
+                       std::span<const ReconcileItem> items) {
   const bool idle = stage.open.empty();
   keep_open(stage, 0, [&](ReconcileCell& cell) { return hear_cell(in, out, stage, items, cell); });
   const std::uint64_t fresh = in.varint();
   if (fresh > stage.plan.cells - stage.opened || (idle && fresh == 0)) in.fail(ErrorCode::corrupt);
   const std::size_t first = stage.open.size();
   for (std::uint64_t i = 0; i < fresh && in.ok(); ++i) {
-    ReconcileCell& cell = stage.open.emplace_back(ReconcileCell{.index = stage.opened++, .form = stage.plan.form, .capacity = stage.plan.capacity});
+    ReconcileCell& cell = stage.open.emplace_back(ReconcileCell{
+        .index = stage.opened++, .form = stage.plan.form, .capacity = stage.plan.capacity});
     cell.their_count = in.varint();
     cell.their_fingerprint = in.value<std::uint64_t>();
     if (cell.their_count > stage.their_count - stage.seen_count) in.fail(ErrorCode::corrupt);
@@ -195,7 +217,8 @@ KVMELD_LAZY void solve(ByteReader& in, ByteWriter& out, ReconcileStage& stage, s
     stage.spread.add(stage.cell(cell.index).size(), cell.their_count);
     read_elements(in, stage, cell);
   }
-  keep_open(stage, first, [&](ReconcileCell& cell) { return solve_cell(in, out, stage, items, cell); });
+  keep_open(stage, first,
+            [&](ReconcileCell& cell) { return solve_cell(in, out, stage, items, cell); });
 }
 
 }  // namespace detail

@@ -1,6 +1,7 @@
 #pragma once
 
-/// The side with fewer elements: describes its cells, and names what the other side found that it lacks.
+/// The side with fewer elements: describes its cells, and names what the other side found that it
+/// lacks.
 
 #include <cstdint>
 #include <span>
@@ -25,7 +26,8 @@ enum class CellAnswer : std::uint8_t {
 };
 
 /// Fewest further power sums that may be asked for: ever more, so that messages stay few.
-[[nodiscard]] constexpr std::uint64_t least_extension(bool tags, const ReconcileCell& cell) noexcept {
+[[nodiscard]] constexpr std::uint64_t least_extension(bool tags,
+                                                      const ReconcileCell& cell) noexcept {
   return 2 + std::uint64_t{cell.capacity} * (cell.extensions + (tags ? 2U : 1U)) / 12;
 }
 constexpr void extend(ReconcileCell& cell, std::uint32_t sums) noexcept {
@@ -34,13 +36,15 @@ constexpr void extend(ReconcileCell& cell, std::uint32_t sums) noexcept {
 }
 
 /// Power sums `[first, first + count)` of a cell.
-KVMELD_LAZY void write_sums(ByteWriter& out, const ReconcileStage& stage, const ReconcileCell& cell, std::uint32_t first, std::uint32_t count) {
+KVMELD_LAZY void write_sums(ByteWriter& out, const ReconcileStage& stage, const ReconcileCell& cell,
+                            std::uint32_t first, std::uint32_t count) {
   std::vector<std::uint32_t> sums(count);
   sketch_add(short_hashes(stage.cell(cell.index), cell), first, sums);
   out.bytes(std::as_bytes(std::span<const std::uint32_t>(sums)));
 }
 
-KVMELD_LAZY void write_elements(ByteWriter& out, const ReconcileStage& stage, const ReconcileCell& cell) {
+KVMELD_LAZY void write_elements(ByteWriter& out, const ReconcileStage& stage,
+                                const ReconcileCell& cell) {
   if (cell.form == CellForm::sketch) return write_sums(out, stage, cell, 0, cell.capacity);
   for (const std::uint32_t low : short_hashes(stage.cell(cell.index), cell)) {
     out.value(static_cast<std::uint16_t>(low));
@@ -48,8 +52,10 @@ KVMELD_LAZY void write_elements(ByteWriter& out, const ReconcileStage& stage, co
   }
 }
 
-/// Reads which of this side's elements the other one lacks, into `cell.mine`. False where short hashes have met.
-KVMELD_LAZY [[nodiscard]] bool read_lacking(ByteReader& in, const ReconcileStage& stage, ReconcileCell& cell) {
+/// Reads which of this side's elements the other one lacks, into `cell.mine`. False where short
+/// hashes have met.
+KVMELD_LAZY [[nodiscard]] bool read_lacking(ByteReader& in, const ReconcileStage& stage,
+                                            ReconcileCell& cell) {
   const auto elements = stage.cell(cell.index);
   if (cell.form == CellForm::list) {
     const auto bits = in.bytes((elements.size() + 7) / 8);
@@ -71,8 +77,11 @@ KVMELD_LAZY [[nodiscard]] bool read_lacking(ByteReader& in, const ReconcileStage
   return cell.mine.size() == degree;
 }
 
-/// One cell's answer in, what follows from it out. False when the cell is settled, or the bytes are bad.
-KVMELD_LAZY [[nodiscard]] bool tell_cell(ByteReader& in, ByteWriter& out, ReconcileStage& stage, std::span<const ReconcileItem> items, ReconcileCell& cell) {
+/// One cell's answer in, what follows from it out. False when the cell is settled, or the bytes are
+/// bad.
+KVMELD_LAZY [[nodiscard]] bool tell_cell(ByteReader& in, ByteWriter& out, ReconcileStage& stage,
+                                         std::span<const ReconcileItem> items,
+                                         ReconcileCell& cell) {
   using Waits = ReconcileCell::Waits;
   const auto answer = static_cast<CellAnswer>(in.value<std::uint8_t>());
   const bool told = cell.waits == Waits::verdict;
@@ -101,7 +110,8 @@ KVMELD_LAZY [[nodiscard]] bool tell_cell(ByteReader& in, ByteWriter& out, Reconc
     repeat = true;
   } else if (!told && answer == CellAnswer::more && cell.form == CellForm::sketch) {
     const std::uint64_t count = in.varint();
-    if (count > max_capacity - cell.capacity || count < least_extension(stage.tags, cell)) in.fail(ErrorCode::corrupt);
+    if (count > max_capacity - cell.capacity || count < least_extension(stage.tags, cell))
+      in.fail(ErrorCode::corrupt);
     if (!in.ok()) return false;
     write_sums(out, stage, cell, cell.capacity, static_cast<std::uint32_t>(count));
     extend(cell, static_cast<std::uint32_t>(count));
@@ -122,10 +132,12 @@ KVMELD_LAZY [[nodiscard]] bool tell_cell(ByteReader& in, ByteWriter& out, Reconc
 /// Opens cells until `window` are open.
 KVMELD_LAZY void tell_next(ByteWriter& out, ReconcileStage& stage, std::size_t window) {
   const std::size_t room = window > stage.open.size() ? window - stage.open.size() : 0;
-  const auto fresh = static_cast<std::uint32_t>((std::min)(room, std::size_t{stage.plan.cells - stage.opened}));
+  const auto fresh =
+      static_cast<std::uint32_t>((std::min)(room, std::size_t{stage.plan.cells - stage.opened}));
   out.varint(fresh);
   for (std::uint32_t i = 0; i < fresh; ++i) {
-    ReconcileCell cell{.index = stage.opened++, .form = stage.plan.form, .capacity = stage.plan.capacity};
+    ReconcileCell cell{
+        .index = stage.opened++, .form = stage.plan.form, .capacity = stage.plan.capacity};
     const auto elements = stage.cell(cell.index);
     out.varint(elements.size());
     out.value(cell_fingerprint(elements));
@@ -135,8 +147,10 @@ KVMELD_LAZY void tell_next(ByteWriter& out, ReconcileStage& stage, std::size_t w
 }
 
 /// Reads the answers to all open cells, and writes what follows from them; settled cells leave.
-KVMELD_LAZY void tell(ByteReader& in, ByteWriter& out, ReconcileStage& stage, std::span<const ReconcileItem> items) {
-  keep_open(stage, 0, [&](ReconcileCell& cell) { return in.ok() && tell_cell(in, out, stage, items, cell); });
+KVMELD_LAZY void tell(ByteReader& in, ByteWriter& out, ReconcileStage& stage,
+                      std::span<const ReconcileItem> items) {
+  keep_open(stage, 0,
+            [&](ReconcileCell& cell) { return in.ok() && tell_cell(in, out, stage, items, cell); });
 }
 
 }  // namespace detail
