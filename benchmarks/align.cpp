@@ -7,8 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/align/edit_script.hpp>
-#include <kvmeld/align/neighbours.hpp>
+#include <kvmeld/policies/token_match.hpp>
 
 #include "paired.hpp"
 

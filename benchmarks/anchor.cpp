@@ -10,9 +10,9 @@
 #include <thread>
 #include <vector>
 
-#include <kvmeld/anchor/anchor_pool.hpp>
-#include <kvmeld/state/anchor_plan.hpp>
-#include <kvmeld/state/render.hpp>
+#include <kvmeld/anchors/pool.hpp>
+#include <kvmeld/anchors/reuse.hpp>
+#include <kvmeld/render.hpp>
 
 #include "caches.hpp"
 #include "paired.hpp"
@@ -22,12 +22,12 @@ namespace {
 using kvmeld::ElementType;
 
 /// A table of random signatures; they share one anchor, since scans do not look at anchors.
-kvmeld::AnchorTable table_of(std::size_t count) {
-  kvmeld::AnchorTable table;
-  const auto anchor = std::make_shared<const kvmeld::Anchor>();
-  const auto use = std::make_shared<kvmeld::detail::UseCell>();
+kvmeld::anchors::AnchorTable table_of(std::size_t count) {
+  kvmeld::anchors::AnchorTable table;
+  const auto anchor = std::make_shared<const kvmeld::anchors::Anchor>();
+  const auto use = std::make_shared<kvmeld::anchors::detail::UseCell>();
   std::vector<std::uint64_t> signatures;
-  for (std::size_t i = 0; i < count; ++i) signatures.push_back(kvmeld::detail::mix_bits(i + 1));
+  for (std::size_t i = 0; i < count; ++i) signatures.push_back(kvmeld::extend::mix_bits(i + 1));
   table.append(signatures, {anchor, use});
   return table;
 }
@@ -35,7 +35,7 @@ kvmeld::AnchorTable table_of(std::size_t count) {
 /// Signatures as they are scanned one after the other, and as a pool's table finds them: through
 /// its index where that is faster.
 struct Signatures {
-  kvmeld::AnchorTable table;
+  kvmeld::anchors::AnchorTable table;
   std::vector<std::uint32_t> low, high;
 
   explicit Signatures(std::size_t count) : table(table_of(count)) {
@@ -45,10 +45,10 @@ struct Signatures {
     }
   }
   void find(bool as_table, std::uint64_t query, int distance,
-            std::vector<kvmeld::HammingHit>& hits) const {
+            std::vector<kvmeld::anchors::HammingHit>& hits) const {
     hits.clear();
     if (as_table) return table.scan(query, distance, hits);
-    kvmeld::hamming_scan({low.data(), high.data(), static_cast<std::uint32_t>(low.size())}, query,
+    kvmeld::anchors::hamming_scan({low.data(), high.data(), static_cast<std::uint32_t>(low.size())}, query,
                          distance, hits);
   }
 };
@@ -59,7 +59,7 @@ struct Signatures {
 [[gnu::target("popcnt")]]
 #endif
 void scan_plainly(const std::vector<std::uint64_t>& signatures, std::uint64_t query, int distance,
-                  std::vector<kvmeld::HammingHit>& hits) {
+                  std::vector<kvmeld::anchors::HammingHit>& hits) {
   hits.clear();
   for (std::size_t i = 0; i < signatures.size(); ++i) {
     const int d = __builtin_popcountll(signatures[i] ^ query);
@@ -72,19 +72,19 @@ void scan(benchmark::State& state, bool as_table, std::size_t count, double thre
   const Signatures signatures(count);
   std::vector<std::uint64_t> plain;
   for (std::size_t i = 0; i < count; ++i) plain.push_back(signatures.table.signature(i));
-  const int distance = kvmeld::max_distance(threshold);
-  std::vector<kvmeld::HammingHit> hits, base_hits;
+  const int distance = kvmeld::anchors::max_distance(threshold);
+  std::vector<kvmeld::anchors::HammingHit> hits, base_hits;
   const auto plainly = [&](std::uint64_t query) {
     scan_plainly(plain, query, distance, base_hits);
   };
   std::uint64_t query = 0;  // another each time: what an index touches is not in the caches already
   const auto ours = [&] {
-    signatures.find(as_table, kvmeld::detail::mix_bits(0x123456789ABCDEFU + ++query), distance,
+    signatures.find(as_table, kvmeld::extend::mix_bits(0x123456789ABCDEFU + ++query), distance,
                     hits);
     benchmark::DoNotOptimize(hits.data());
   };
   const auto base = [&] {
-    plainly(kvmeld::detail::mix_bits(0x123456789ABCDEFU + ++query));
+    plainly(kvmeld::extend::mix_bits(0x123456789ABCDEFU + ++query));
     benchmark::DoNotOptimize(base_hits.data());
   };
   const auto bytes = static_cast<std::int64_t>(count * 8);
@@ -100,7 +100,7 @@ void scan(benchmark::State& state, bool as_table, std::size_t count, double thre
 /// Eight callers that take the current version and search it, while nothing else happens; ratio:
 /// searches a second against cores / 0.3 ms.
 void callers(benchmark::State& state, bool as_table, std::size_t count) {
-  const kvmeld::detail::Published<Signatures> published(std::make_shared<const Signatures>(count));
+  const kvmeld::anchors::detail::Published<Signatures> published(std::make_shared<const Signatures>(count));
   constexpr int threads = 8, each = 100;
   const double cores = std::max(1.0, static_cast<double>(std::thread::hardware_concurrency()));
   double best = HUGE_VAL;
@@ -111,12 +111,12 @@ void callers(benchmark::State& state, bool as_table, std::size_t count) {
       std::vector<std::thread> pool;
       for (int t = 0; t < threads; ++t) {
         pool.emplace_back([&, t] {
-          std::vector<kvmeld::HammingHit> hits;
+          std::vector<kvmeld::anchors::HammingHit> hits;
           for (int i = 0; i < each; ++i) {
             took[static_cast<std::size_t>(t)].push_back(bench::seconds([&] {
               published.get()->find(
                   as_table,
-                  kvmeld::detail::mix_bits(static_cast<std::uint64_t>(i * threads + t) + 77), 9,
+                  kvmeld::extend::mix_bits(static_cast<std::uint64_t>(i * threads + t) + 77), 9,
                   hits);
               benchmark::DoNotOptimize(hits.data());
             }));
@@ -171,13 +171,13 @@ void blend(benchmark::State& state, ElementType type, int heads, int channels, i
     bench::fill(cache.bytes(), seed);
     return *kvmeld::seal(cache.kv_cache_ref());
   };
-  const auto base = kvmeld::unrotated(sealed(0));
+  const auto base = kvmeld::anchors::unrotated(sealed(0));
   if (!base) std::abort();
-  kvmeld::ReusePart part{.base = *base, .position = 100};
+  kvmeld::anchors::ReusePart part{.base = *base, .position = 100};
   Read read{{*base}};
   for (int a = 0; a < anchors; ++a) {
     const auto delta =
-        kvmeld::measure_offset(sealed(static_cast<std::uint32_t>(a + 1)), sealed(77));
+        kvmeld::anchors::measure_offset(sealed(static_cast<std::uint32_t>(a + 1)), sealed(77));
     if (!delta) std::abort();
     kvmeld::FragmentId id;
     id.bytes[31] = static_cast<std::uint8_t>(a);
@@ -185,7 +185,7 @@ void blend(benchmark::State& state, ElementType type, int heads, int channels, i
         {.anchor = id, .delta = *delta, .weight = 1.0F / static_cast<float>(anchors)});
     read.fragments.push_back(*delta);
   }
-  const auto plan = kvmeld::plan_reuse({&part, 1}, *geometry, {.compute_last = false});
+  const auto plan = kvmeld::anchors::plan_reuse({&part, 1}, *geometry, {.compute_last = false});
   if (!plan) std::abort();
   kvmeld::HostCache out(geometry, tokens);
   std::vector<std::byte> workspace(plan->workspace_bytes());

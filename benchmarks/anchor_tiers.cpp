@@ -11,23 +11,23 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/session/anchor_tiers.hpp>
-#include <kvmeld/transport/file_store.hpp>
+#include <kvmeld/anchors/tiers.hpp>
+#include <kvmeld/stores/file.hpp>
 
 #include "caches.hpp"
 #include "paired.hpp"
 
 namespace {
 
-using Pool = kvmeld::AnchorPool<kvmeld::XxHash, kvmeld::LRU>;
+using Pool = kvmeld::anchors::AnchorPool<kvmeld::anchors::XxHash, kvmeld::anchors::LRU>;
 
-kvmeld::Anchor anchor(const std::shared_ptr<const kvmeld::Geometry>& geometry, std::int64_t tokens,
+kvmeld::anchors::Anchor anchor(const std::shared_ptr<const kvmeld::Geometry>& geometry, std::int64_t tokens,
                       std::uint32_t seed) {
   kvmeld::HostCache cache(geometry, tokens);
   bench::fill(cache.bytes(), seed);
   std::vector<kvmeld::TokenId> ids;
   for (std::int64_t t = 0; t < tokens; ++t) ids.push_back(static_cast<kvmeld::TokenId>(seed));
-  auto made = kvmeld::make_anchor(*kvmeld::seal(cache.kv_cache_ref(), {.tokens = ids}), {1.0F});
+  auto made = kvmeld::anchors::make_anchor(*kvmeld::seal(cache.kv_cache_ref(), {.tokens = ids}), {1.0F});
   if (!made) std::abort();
   return *std::move(made);
 }
@@ -39,13 +39,13 @@ void fetch(benchmark::State& state, std::int64_t mebibytes) {
   const std::int64_t tokens = mebibytes * bench::mebibyte / bench::token_bytes(*geometry);
   const std::string folder =
       std::filesystem::temp_directory_path() / ("kvmeld-tiers-" + std::to_string(::getpid()));
-  auto store = kvmeld::FileStore::open(folder, {.durability = kvmeld::Durability::none});
+  auto store = kvmeld::stores::FileStore::open(folder, {.durability = kvmeld::stores::Durability::none});
   if (!store) std::abort();
-  const std::vector<kvmeld::Anchor> both{anchor(geometry, tokens, 1), anchor(geometry, tokens, 2)};
+  const std::vector<kvmeld::anchors::Anchor> both{anchor(geometry, tokens, 1), anchor(geometry, tokens, 2)};
   const std::size_t bytes = both[0].base.payloads()[0].byte_count;
   {
-    Pool pool(kvmeld::AnchorSpace::of(*geometry), {2, 4 * bytes});
-    kvmeld::AnchorTiers tiers(*store, {.host_bytes = bytes, .file_bytes = 4 * bytes});
+    Pool pool(kvmeld::anchors::AnchorSpace::of(*geometry), {2, 4 * bytes});
+    kvmeld::anchors::AnchorTiers tiers(*store, {.host_bytes = bytes, .file_bytes = 4 * bytes});
     for (const auto& a : both) {
       if (!tiers.commit(pool, a)) std::abort();
     }
@@ -60,10 +60,10 @@ void fetch(benchmark::State& state, std::int64_t mebibytes) {
       if (entry.is_regular_file()) files.push_back(entry.path());
     }
     if (files.size() != 2) std::abort();
-    std::size_t turn = 0;
+    std::size_t rotation = 0;
     const auto base = [&] {
       const std::unique_ptr<std::byte[]> to(new std::byte[bytes]);
-      const int file = ::open(files[turn++ % 2].c_str(), O_RDONLY);
+      const int file = ::open(files[rotation++ % 2].c_str(), O_RDONLY);
       std::size_t done = 0;
       for (::ssize_t got = 1; got > 0 && done < bytes; done += static_cast<std::size_t>(got))
         got = ::read(file, to.get() + done, bytes - done);
@@ -80,9 +80,9 @@ void fetch(benchmark::State& state, std::int64_t mebibytes) {
 /// A thousand takes of payloads in host memory; ratio: against a map under a mutex.
 void take(benchmark::State& state, std::uint32_t anchors) {
   const auto geometry = bench::small_model(kvmeld::ElementType::f16);
-  Pool pool(kvmeld::AnchorSpace::of(*geometry), {anchors, std::size_t{1} << 40});
-  kvmeld::AnchorTiers tiers(
-      *kvmeld::FileStore::open(std::filesystem::temp_directory_path() /
+  Pool pool(kvmeld::anchors::AnchorSpace::of(*geometry), {anchors, std::size_t{1} << 40});
+  kvmeld::anchors::AnchorTiers tiers(
+      *kvmeld::stores::FileStore::open(std::filesystem::temp_directory_path() /
                                ("kvmeld-takes-" + std::to_string(::getpid()))),
       {.host_bytes = std::size_t{1} << 40});
   std::vector<kvmeld::Fragment> shells;
@@ -95,7 +95,7 @@ void take(benchmark::State& state, std::uint32_t anchors) {
   kvmeld::Fragment out;
   const auto ours = [&] {
     for (std::size_t i = 0; i < each; ++i) {
-      if (tiers.take(shells[i * 7 % anchors], out) != kvmeld::TierAnswer::here) std::abort();
+      if (tiers.take(shells[i * 7 % anchors], out) != kvmeld::anchors::TierAnswer::here) std::abort();
     }
   };
   std::map<kvmeld::FragmentId, kvmeld::Fragment> map;

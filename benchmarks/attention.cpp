@@ -12,8 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include <kvmeld/align/attention.hpp>
-#include <kvmeld/align/attention_attend.hpp>
+#include <kvmeld/policies/attention.hpp>
 
 #include "caches.hpp"
 #include "paired.hpp"
@@ -56,9 +55,9 @@ struct Sum {
 #define JOIN(i) s0 = s0 + s##i;
 constexpr int steps = 20000;
 #if KVMELD_X86_DISPATCH
-#define FMA kvmeld::detail::fma_wide
+#define FMA kvmeld::extend::fma_wide
 KVMELD_TARGET_AVX512 KVMELD_NOINLINE float chains_avx512() {
-  using Vector = kvmeld::detail::WideFloats;
+  using Vector = kvmeld::extend::WideFloats;
   Vector by = Vector{} + 0.5F;
   benchmark::DoNotOptimize(by);
   CHAINS(START)
@@ -69,9 +68,9 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE float chains_avx512() {
   return s0[0];
 }
 #undef FMA
-#define FMA kvmeld::detail::fma_lanes
+#define FMA kvmeld::extend::fma_lanes
 KVMELD_TARGET_AVX2 KVMELD_NOINLINE float chains_avx2() {
-  using Vector = kvmeld::detail::FloatLanes;
+  using Vector = kvmeld::extend::FloatLanes;
   Vector by = Vector{} + 0.5F;
   benchmark::DoNotOptimize(by);
   CHAINS(START)

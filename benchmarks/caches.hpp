@@ -60,7 +60,7 @@ inline kvmeld::FragmentSet agents(const std::shared_ptr<const kvmeld::Geometry>&
     fill(cache.bytes(), static_cast<std::uint32_t>(agent));
     const auto fragment = kvmeld::seal(cache.kv_cache_ref());
     if (!fragment ||
-        !set.insert(*fragment, kvmeld::Provenance{static_cast<std::uint64_t>(agent), 0}))
+        !set.insert(*fragment, kvmeld::Dot{static_cast<std::uint64_t>(agent), 0}))
       return {};
   }
   return set;
@@ -83,7 +83,7 @@ template <class M>
 Render<M> rendering(const kvmeld::FragmentSet& set,
                     const std::shared_ptr<const kvmeld::Geometry>& geometry, const M& merger) {
   kvmeld::Target target{*geometry};
-  target.first_position = 100;  // so that every key is turned
+  target.first_position = 100;  // so that every key is rotated
   auto plan = kvmeld::plan(set, merger, target);
   if (!plan) std::abort();
   const std::int64_t tokens = plan->tokens();

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/anchor/latex.hpp>
+#include <kvmeld/formula/formula.hpp>
 
 #include "paired.hpp"
 
@@ -45,12 +45,12 @@ std::string sum(std::size_t variables) {
 }
 
 void read(benchmark::State& state, const std::string& text, bool rename) {
-  kvmeld::FormulaOptions options;
+  kvmeld::formula::FormulaOptions options;
   options.rename_free = rename;
   std::size_t steps = 0;
   bool taken = false;
   for (auto _ : state) {
-    const auto formula = kvmeld::parse_formula(text, options);
+    const auto formula = kvmeld::formula::parse_formula(text, options);
     benchmark::DoNotOptimize(formula);
     taken = formula.ok();
     steps = taken ? formula->steps.size() : 0;

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/fuse/gated.hpp>
-#include <kvmeld/fuse/norm_preserving_mean.hpp>
+#include <kvmeld/policies/learned.hpp>
+#include <kvmeld/policies/mean.hpp>
 
 #include "caches.hpp"
 #include "eigen_products.hpp"

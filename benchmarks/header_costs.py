@@ -22,7 +22,6 @@ PRELUDE = """#include <algorithm>
 #include <vector>
 #include <kvmeld/config.hpp>
 #include <kvmeld/status.hpp>
-#include <kvmeld/tensor/span_of.hpp>
 """
 VECTOR = "struct V{n} {{ std::vector<T{n}> items; }};\n"
 ADD = "void add{n}(std::vector<T{n}>& to) {{ to.push_back({{}}); }}\n"

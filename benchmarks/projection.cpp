@@ -10,9 +10,9 @@
 #include <memory>
 #include <vector>
 
-#include <kvmeld/align/projection.hpp>
-#include <kvmeld/align/source_layers.hpp>
-#include <kvmeld/cache/host_cache.hpp>
+#include <kvmeld/policies/projection.hpp>
+#include <kvmeld/fit/fit.hpp>
+#include <kvmeld/fragment.hpp>
 
 namespace {
 

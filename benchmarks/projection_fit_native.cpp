@@ -6,13 +6,13 @@
 
 #include <Eigen/Cholesky>
 
-#include <kvmeld/align/projection_fit_normal.hpp>
+#include <kvmeld/fit/detail/normal_equations.hpp>
 
 namespace bench {
 
 __attribute__((visibility("default"))) double kvmeld_ridge(const FitRows& rows,
                                                            std::int32_t batch) {
-  kvmeld::NormalEquations equations(rows.inputs, rows.outputs);
+  kvmeld::fit::NormalEquations equations(rows.inputs, rows.outputs);
   for (std::int32_t at = 0; at < rows.rows; at += batch) {
     const auto n = static_cast<std::size_t>((std::min)(batch, rows.rows - at));
     const auto status = equations.add(

@@ -10,13 +10,13 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/state/reconcile.hpp>
+#include <kvmeld/replica/reconcile.hpp>
 
 #include "paired.hpp"
 
 namespace {
 
-using Items = std::vector<kvmeld::ReconcileItem>;
+using Items = std::vector<kvmeld::replica::ReconcileItem>;
 
 enum class Differ { either_side, tags };
 
@@ -28,7 +28,7 @@ struct Pair {
 Pair pair(std::size_t ids, std::size_t differing_each, Differ how) {
   std::mt19937_64 random(ids + differing_each);
   const auto item = [&] {
-    kvmeld::ReconcileItem out{{}, random()};
+    kvmeld::replica::ReconcileItem out{{}, random()};
     out.id.bytes[0] = 1;
     for (std::size_t i = 1; i < 17; ++i) out.id.bytes[i] = static_cast<std::uint8_t>(random());
     return out;
@@ -54,7 +54,7 @@ void reconcile(benchmark::State& state, std::size_t ids, std::size_t differing_e
     ++salt;
     std::size_t sent = 0, count = 0, found = 0;
     const double time = bench::seconds([&] {
-      kvmeld::Reconciliation a(sets.a), b(sets.b);
+      kvmeld::replica::Reconciliation a(sets.a), b(sets.b);
       auto first = a.start(salt);
       if (!first) std::abort();
       std::vector<std::byte> message = *std::move(first);

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/transport/redis_store.hpp>
+#include <kvmeld/stores/redis.hpp>
 
 #include "../tests/support/redis_server.hpp"
 #include "paired.hpp"
@@ -44,14 +44,14 @@ enum class Way { publish, publish_singly, fetch, fetch_singly, known };
 void redis(benchmark::State& state, Way way, std::int64_t chunk_bytes, bool loopback) {
   const test::RedisServer server({}, loopback);
   auto opened =
-      kvmeld::RedisStore::open({.server = loopback ? server.client_by_port() : server.client()});
+      kvmeld::stores::RedisStore::open({.server = loopback ? server.client_by_port() : server.client()});
   if (!opened) return state.SkipWithError(opened.error().message().c_str());
-  kvmeld::RedisStore& store = *opened;
+  kvmeld::stores::RedisStore& store = *opened;
   std::vector<std::byte> fragment(static_cast<std::size_t>(fragment_bytes));
   for (std::size_t i = 0; i < fragment.size(); ++i)
     fragment[i] = static_cast<std::byte>(i * 2654435761U >> 13U);
   std::vector<kvmeld::BlobKey> keys(static_cast<std::size_t>(fragment_bytes / chunk_bytes));
-  std::vector<kvmeld::RedisBlob> blobs;
+  std::vector<kvmeld::stores::RedisBlob> blobs;
   const auto size = static_cast<std::size_t>(chunk_bytes);
   for (std::size_t i = 0; i < keys.size(); ++i) {
     keys[i].bytes[0] = static_cast<std::uint8_t>(i);

@@ -13,7 +13,7 @@ namespace {
 
 using kvmeld::ElementType;
 
-// Half of the bytes are keys, and all of them are turned: gather, rotate, store.
+// Half of the bytes are keys, and all of them are rotated: gather, rotate, store.
 void concat(benchmark::State& state, ElementType type, kvmeld::RopePairing pairing, int agents,
             std::int64_t mebibytes) {
   const auto geometry = bench::small_model(type, pairing);
@@ -56,9 +56,9 @@ void rotate(benchmark::State& state, ElementType type, kvmeld::RopePairing pairi
   bench::Copy copy(rows * row);
   std::vector<std::byte> in(copy.from.size()), out(in.size());
   bench::fill(in, 1);
-  const kvmeld::detail::Turn turn{table->row(1), 128, 0, 128, pairing};
+  const kvmeld::extend::Rotation rotation{table->row(1), 128, 0, 128, pairing};
   const auto work = [&] {
-    kvmeld::detail::turn_rows(type, kvmeld::best_isa(), turn, in.data(), row, out.data(), row,
+    kvmeld::detail::rotate_stored_rows(type, kvmeld::best_isa(), rotation, in.data(), row, out.data(), row,
                               rows);
   };
   bench::paired(state, 2 * rows * row, work, 2 * rows * row, [&] { copy(); });
@@ -66,7 +66,7 @@ void rotate(benchmark::State& state, ElementType type, kvmeld::RopePairing pairi
 
 // The ways to write past the caches against memcpy, which decides by itself: what the choice for a
 // processor stands on.
-void stream(benchmark::State& state, [[maybe_unused]] kvmeld::StreamWay way,
+void stream(benchmark::State& state, [[maybe_unused]] kvmeld::exec::StreamWay way,
             std::int64_t mebibytes) {
   bench::Copy copy(mebibytes * bench::mebibyte);
   std::vector<std::byte> out(copy.to.size() + 64);
@@ -74,7 +74,7 @@ void stream(benchmark::State& state, [[maybe_unused]] kvmeld::StreamWay way,
   const auto work = [&] {
 #if KVMELD_X86_DISPATCH
     using namespace kvmeld::detail;
-    way == kvmeld::StreamWay::one_page ? stream_one_page(to, copy.from.data(), copy.from.size())
+    way == kvmeld::exec::StreamWay::one_page ? stream_one_page(to, copy.from.data(), copy.from.size())
                                        : stream_four_pages(to, copy.from.data(), copy.from.size());
     stream_fence();
 #else
@@ -121,8 +121,8 @@ const bool registered = [] {
           size);
     }
   }
-  for (const auto way : {kvmeld::StreamWay::one_page, kvmeld::StreamWay::four_pages}) {
-    if (way == kvmeld::StreamWay::one_page && kvmeld::best_isa() == kvmeld::Isa::baseline) continue;
+  for (const auto way : {kvmeld::exec::StreamWay::one_page, kvmeld::exec::StreamWay::four_pages}) {
+    if (way == kvmeld::exec::StreamWay::one_page && kvmeld::best_isa() == kvmeld::Isa::baseline) continue;
     for (const std::int64_t size : {6, 12, 48, 192})
       add(name({"stream/", to_string(way), mib(size)}), stream, way, size);
   }

@@ -9,13 +9,13 @@
 #include <thread>
 #include <vector>
 
-#include <kvmeld/session/swap_buffer.hpp>
+#include <kvmeld/replica/session_memory.hpp>
 
 #include "caches.hpp"
 #include "paired.hpp"
 
 #if defined(KVMELD_BENCH_LLAMA)
-#include <kvmeld/engine/llama_session.hpp>
+#include <kvmeld/engine/llama.hpp>
 #endif
 
 namespace {
@@ -60,10 +60,10 @@ void swap_by_pointer(benchmark::State& state, std::int64_t mebibytes) {
   const std::int64_t tokens = mebibytes * bench::mebibyte / bench::token_bytes(*geometry);
   const kvmeld::FragmentSet set = bench::agents(geometry, 4, tokens / 4);
   kvmeld::Target target{*geometry};
-  target.first_position = 100;  // every key is turned
+  target.first_position = 100;  // every key is rotated
   const auto merger = kvmeld::merger();
-  kvmeld::RenderWorker<std::remove_const_t<decltype(merger)>> worker(merger);
-  kvmeld::SwapBuffer live;
+  kvmeld::replica::RenderWorker<std::remove_const_t<decltype(merger)>> worker(merger);
+  kvmeld::replica::SwapBuffer live;
   Times times;
   bench::Copy copy(mebibytes * bench::mebibyte);
   copy();
@@ -142,7 +142,7 @@ void import_into_llama(benchmark::State& state, kvmeld::llama::Verify verify, st
   const kvmeld::FragmentSet set = bench::agents(engine.geometry, 4, tokens / 4);
   const auto merger = kvmeld::merger();
   kvmeld::llama::EngineMemory memory(engine.context, engine.form, {.verify = verify});
-  kvmeld::RenderWorker<std::remove_const_t<decltype(merger)>, kvmeld::llama::StateBacking> worker(
+  kvmeld::replica::RenderWorker<std::remove_const_t<decltype(merger)>, kvmeld::llama::StateBacking> worker(
       merger, memory.backing());
   Times times;
   bench::Copy copy(tokens * bench::token_bytes(*engine.geometry));

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/session/set_codec.hpp>
-#include <kvmeld/state/fragment_set.hpp>
+#include <kvmeld/replica/wire.hpp>
+#include <kvmeld/fragment_set.hpp>
 
 #include "paired.hpp"
 
@@ -109,14 +109,14 @@ void delta_sync(benchmark::State& state) {
     state.PauseTiming();
     FragmentSet x = a, y = b;
     state.ResumeTiming();
-    kvmeld::ByteWriter from_x, from_y;
-    write_context(from_x, x.context());
-    write_context(from_y, y.context());
-    kvmeld::ByteReader at_y(from_x.written()), at_x(from_y.written());
-    const auto to_x = encode_set(y.delta_since(kvmeld::read_context(at_y)));
-    const auto to_y = encode_set(x.delta_since(kvmeld::read_context(at_x)));
+    kvmeld::extend::ByteWriter from_x, from_y;
+    kvmeld::replica::write_context(from_x, x.context());
+    kvmeld::replica::write_context(from_y, y.context());
+    kvmeld::extend::ByteReader at_y(from_x.written()), at_x(from_y.written());
+    const auto to_x = kvmeld::replica::encode_set(y.delta_since(kvmeld::replica::read_context(at_y)));
+    const auto to_y = kvmeld::replica::encode_set(x.delta_since(kvmeld::replica::read_context(at_x)));
     bytes = from_x.size() + from_y.size() + to_x.size() + to_y.size();
-    if (!x.join(*kvmeld::decode_set(to_x)) || !y.join(*kvmeld::decode_set(to_y)) ||
+    if (!x.join(*kvmeld::replica::decode_set(to_x)) || !y.join(*kvmeld::replica::decode_set(to_y)) ||
         x.digest() != y.digest())
       std::abort();
   }

@@ -10,8 +10,7 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/transport/file_store.hpp>
-#include <kvmeld/transport/shared_memory_store.hpp>
+#include <kvmeld/stores/file.hpp>
 
 #include "caches.hpp"
 #include "paired.hpp"
@@ -19,8 +18,8 @@
 namespace {
 
 using kvmeld::BlobKey;
-using kvmeld::Durability;
-using kvmeld::FileStore;
+using kvmeld::stores::Durability;
+using kvmeld::stores::FileStore;
 
 BlobKey key(std::uint8_t number) {
   BlobKey key;
@@ -115,9 +114,9 @@ void handover(benchmark::State& state, std::int64_t bytes) {
 
 bool write_plain(const Place& place, std::span<const std::byte> bytes, Durability durability) {
   const int fd = ::open(place.plain().c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
-  bool ok = kvmeld::detail::write_at(fd, bytes, 0) == 0;
+  bool ok = kvmeld::stores::detail::write_at(fd, bytes, 0) == 0;
   if (durability != Durability::none) {
-    ok = ok && ::fsync(fd) == 0 && kvmeld::detail::sync_folder(AT_FDCWD, place.path()) == 0;
+    ok = ok && ::fsync(fd) == 0 && kvmeld::stores::detail::sync_folder(AT_FDCWD, place.path()) == 0;
   }
   ::close(fd);
   return ok;
@@ -163,9 +162,9 @@ void get(benchmark::State& state, Durability durability, std::int64_t bytes) {
   bench::paired(
       state, bytes, [&] { digest(place.store().get(key(1))->bytes()); }, bytes,
       [&] {
-        const kvmeld::detail::FileHandle file =
-            kvmeld::detail::open_file(AT_FDCWD, place.plain(), O_RDONLY);
-        (void)kvmeld::detail::read_at(file.get(), buffer, 0);
+        const kvmeld::stores::detail::FileHandle file =
+            kvmeld::stores::detail::open_file(AT_FDCWD, place.plain(), O_RDONLY);
+        (void)kvmeld::stores::detail::read_at(file.get(), buffer, 0);
         digest(buffer);
       });
 }

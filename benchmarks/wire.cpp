@@ -2,16 +2,14 @@
 
 #include <cmath>
 
-#include <kvmeld/codec/assembler.hpp>
-#include <kvmeld/codec/frame.hpp>
-#include <kvmeld/tensor/narrow_float.hpp>
+#include <kvmeld/replica/wire.hpp>
+#include <kvmeld/tensor.hpp>
 
 #if defined(KVMELD_BENCH_OPENSSL)
-#include <kvmeld/codec/hmac_sha256.hpp>
-#include <kvmeld/codec/sha256.hpp>
+#include <kvmeld/replica/openssl.hpp>
 #endif
 #if defined(KVMELD_BENCH_ZSTD)
-#include <kvmeld/codec/zstd.hpp>
+#include <kvmeld/replica/zstd.hpp>
 #endif
 
 #include "caches.hpp"
@@ -22,7 +20,7 @@ namespace {
 using kvmeld::ElementType;
 using Bytes = std::vector<std::byte>;
 
-constexpr auto chunk_bytes = static_cast<std::int64_t>(kvmeld::default_chunk_bytes);
+constexpr auto chunk_bytes = static_cast<std::int64_t>(kvmeld::replica::default_chunk_bytes);
 
 Bytes noise(std::size_t size) {
   Bytes bytes(size);
@@ -31,22 +29,22 @@ Bytes noise(std::size_t size) {
 }
 
 // The stored form against one copy; nothing could do with less.
-void encode_chunk(benchmark::State& state) {
-  const Bytes raw = noise(kvmeld::default_chunk_bytes);
+void kvmeld::replica::encode_chunk(benchmark::State& state) {
+  const Bytes raw = noise(kvmeld::replica::default_chunk_bytes);
   bench::Copy copy(chunk_bytes);
   bench::paired(
-      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::encode_chunk(raw)); }, chunk_bytes,
+      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::replica::encode_chunk(raw)); }, chunk_bytes,
       [&] { copy(); });
 }
 
 // Verified raw bytes against one copy and one hash.
 void decode_chunk(benchmark::State& state) {
-  const Bytes raw = noise(kvmeld::default_chunk_bytes);
-  const Bytes stored = kvmeld::encode_chunk(raw);
-  const kvmeld::BlobKey key = kvmeld::chunk_key(raw);
+  const Bytes raw = noise(kvmeld::replica::default_chunk_bytes);
+  const Bytes stored = kvmeld::replica::encode_chunk(raw);
+  const kvmeld::BlobKey key = kvmeld::replica::chunk_key(raw);
   bench::Copy copy(chunk_bytes);
   bench::paired(
-      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::decode_chunk(stored, key)); },
+      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::replica::decode_chunk(stored, key)); },
       chunk_bytes,
       [&] {
         copy();
@@ -56,11 +54,11 @@ void decode_chunk(benchmark::State& state) {
 
 // A frame against one copy and one hash of its body.
 void frame(benchmark::State& state) {
-  const Bytes body = noise(kvmeld::default_chunk_bytes);
+  const Bytes body = noise(kvmeld::replica::default_chunk_bytes);
   bench::Copy copy(chunk_bytes);
   const auto work = [&] {
-    const auto made = kvmeld::encode_frame(1, body);
-    benchmark::DoNotOptimize(kvmeld::decode_frame(*made));
+    const auto made = kvmeld::replica::encode_frame(1, body);
+    benchmark::DoNotOptimize(kvmeld::replica::decode_frame(*made));
   };
   bench::paired(state, chunk_bytes, work, chunk_bytes, [&] {
     copy();
@@ -75,13 +73,13 @@ void decode_manifest(benchmark::State& state) {
   kvmeld::HostCache cache(geometry, 64);
   bench::fill(cache.bytes(), 1);
   const auto fragment = kvmeld::seal(cache.kv_cache_ref());
-  const auto wire = kvmeld::encode_manifest(*fragment);
+  const auto wire = kvmeld::replica::encode_manifest(*fragment);
   const auto bytes = static_cast<std::int64_t>(wire->size());
   bench::paired(
-      state, bytes, [&] { benchmark::DoNotOptimize(kvmeld::decode_manifest(*wire, {}, geometry)); },
+      state, bytes, [&] { benchmark::DoNotOptimize(kvmeld::replica::decode_manifest(*wire, {}, geometry)); },
       bytes,
       [&] {
-        benchmark::DoNotOptimize(kvmeld::detail::fragment_id<kvmeld::Xxh3_128>(*fragment->body()));
+        benchmark::DoNotOptimize(kvmeld::extend::fragment_id<kvmeld::Xxh3_128>(*fragment->body()));
       });
 }
 
@@ -93,15 +91,15 @@ void assemble(benchmark::State& state) {
   bench::fill(cache.bytes(), 1);
   const auto fragment = kvmeld::seal(cache.kv_cache_ref());
   const kvmeld::Payload& payload = fragment->payloads()[0];
-  const auto manifest = kvmeld::make_manifest(*fragment);
-  const Bytes wire = kvmeld::encode_manifest(*manifest);
+  const auto manifest = kvmeld::replica::make_manifest(*fragment);
+  const Bytes wire = kvmeld::replica::encode_manifest(*manifest);
   std::vector<Bytes> stored;
   for (std::size_t c = 0; c < manifest->chunks[0].size(); ++c)
-    stored.push_back(kvmeld::encode_chunk(kvmeld::raw_chunk(payload, c)));
+    stored.push_back(kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(payload, c)));
   const auto bytes = static_cast<std::int64_t>(payload.byte_count);
   bench::Copy copy(bytes);
   const auto work = [&] {
-    kvmeld::Assembler assembler(*kvmeld::decode_manifest(wire, {}, geometry));
+    kvmeld::replica::Assembler assembler(*kvmeld::replica::decode_manifest(wire, {}, geometry));
     for (std::size_t c = 0; c < stored.size(); ++c)
       (void)assembler.add(manifest->chunks[0][c], stored[c]);
     benchmark::DoNotOptimize(assembler.finish());
@@ -116,9 +114,9 @@ void assemble(benchmark::State& state) {
 #if defined(KVMELD_BENCH_OPENSSL)
 // The baseline is OpenSSL's own one-call digest.
 void sha256(benchmark::State& state) {
-  const Bytes raw = noise(kvmeld::default_chunk_bytes);
+  const Bytes raw = noise(kvmeld::replica::default_chunk_bytes);
   bench::paired(
-      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::chunk_key<kvmeld::Sha256>(raw)); },
+      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::replica::chunk_key<kvmeld::replica::Sha256>(raw)); },
       chunk_bytes,
       [&] {
         unsigned char out[32];
@@ -133,8 +131,8 @@ void sha256(benchmark::State& state) {
 /// its own width.
 Bytes channels(ElementType type) {
   const std::size_t elements =
-      kvmeld::default_chunk_bytes / static_cast<std::size_t>(kvmeld::block_bytes(type));
-  Bytes out(kvmeld::default_chunk_bytes);
+      kvmeld::replica::default_chunk_bytes / static_cast<std::size_t>(kvmeld::block_bytes(type));
+  Bytes out(kvmeld::replica::default_chunk_bytes);
   std::uint64_t state = 1;
   const auto uniform = [&state] {
     state = state * 6364136223846793005ULL + 1442695040888963407ULL;
@@ -159,25 +157,25 @@ Bytes channels(ElementType type) {
 // makes of it.
 void compress(benchmark::State& state, ElementType type, bool back) {
   const Bytes raw = channels(type);
-  const kvmeld::ChunkForm form{type, 128};
-  const kvmeld::BlobKey key = kvmeld::chunk_key(raw);
-  const Bytes split = kvmeld::encode_chunk(raw, kvmeld::Zstd{}, form),
-              plain = kvmeld::encode_chunk(raw, kvmeld::Zstd{});
+  const kvmeld::replica::ChunkForm form{type, 128};
+  const kvmeld::BlobKey key = kvmeld::replica::chunk_key(raw);
+  const Bytes split = kvmeld::replica::encode_chunk(raw, kvmeld::replica::Zstd{}, form),
+              plain = kvmeld::replica::encode_chunk(raw, kvmeld::replica::Zstd{});
   if (back) {
     bench::paired(
         state, chunk_bytes,
         [&] {
-          benchmark::DoNotOptimize(kvmeld::decode_chunk(split, key, raw.size(), kvmeld::Zstd{}));
+          benchmark::DoNotOptimize(kvmeld::replica::decode_chunk(split, key, raw.size(), kvmeld::replica::Zstd{}));
         },
         chunk_bytes,
         [&] {
-          benchmark::DoNotOptimize(kvmeld::decode_chunk(plain, key, raw.size(), kvmeld::Zstd{}));
+          benchmark::DoNotOptimize(kvmeld::replica::decode_chunk(plain, key, raw.size(), kvmeld::replica::Zstd{}));
         });
   } else {
     bench::paired(
         state, chunk_bytes,
-        [&] { benchmark::DoNotOptimize(kvmeld::encode_chunk(raw, kvmeld::Zstd{}, form)); },
-        chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::encode_chunk(raw, kvmeld::Zstd{})); });
+        [&] { benchmark::DoNotOptimize(kvmeld::replica::encode_chunk(raw, kvmeld::replica::Zstd{}, form)); },
+        chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::replica::encode_chunk(raw, kvmeld::replica::Zstd{})); });
   }
   state.counters["shorter"] = static_cast<double>(raw.size()) / static_cast<double>(split.size());
   state.counters["shorter_alone"] =
@@ -187,7 +185,7 @@ void compress(benchmark::State& state, ElementType type, bool back) {
 
 const bool registered = [] {
   using bench::add;
-  add("codec/encode_chunk", encode_chunk);
+  add("codec/encode_chunk", kvmeld::replica::encode_chunk);
   add("codec/decode_chunk", decode_chunk);
   add("codec/frame", frame);
   add("codec/decode_manifest", decode_manifest);

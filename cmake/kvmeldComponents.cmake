@@ -80,7 +80,7 @@ macro(_kvmeld_component_llama)
   endif()
 endmacro()
 
-# SHA-256 ids and HMAC and Ed25519: codec/sha256.hpp, codec/hmac_sha256.hpp, codec/ed25519.hpp.
+# SHA-256 ids and HMAC and Ed25519: replica/openssl.hpp, replica/openssl.hpp, replica/openssl.hpp.
 macro(_kvmeld_component_openssl)
   find_package(OpenSSL 1.1.1 QUIET COMPONENTS Crypto)
   if(OpenSSL_FOUND)
@@ -92,7 +92,7 @@ macro(_kvmeld_component_openssl)
   endif()
 endmacro()
 
-# Compressed chunks: codec/zstd.hpp. Debian's package has no CMake files of its own.
+# Compressed chunks: replica/zstd.hpp. Debian's package has no CMake files of its own.
 macro(_kvmeld_component_zstd)
   find_path(kvmeld_zstd_include zstd.h)
   find_library(kvmeld_zstd_library zstd)
@@ -106,7 +106,7 @@ macro(_kvmeld_component_zstd)
   endif()
 endmacro()
 
-# Redis and Valkey: transport/redis_store.hpp, transport/redis_transport.hpp. Debian's package puts its library nowhere unusual.
+# Redis and Valkey: stores/redis.hpp, stores/redis.hpp. Debian's package puts its library nowhere unusual.
 macro(_kvmeld_component_redis)
   find_path(kvmeld_hiredis_include hiredis/hiredis.h)
   find_library(kvmeld_hiredis_library hiredis)
@@ -120,11 +120,11 @@ macro(_kvmeld_component_redis)
   endif()
 endmacro()
 
-# The coordinator: transport/grpc_server.hpp, transport/grpc_client.hpp. Its messages are generated from the installed coordinator.proto by the
+# The coordinator: coordinator/grpc_server.hpp, coordinator/grpc_client.hpp. Its messages are generated from the installed coordinator.proto by the
 # protoc at hand and built into a static library, since generated code fits only the protobuf that it was generated for.
 macro(_kvmeld_component_grpc)
   get_target_property(kvmeld_grpc_includes kvmeld::kvmeld INTERFACE_INCLUDE_DIRECTORIES)
-  find_path(kvmeld_grpc_proto_root kvmeld/transport/coordinator.proto NO_CACHE NO_DEFAULT_PATH
+  find_path(kvmeld_grpc_proto_root kvmeld/coordinator/coordinator.proto NO_CACHE NO_DEFAULT_PATH
     HINTS ${kvmeld_grpc_includes} "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/../include")
   find_program(kvmeld_protoc protoc)
   find_program(kvmeld_grpc_plugin grpc_cpp_plugin)
@@ -139,13 +139,13 @@ macro(_kvmeld_component_grpc)
     set(generated "${CMAKE_CURRENT_BINARY_DIR}/kvmeld_grpc")
     set(outputs "")
     foreach(kind IN ITEMS pb grpc.pb)
-      list(APPEND outputs "${generated}/kvmeld/transport/coordinator.${kind}.cc" "${generated}/kvmeld/transport/coordinator.${kind}.h")
+      list(APPEND outputs "${generated}/kvmeld/coordinator/coordinator.${kind}.cc" "${generated}/kvmeld/coordinator/coordinator.${kind}.h")
     endforeach()
     file(MAKE_DIRECTORY "${generated}")
     add_custom_command(OUTPUT ${outputs}
       COMMAND "${kvmeld_protoc}" "-I${kvmeld_grpc_proto_root}" "--cpp_out=${generated}" "--grpc_out=${generated}"
-        "--plugin=protoc-gen-grpc=${kvmeld_grpc_plugin}" kvmeld/transport/coordinator.proto
-      DEPENDS "${kvmeld_grpc_proto_root}/kvmeld/transport/coordinator.proto" VERBATIM)
+        "--plugin=protoc-gen-grpc=${kvmeld_grpc_plugin}" kvmeld/coordinator/coordinator.proto
+      DEPENDS "${kvmeld_grpc_proto_root}/kvmeld/coordinator/coordinator.proto" VERBATIM)
     add_library(kvmeld_grpc_messages STATIC EXCLUDE_FROM_ALL ${outputs})
     set_target_properties(kvmeld_grpc_messages PROPERTIES POSITION_INDEPENDENT_CODE ON)
     target_include_directories(kvmeld_grpc_messages SYSTEM PUBLIC "${generated}")
@@ -158,7 +158,7 @@ macro(_kvmeld_component_grpc)
   endif()
 endmacro()
 
-# MPI: transport/mpi_all_merge.hpp, over the C interface.
+# MPI: mpi/all_merge.hpp, over the C interface.
 macro(_kvmeld_component_mpi)
   set(MPI_CXX_SKIP_MPICXX TRUE)
   find_package(MPI 3.0 QUIET COMPONENTS CXX)
@@ -171,7 +171,7 @@ macro(_kvmeld_component_mpi)
   endif()
 endmacro()
 
-# Maps between models are fitted with Eigen: align/projection_fit.hpp. Its headers are as noisy as any, hence the system folder.
+# Maps between models are fitted with Eigen: fit/fit.hpp. Its headers are as noisy as any, hence the system folder.
 macro(_kvmeld_component_eigen)
   find_package(Eigen3 3.3 NO_MODULE QUIET)
   if(TARGET Eigen3::Eigen)
@@ -185,7 +185,7 @@ macro(_kvmeld_component_eigen)
   endif()
 endmacro()
 
-# Metrics over HTTP: metrics/http_endpoint.hpp. cpp-httplib is headers alone, or, as on Debian, built with options that its users must share.
+# Metrics over HTTP: metrics/http.hpp. cpp-httplib is headers alone, or, as on Debian, built with options that its users must share.
 macro(_kvmeld_component_http)
   find_package(httplib CONFIG QUIET)
   if(TARGET httplib::httplib)

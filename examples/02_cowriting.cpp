@@ -10,7 +10,7 @@
 #include "support/engine.hpp"
 #include "support/prompt.hpp"
 
-#include <kvmeld/engine/llama_cpp.hpp>
+#include <kvmeld/engine/llama.hpp>
 #include <kvmeld/kvmeld.hpp>
 
 #include <CLI/CLI.hpp>
@@ -102,7 +102,7 @@ kvmeld::Status merge(Engine& engine, const std::shared_ptr<const kvmeld::Geometr
                              .drop_first = static_cast<std::int64_t>(common.size()),
                              .context = {.prefix = prefix->id()}});
     if (!passage) return passage.error();
-    KVMELD_TRY(set.insert(*passage, Provenance{w, 0}));
+    KVMELD_TRY(set.insert(*passage, Dot{w, 0}));
   }
   const auto plan = kvmeld::plan(set, merger, {.geometry = *geometry});
   if (!plan) return plan.error();
@@ -181,9 +181,9 @@ kvmeld::Status write_story(Engine& engine, const std::shared_ptr<const kvmeld::G
       held.resize(length, pause[0]);
       const Status status =
           mode == "concat"
-              ? merge(engine, geometry, held, passages, merger(ByProvenance{}), length)
+              ? merge(engine, geometry, held, passages, merger(ByDot{}), length)
               : merge(engine, geometry, held, passages,
-                      merger(ByProvenance{}, Aligner{TokenMatch{.mode = MatchMode::index}},
+                      merger(ByDot{}, Aligner{TokenMatch{.mode = MatchMode::index}},
                              Fuser{WeightedMean{}}),
                       length);
       if (!status) return status;

@@ -4,9 +4,8 @@
 
 #include "support/note_agent.hpp"
 
-#include <kvmeld/session/replica.hpp>
-#include <kvmeld/transport/redis_store.hpp>
-#include <kvmeld/transport/redis_transport.hpp>
+#include <kvmeld/replica/replica.hpp>
+#include <kvmeld/stores/redis.hpp>
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -77,26 +76,26 @@ int fail(const kvmeld::Status& status) {
 }
 
 int run_agent(const Flags& flags) {
-  const auto self = static_cast<kvmeld::MemberId>(flags.agent);
+  const auto self = static_cast<kvmeld::replica::MemberId>(flags.agent);
   tell({{"state", "loading the model"}});
   auto opened = NoteAgent::open(flags.model, flags.threads);
   if (!opened) return fail(opened.error());
   NoteAgent& agent = **opened;
 
   auto store =
-      kvmeld::RedisStore::open({.server = {.unix_socket = flags.redis}, .name_space = "replicas"});
+      kvmeld::stores::RedisStore::open({.server = {.unix_socket = flags.redis}, .scope = "replicas"});
   if (!store) return fail(store.error());
-  auto transport = kvmeld::RedisTransport::open(
-      {.server = {.unix_socket = flags.redis}, .name_space = "replicas", .self = self});
+  auto transport = kvmeld::stores::RedisTransport::open(
+      {.server = {.unix_socket = flags.redis}, .scope = "replicas", .self = self});
   if (!transport) return fail(transport.error());
 
   const auto merger = kvmeld::merger();
-  kvmeld::Replica<kvmeld::RedisStore>::Options options{
-      .self = self, .epoch = kvmeld::fresh_epoch(), .merger = merger.digest()};
+  kvmeld::replica::Replica<kvmeld::stores::RedisStore>::Options options{
+      .self = self, .epoch = kvmeld::replica::fresh_epoch(), .merger = merger.digest()};
   options.shared_store = true;
   options.max_message_bytes = transport->max_message_bytes();
-  options.frame.name_space = kvmeld::frame_namespace("examples", agent.geometry()->model, "");
-  kvmeld::Replica replica(*store, options);
+  options.frame.scope = kvmeld::replica::frame_namespace("examples", agent.geometry()->model, "");
+  kvmeld::replica::Replica replica(*store, options);
   if (kvmeld::Status status = replica.open(); !status) return fail(status);
 
   // One step of the network: hear, tick, say. A lost message or a server that is away for a moment
@@ -109,7 +108,7 @@ int run_agent(const Flags& flags) {
       wait_ms = 0;
     }
     (void)replica.tick(now_ms());
-    for (const kvmeld::Outgoing& out : replica.take_outbox())
+    for (const kvmeld::replica::Outgoing& out : replica.take_outbox())
       (void)transport->send(out.to, out.bytes);
   };
 
@@ -133,7 +132,7 @@ int run_agent(const Flags& flags) {
       tell({{"state", "reads part " + std::to_string(part + 1)}});
       auto fragment = agent.read(sentences);
       if (!fragment) return fail(fragment.error());
-      kvmeld::Result<kvmeld::Provenance> inserted = replica.insert(*fragment);
+      kvmeld::Result<kvmeld::Dot> inserted = replica.insert(*fragment);
       for (int tries = 0; !inserted && tries < 100; ++tries) {  // a server that is away comes back
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         inserted = replica.insert(*fragment);

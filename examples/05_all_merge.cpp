@@ -4,7 +4,7 @@
 
 #include "support/note_agent.hpp"
 
-#include <kvmeld/transport/mpi_all_merge.hpp>
+#include <kvmeld/mpi/all_merge.hpp>
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -52,7 +52,7 @@ kvmeld::Result<json> take_part(const Flags& flags, const Job& job) {
     say("every rank reads its notes");
     const auto fragment = (*agent)->read(facts.notes[static_cast<std::size_t>(job.rank)]);
     status = fragment ? set.insert(*fragment,
-                                   kvmeld::Provenance{static_cast<std::uint64_t>(job.rank), 0, 1})
+                                   kvmeld::Dot{static_cast<std::uint64_t>(job.rank), 0, 1})
                       : fragment.error();
   }
   // A rank that failed must not leave the others waiting in the merge.
@@ -65,7 +65,7 @@ kvmeld::Result<json> take_part(const Flags& flags, const Job& job) {
 
   say("merge");
   const Stopwatch merging;
-  const auto report = kvmeld::all_merge(MPI_COMM_WORLD, set, merger.digest());
+  const auto report = kvmeld::mpi::all_merge(MPI_COMM_WORLD, set, merger.digest());
   if (!report) return report.error();
   const double wait_ms = merging.milliseconds();
   say("every rank answers");

@@ -7,11 +7,10 @@
 
 #include "support/note_agent.hpp"
 
-#include <kvmeld/codec/hmac_sha256.hpp>
-#include <kvmeld/transport/file_store.hpp>
-#include <kvmeld/transport/grpc_client.hpp>
-#include <kvmeld/transport/grpc_parcel.hpp>
-#include <kvmeld/transport/grpc_server.hpp>
+#include <kvmeld/replica/openssl.hpp>
+#include <kvmeld/stores/file.hpp>
+#include <kvmeld/coordinator/grpc_client.hpp>
+#include <kvmeld/coordinator/grpc_server.hpp>
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -34,7 +33,7 @@ namespace {
 
 using namespace example;
 using nlohmann::json;
-using Auth = kvmeld::HmacSha256;
+using Auth = kvmeld::replica::HmacSha256;
 
 struct Flags {
   std::string model;
@@ -46,7 +45,7 @@ struct Flags {
   bool kill = true;
 };
 
-constexpr kvmeld::MemberId cpp_member = 1, python_member = 2, coordinator_member = 100;
+constexpr kvmeld::replica::MemberId cpp_member = 1, python_member = 2, coordinator_member = 100;
 constexpr std::uint64_t session = 1, round_number = 1;
 constexpr const char* secret = "a secret that only this session's members know";
 constexpr std::int64_t patience_ms = 300'000;
@@ -96,8 +95,8 @@ class Folder {
   std::string path_;
 };
 
-kvmeld::FrameOptions<Auth> frame(const Flags& flags) {
-  return {kvmeld::frame_namespace("examples",
+kvmeld::replica::FrameOptions<Auth> frame(const Flags& flags) {
+  return {kvmeld::replica::frame_namespace("examples",
                                   std::filesystem::path(flags.model).filename().string(), ""),
           std::size_t{1} << 26, Auth(std::string_view(secret))};
 }
@@ -108,15 +107,15 @@ FactSet facts(const Flags& flags) {
 // ---- processes; each returns what went wrong
 
 kvmeld::Status serve(const Flags& flags, const Folder& folder, const std::string& port) {
-  auto store = kvmeld::FileStore::open(folder / "store");
+  auto store = kvmeld::stores::FileStore::open(folder / "store");
   if (!store) return store.error();
-  kvmeld::CoordinatorOptions<Auth> options{.replica = {.self = coordinator_member,
-                                                       .epoch = kvmeld::fresh_epoch(),
+  kvmeld::coordinator::CoordinatorOptions<Auth> options{.replica = {.self = coordinator_member,
+                                                       .epoch = kvmeld::replica::fresh_epoch(),
                                                        .frame = frame(flags),
                                                        .merger = kvmeld::merger().digest()}};
   options.members = {cpp_member, python_member};
   options.soft_ms = patience_ms;
-  kvmeld::CoordinatorServer<kvmeld::FileStore, Auth> server(*store, options);
+  kvmeld::coordinator::CoordinatorServer<kvmeld::stores::FileStore, Auth> server(*store, options);
   if (kvmeld::Status status = server.start(
           "127.0.0.1:" + port,
           {.certificate = folder.read("certificate"), .private_key = folder.read("key")});
@@ -127,33 +126,33 @@ kvmeld::Status serve(const Flags& flags, const Folder& folder, const std::string
   while (true) ::pause();
 }
 
-kvmeld::CoordinatorClient<Auth> client(const Flags& flags, const Folder& folder,
-                                       kvmeld::MemberId self) {
-  kvmeld::CoordinatorClientOptions<Auth> options;
+kvmeld::coordinator::CoordinatorClient<Auth> client(const Flags& flags, const Folder& folder,
+                                       kvmeld::replica::MemberId self) {
+  kvmeld::coordinator::CoordinatorClientOptions<Auth> options;
   options.self = self;
   options.frame = frame(flags);
   options.tls.root_certificates = folder.read("certificate");
   options.timeout_ms = patience_ms;
-  return kvmeld::CoordinatorClient<Auth>("127.0.0.1:" + folder.read("port"), options);
+  return kvmeld::coordinator::CoordinatorClient<Auth>("127.0.0.1:" + folder.read("port"), options);
 }
 
 kvmeld::Result<kvmeld::FragmentSet> read_notes(NoteAgent& agent,
                                                const std::vector<std::string>& notes,
-                                               kvmeld::MemberId self) {
+                                               kvmeld::replica::MemberId self) {
   kvmeld::FragmentSet set;
-  if (kvmeld::Status status = set.insert(agent.prefix(), kvmeld::Provenance{self, 0, 1}); !status)
+  if (kvmeld::Status status = set.insert(agent.prefix(), kvmeld::Dot{self, 0, 1}); !status)
     return status;
   const auto fragment = agent.read(notes);
   if (!fragment) return fragment.error();
-  if (kvmeld::Status status = set.insert(*fragment, kvmeld::Provenance{self, 1, 1}); !status)
+  if (kvmeld::Status status = set.insert(*fragment, kvmeld::Dot{self, 1, 1}); !status)
     return status;
   return set;
 }
 
 /// Renders a round's cut with the payloads of a set, asks all questions, and adds to a report.
-kvmeld::Status answer(NoteAgent& agent, const kvmeld::MergedCut& cut,
+kvmeld::Status answer(NoteAgent& agent, const kvmeld::coordinator::MergedCut& cut,
                       const kvmeld::FragmentSet& set, const FactSet& known, json& report) {
-  const auto rendered = kvmeld::restrict_to(
+  const auto rendered = kvmeld::replica::restrict_to(
       {session, cut.round, coordinator_member, cut.version.merger, cut.set}, set);
   if (!rendered) return rendered.error();
   const auto taken = agent.take(*rendered, kvmeld::merger());
@@ -207,7 +206,7 @@ kvmeld::Status python_engine(const Flags& flags, const Folder& folder) {
   const FactSet known = facts(flags);
   auto set = read_notes(**opened, known.notes[1], python_member);
   if (!set) return set.error();
-  const auto parcel = kvmeld::make_parcel<>(*set);
+  const auto parcel = kvmeld::coordinator::make_parcel<>(*set);
   if (!parcel) return parcel.error();
   if (!folder.write("parcel", *parcel))
     return {kvmeld::ErrorCode::store_full,
@@ -245,7 +244,7 @@ pid_t start(const Folder& folder, const char* name, const std::function<kvmeld::
 
 std::string digits(const kvmeld::Digest128& digest) {
   std::string out;
-  for (const char c : kvmeld::detail::namespace_bytes(digest)) {
+  for (const char c : kvmeld::coordinator::detail::namespace_bytes(digest)) {
     char two[3];
     (void)std::snprintf(two, sizeof two, "%02x",
                         static_cast<unsigned>(static_cast<unsigned char>(c)));
@@ -261,7 +260,7 @@ kvmeld::Status run_python(const Flags& flags, const Folder& folder) {
                                        "--address",
                                        "127.0.0.1:" + folder.read("port"),
                                        "--namespace",
-                                       digits(frame(flags).name_space),
+                                       digits(frame(flags).scope),
                                        "--member",
                                        std::to_string(python_member),
                                        "--root-certificates",

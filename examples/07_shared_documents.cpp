@@ -1,5 +1,5 @@
 // Five agents with different instructions read the same documents: each reads them anew, or takes
-// what is known of them and turns it to its place, or corrects that by what its instructions did to
+// what is known of them and rotates it to its place, or corrects that by what its instructions did to
 // documents seen before.
 //
 // Compares these ways on one model, over documents of one template and of free text, with few
@@ -144,8 +144,8 @@ constexpr std::array<Mode, 3> blends{{{"blended", true, false, false},
 /// A document with what is known of it alone.
 struct Known {
   Document document;
-  kvmeld::Anchor anchor;  // without offsets
-  kvmeld::AnchorSpace space;
+  kvmeld::anchors::Anchor anchor;  // without offsets
+  kvmeld::anchors::AnchorSpace space;
   double base_ms = 0;
 };
 
@@ -226,7 +226,7 @@ class Study {
     const double token_temperature =
         flags_.temperature > 0 ? flags_.temperature : token_spread(seen);
 
-    std::vector<std::vector<kvmeld::ContextOffset>> offsets(most);  // (document, agent)
+    std::vector<std::vector<kvmeld::anchors::ContextOffset>> offsets(most);  // (document, agent)
     Series read_ms, measure_ms;
     for (std::size_t i = 0; i < most; ++i)
       for (std::size_t agent = 0; agent < agents; ++agent) {
@@ -239,7 +239,7 @@ class Study {
     struct Load {
       std::string name;
       std::size_t anchors = 0;
-      kvmeld::ReuseRule rule;
+      kvmeld::anchors::ReuseRule rule;
       std::unique_ptr<Pool> pool;
       Series distances;  // between its documents
       std::array<Row, blends.size()> rows;
@@ -248,20 +248,20 @@ class Study {
     for (std::size_t l = 0; l < loads.size(); ++l) {
       Load& load = loads[l];
       const std::size_t budget = flags_.budget_mib << 20;
-      const kvmeld::AnchorPreset preset =
-          l == 0 ? kvmeld::presets::light(budget) : kvmeld::presets::heavy(budget);
+      const kvmeld::anchors::AnchorPreset preset =
+          l == 0 ? kvmeld::anchors::presets::light(budget) : kvmeld::anchors::presets::heavy(budget);
       load.name = l == 0 ? "light" : "heavy";
       load.anchors = flags_.anchors[l];
       load.rule = preset.rule;
       load.rule.gamma = flags_.gamma;
       load.rule.min_anchors = static_cast<std::int32_t>(load.anchors);
       load.pool =
-          std::make_unique<Pool>(space_, preset.capacity, kvmeld::EmbeddingHash{}, preset.eviction);
+          std::make_unique<Pool>(space_, preset.capacity, kvmeld::anchors::EmbeddingHash{}, preset.eviction);
       for (std::size_t m = 0; m < blends.size(); ++m)
         load.rows[m] = row(blends[m].name, load.name, text, load.anchors);
       for (std::size_t i = 0; i < load.anchors; ++i)
         for (std::size_t agent = 0; agent < agents; ++agent) {
-          const kvmeld::AnchorLookup found = look_up(*load.pool, load.rule, seen[i], agent);
+          const kvmeld::anchors::AnchorLookup found = look_up(*load.pool, load.rule, seen[i], agent);
           for (Row& r : load.rows) count(r, found);
           if (kvmeld::Status status = commit(*load.pool, seen[i].anchor, offsets[i][agent]);
               !status)
@@ -270,7 +270,7 @@ class Study {
       // A pool is filled first; from then on a part of its anchors is enough, since some are
       // shorter than the document.
       load.rule.min_anchors = static_cast<std::int32_t>(std::max<std::size_t>(1, load.anchors / 4));
-      load.distances.values = kvmeld::anchor_distances(load.pool->snapshot()->table);
+      load.distances.values = kvmeld::anchors::anchor_distances(load.pool->snapshot()->table);
       load.rule.temperature = flags_.temperature > 0          ? flags_.temperature
                               : load.distances.values.empty() ? 1
                                                               : load.distances.mean();
@@ -292,17 +292,17 @@ class Study {
         progress(text + ": full prefill");
 
         ++rotated.requests, ++rotated.reused;
-        const auto turned = [&](llama_pos at) {
+        const auto rotated = [&](llama_pos at) {
           return std::vector{rotated_part(known.anchor.base, at)};
         };
-        if (kvmeld::Status status = reuse(rotated, {}, turned, agent, asks, false, *reference);
+        if (kvmeld::Status status = reuse(rotated, {}, rotated, agent, asks, false, *reference);
             !status)
           return status;
         progress(text + ": rotated reuse");
 
         for (Load& load : loads) {
           const Stopwatch watch;
-          const kvmeld::AnchorLookup found = look_up(*load.pool, load.rule, known, agent);
+          const kvmeld::anchors::AnchorLookup found = look_up(*load.pool, load.rule, known, agent);
           const double look_up_ms = watch.milliseconds();
           for (std::size_t m = 0; m < blends.size(); ++m) {
             Row& r = load.rows[m];
@@ -316,7 +316,7 @@ class Study {
             }
             Times times{.look_up = look_up_ms};
             const auto parts = [&](llama_pos at) {
-              std::vector<kvmeld::ReusePart> out;
+              std::vector<kvmeld::anchors::ReusePart> out;
               out.push_back(blended_part(known.anchor.base, at, found, place_of(agent, 0)));
               if (blends[m].by_token) weigh_by_token(out[0], found, token_temperature);
               if (blends[m].following) {
@@ -341,10 +341,10 @@ class Study {
     Json figures{{"temperature_by_token", token_temperature}};
     for (Load& load : loads) {
       // what the default of γ says of the same requests, at the temperature that goes with it
-      kvmeld::ReuseRule strict = load.rule;
-      strict.gamma = kvmeld::ReuseRule{}.gamma;
+      kvmeld::anchors::ReuseRule strict = load.rule;
+      strict.gamma = kvmeld::anchors::ReuseRule{}.gamma;
       strict.temperature =
-          kvmeld::spread_temperature(load.distances.values, strict.gamma, load.anchors);
+          kvmeld::anchors::spread_temperature(load.distances.values, strict.gamma, load.anchors);
       std::map<std::string, std::size_t> at_default_gamma;
       for (const Known& known : held_out)
         for (std::size_t agent = 0; agent < agents; ++agent)
@@ -405,10 +405,10 @@ class Study {
     anchored_.start(0);
     const auto sealed = anchored_.encode(middle_);
     if (!sealed) return sealed.error();
-    return kvmeld::unrotated(*sealed);
+    return kvmeld::anchors::unrotated(*sealed);
   }
 
-  kvmeld::Result<kvmeld::ContextOffset> measure(const Known& known, std::size_t agent,
+  kvmeld::Result<kvmeld::anchors::ContextOffset> measure(const Known& known, std::size_t agent,
                                                 Series& read_ms, Series& measure_ms) {
     anchored_.start(agent + 1);
     Stopwatch watch;
@@ -426,21 +426,21 @@ class Study {
     measure_ms.values.back() += watch.milliseconds();
     return offset;
   }
-  kvmeld::Result<kvmeld::ContextOffset> offset_of(const Known& known, std::size_t agent,
+  kvmeld::Result<kvmeld::anchors::ContextOffset> offset_of(const Known& known, std::size_t agent,
                                                   const kvmeld::Fragment& real,
                                                   const kvmeld::Fragment& following) {
-    auto segment = kvmeld::measure_offset(real, known.anchor.base);
+    auto segment = kvmeld::anchors::measure_offset(real, known.anchor.base);
     if (!segment) return segment.error();
-    auto behind = kvmeld::measure_offset(following, following_);
+    auto behind = kvmeld::anchors::measure_offset(following, following_);
     if (!behind) return behind.error();
-    return kvmeld::ContextOffset{place_of(agent, 0), *std::move(segment), *std::move(behind)};
+    return kvmeld::anchors::ContextOffset{place_of(agent, 0), *std::move(segment), *std::move(behind)};
   }
-  static kvmeld::Status commit(Pool& pool, const kvmeld::Anchor& anchor,
-                               const kvmeld::ContextOffset& offset) {
+  static kvmeld::Status commit(Pool& pool, const kvmeld::anchors::Anchor& anchor,
+                               const kvmeld::anchors::ContextOffset& offset) {
     auto done = pool.commit(anchor.id, offset);
     if (!done && done.error().code() == kvmeld::ErrorCode::not_found) {
-      kvmeld::Anchor first = anchor;
-      if (auto added = kvmeld::add_offset(first, offset); !added) return added.error();
+      kvmeld::anchors::Anchor first = anchor;
+      if (auto added = kvmeld::anchors::add_offset(first, offset); !added) return added.error();
       done = pool.commit(first);
     }
     return done ? kvmeld::Status() : done.error();
@@ -452,11 +452,11 @@ class Study {
     return commit(pool, known.anchor, *offset);
   }
 
-  [[nodiscard]] kvmeld::AnchorLookup look_up(const Pool& pool, const kvmeld::ReuseRule& rule,
+  [[nodiscard]] kvmeld::anchors::AnchorLookup look_up(const Pool& pool, const kvmeld::anchors::ReuseRule& rule,
                                              const Known& known, std::size_t agent,
                                              std::size_t slot = 0) const {
     const std::vector<float>& vector = known.anchor.vector;
-    kvmeld::AnchorQuery query{.space = &known.space,
+    kvmeld::anchors::AnchorQuery query{.space = &known.space,
                               .signature = {known.anchor.base.tokens(), vector},
                               .vector = vector,
                               .context = place_of(agent, slot),
@@ -468,7 +468,7 @@ class Study {
     query.request.cost = meter_.cost(query.request.tokens);
     return pool.look_up(rule, query);
   }
-  static void count(Row& row, const kvmeld::AnchorLookup& found) {
+  static void count(Row& row, const kvmeld::anchors::AnchorLookup& found) {
     ++row.requests;
     row.reused += found.decision.reuses() ? 1U : 0U;
     ++row.reasons[std::string(to_string(found.decision.reason))];
@@ -522,7 +522,7 @@ class Study {
     anchored_.start(agent + 1);
     const llama_pos at = anchored_.length();
     const Stopwatch watch;
-    const std::vector<kvmeld::ReusePart> made = parts(at);
+    const std::vector<kvmeld::anchors::ReusePart> made = parts(at);
     times.weigh = watch.milliseconds();
     if (kvmeld::Status status = anchored_.place(made, &times.blend); !status) return status;
     const std::vector<Answer> answers =
@@ -573,7 +573,7 @@ class Study {
                                b = value_rows(seen[i - 1].anchor.base, 1);
       const std::size_t channels = seen[i].anchor.vector.size();
       for (std::size_t t = 0; (t + 1) * channels <= std::min(a.size(), b.size()); ++t)
-        distances.add(kvmeld::l2_distance(std::span(a).subspan(t * channels, channels),
+        distances.add(kvmeld::anchors::l2_distance(std::span(a).subspan(t * channels, channels),
                                           std::span(b).subspan(t * channels, channels)));
     }
     return distances.values.empty() ? 1 : distances.mean();
@@ -600,10 +600,10 @@ class Study {
       if (!again) return again.error();
       if (!misplaced) return misplaced.error();
       noise.add(relative_error(references[agent].real, *again, 0, 1).value);
-      const auto offset = kvmeld::measure_offset(references[agent].real, known.anchor.base,
+      const auto offset = kvmeld::anchors::measure_offset(references[agent].real, known.anchor.base,
                                                  {.context_free_layers = 0});
       const auto wrong_offset =
-          kvmeld::measure_offset(*misplaced, known.anchor.base, {.context_free_layers = 0});
+          kvmeld::anchors::measure_offset(*misplaced, known.anchor.base, {.context_free_layers = 0});
       if (!offset) return offset.error();
       if (!wrong_offset) return wrong_offset.error();
       const RelativeError size = norms(known.anchor.base), off = norms(*offset);
@@ -672,23 +672,23 @@ class Study {
       if (!real) return real.error();
       if (d == 0) continue;  // measured before
       for (const Bases& bases : kinds) {
-        auto segment = kvmeld::measure_offset(*real, bases.before[d].anchor.base);
+        auto segment = kvmeld::anchors::measure_offset(*real, bases.before[d].anchor.base);
         if (!segment) return segment.error();
-        kvmeld::ContextOffset offset{place_of(agent, d), *std::move(segment), {}};
+        kvmeld::anchors::ContextOffset offset{place_of(agent, d), *std::move(segment), {}};
         if (kvmeld::Status status = commit(*bases.pool, bases.before[d].anchor, offset); !status)
           return status;
       }
     }
     const auto following = anchored_.encode(middle_);
     if (!following) return following.error();
-    auto behind = kvmeld::measure_offset(*following, following_);
+    auto behind = kvmeld::anchors::measure_offset(*following, following_);
     if (!behind) return behind.error();
     following_long_[agent] = *std::move(behind);
     return {};
   }
 
   kvmeld::Status long_prompt(std::vector<Known> seen, std::vector<Known> held_out, Pool& pool,
-                             const kvmeld::ReuseRule& rule, double token_temperature) {
+                             const kvmeld::anchors::ReuseRule& rule, double token_temperature) {
     std::size_t next = seen.size() + held_out.size();
     auto before = gather(std::move(seen), next);
     if (!before) return before.error();
@@ -697,8 +697,8 @@ class Study {
     auto led_before = led(*before), led_all = led(*all);
     if (!led_before) return led_before.error();
     if (!led_all) return led_all.error();
-    const kvmeld::AnchorPreset preset = kvmeld::presets::heavy(flags_.budget_mib << 20);
-    Pool led_pool(anchored_.space(led_bases), preset.capacity, kvmeld::EmbeddingHash{},
+    const kvmeld::anchors::AnchorPreset preset = kvmeld::anchors::presets::heavy(flags_.budget_mib << 20);
+    Pool led_pool(anchored_.space(led_bases), preset.capacity, kvmeld::anchors::EmbeddingHash{},
                   preset.eviction);
     const std::array<Bases, 2> kinds{
         {{"", *std::move(before), *std::move(all), &pool},
@@ -713,7 +713,7 @@ class Study {
     }
 
     Row full = row("full_prefill", "long", "structured", 0);
-    std::vector<Row> rows;  // for each kind: turned, then the blends
+    std::vector<Row> rows;  // for each kind: rotated, then the blends
     for (const Bases& bases : kinds) {
       rows.push_back(row("rotated_reuse", "long", "structured", 0));
       for (const Mode& blend : blends)
@@ -762,13 +762,13 @@ class Study {
                          {"blends", ratios}};
     return {};
   }
-  /// One prompt of many documents, from bases of one kind: turned, then blended in each mode.
+  /// One prompt of many documents, from bases of one kind: rotated, then blended in each mode.
   /// `pool` has the anchors of what stands first.
   kvmeld::Status long_request(const Bases& bases, std::size_t agent, const std::vector<Ask>& asks,
-                              const kvmeld::ReuseRule& rule, const Pool& pool,
+                              const kvmeld::anchors::ReuseRule& rule, const Pool& pool,
                               double token_temperature, const Reference& reference, Row* rows) {
     const auto placed = [&](llama_pos at, auto&& part) {
-      std::vector<kvmeld::ReusePart> out;
+      std::vector<kvmeld::anchors::ReusePart> out;
       for (std::size_t d = 0; d < bases.all.size(); ++d) {
         out.push_back(part(d, at));
         at += static_cast<llama_pos>(bases.all[d].document.tokens.size());
@@ -776,34 +776,34 @@ class Study {
       return out;
     };
     ++rows[0].requests, ++rows[0].reused;
-    const auto turned = [&](llama_pos at) {
+    const auto rotated = [&](llama_pos at) {
       return placed(at, [&](std::size_t d, llama_pos where) {
         return rotated_part(bases.all[d].anchor.base, where);
       });
     };
-    if (kvmeld::Status status = reuse(rows[0], {}, turned, agent, asks, false, reference); !status)
+    if (kvmeld::Status status = reuse(rows[0], {}, rotated, agent, asks, false, reference); !status)
       return status;
     for (std::size_t m = 0; m < blends.size(); ++m) {
       Row& r = rows[1 + m];
       const Stopwatch watch;
-      std::vector<kvmeld::AnchorLookup> found;
+      std::vector<kvmeld::anchors::AnchorLookup> found;
       for (std::size_t d = 0; d < bases.all.size(); ++d)
         found.push_back(look_up(d == 0 ? pool : *bases.pool, rule, bases.all[d], agent, d));
       const Times times{.look_up = watch.milliseconds()};
-      for (const kvmeld::AnchorLookup& one : found) count(r, one);
+      for (const kvmeld::anchors::AnchorLookup& one : found) count(r, one);
       // the row says why
       if (std::any_of(found.begin(), found.end(),
-                      [](const kvmeld::AnchorLookup& one) { return !one.decision.reuses(); }))
+                      [](const kvmeld::anchors::AnchorLookup& one) { return !one.decision.reuses(); }))
         continue;
       const auto parts = [&](llama_pos at) {
         auto out = placed(at, [&](std::size_t d, llama_pos where) {
-          kvmeld::ReusePart part =
+          kvmeld::anchors::ReusePart part =
               blended_part(bases.all[d].anchor.base, where, found[d], place_of(agent, d));
           if (blends[m].by_token) weigh_by_token(part, found[d], token_temperature);
           return part;
         });
         if (blends[m].following) {  // measured once behind a prompt like this one
-          kvmeld::ReusePart behind{
+          kvmeld::anchors::ReusePart behind{
               .base = following_,
               .position = at + static_cast<llama_pos>(reference.real.token_count())};
           behind.offsets.push_back(
@@ -867,8 +867,8 @@ class Study {
   Anchored& anchored_;
   Frame frame_;
   Tokens middle_;
-  kvmeld::AnchorSpace space_;
-  kvmeld::ReuseMeter meter_;  // what blending and prefilling cost here, for decisions
+  kvmeld::anchors::AnchorSpace space_;
+  kvmeld::anchors::ReuseMeter meter_;  // what blending and prefilling cost here, for decisions
   kvmeld::Fragment following_;
   std::array<kvmeld::Fragment, agents> following_long_;
   std::vector<Row> rows_;

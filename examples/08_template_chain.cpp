@@ -2,7 +2,7 @@
 // and quote each other: each one's prompt is a template whose slots are filled, in turn, with the
 // document, the question and what the others said.
 //
-// Compares reading every prompt anew with placing what is known of its pieces: turned to their
+// Compares reading every prompt anew with placing what is known of its pieces: rotated to their
 // places alone, or corrected, the pieces and the template's text behind them, by what the same
 // slots did to other pieces before. The anchors are made on the way, from nothing. Writes
 // build/template_chain.json. docs/quality.md has the table.
@@ -15,7 +15,7 @@
 #include "support/question_prompt.hpp"
 #include "support/series.hpp"
 
-#include <kvmeld/anchor/prompt_fill.hpp>
+#include <kvmeld/anchors/prompt.hpp>
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -35,7 +35,7 @@ namespace {
 
 using namespace example;
 using Json = nlohmann::ordered_json;
-using kvmeld::PromptRun;
+using kvmeld::anchors::PromptRun;
 
 struct Flags {
   std::string model;
@@ -215,7 +215,7 @@ class Chain {
     if (auto added = anchored_.add_prefix(std::move(base)); !added) return added.error();
     space_ = anchored_.space();
     for (const Role& role : roles) {
-      auto parsed = kvmeld::PromptTemplate::parse(role.text, tokenizer);
+      auto parsed = kvmeld::anchors::PromptTemplate::parse(role.text, tokenizer);
       if (!parsed) return parsed.error();
       Tokens prefix = head_;
       append(prefix, parsed->text_tokens()[0]);
@@ -235,7 +235,7 @@ class Chain {
 
  private:
   struct Base {
-    kvmeld::Anchor anchor;
+    kvmeld::anchors::Anchor anchor;
     double ms = 0;
   };
 
@@ -245,13 +245,13 @@ class Chain {
   kvmeld::Status stream(const std::string& text, const std::string& load, const T& tokenizer) {
     const bool heavy = load == "heavy";
     const std::size_t budget = flags_.budget_mib << 20;
-    const kvmeld::AnchorPreset preset =
-        heavy ? kvmeld::presets::heavy(budget) : kvmeld::presets::light(budget);
+    const kvmeld::anchors::AnchorPreset preset =
+        heavy ? kvmeld::anchors::presets::heavy(budget) : kvmeld::anchors::presets::light(budget);
     rule_ = preset.rule;
     rule_.gamma = flags_.gamma;
     rule_.min_anchors = flags_.min_anchors;
     pool_ =
-        std::make_unique<Pool>(space_, preset.capacity, kvmeld::EmbeddingHash{}, preset.eviction);
+        std::make_unique<Pool>(space_, preset.capacity, kvmeld::anchors::EmbeddingHash{}, preset.eviction);
     bases_.clear();
     std::array<Row, 3> rows;
     for (std::size_t m = 0; m < rows.size(); ++m) {
@@ -263,7 +263,7 @@ class Chain {
     for (std::size_t d = 0; d < flags_.documents; ++d)
       notes.push_back(make_notes(engine_, text == "structured", flags_.seed, d, flags_.facts));
     if (kvmeld::Status status = choose_temperature(notes); !status) return status;
-    std::vector<kvmeld::SlotHistory> said;  // by each role, over all chains
+    std::vector<kvmeld::anchors::PlaceholderHistory> said;  // by each role, over all chains
     // nothing before the first task
     for (const Role& role : roles) said.push_back({role.name, {{}}});
     for (std::size_t round = 0; round < (heavy ? flags_.questions : 1); ++round)
@@ -318,7 +318,7 @@ class Chain {
       auto base = base_of(engine_.tokens(one.text));
       if (!base) return base.error();
       for (const Base* other : bases)
-        apart.add(kvmeld::l2_distance((*base)->anchor.vector, other->anchor.vector));
+        apart.add(kvmeld::anchors::l2_distance((*base)->anchor.vector, other->anchor.vector));
       bases.push_back(*base);
     }
     rule_.temperature = apart.mean() / 4;
@@ -326,24 +326,24 @@ class Chain {
   }
 
   template <class T>
-  kvmeld::Status chain(const Notes& notes, std::size_t fact, std::vector<kvmeld::SlotHistory>& said,
+  kvmeld::Status chain(const Notes& notes, std::size_t fact, std::vector<kvmeld::anchors::PlaceholderHistory>& said,
                        std::array<Row, 3>& rows, const T& tokenizer) {
     const Fact& asked = notes.facts[fact];
-    const std::vector<kvmeld::SlotHistory> given{
+    const std::vector<kvmeld::anchors::PlaceholderHistory> given{
         {"document", {{notes.text, {}}}},
         {"question", {{" Where is the " + asked.colour + " " + asked.thing + "?", {}}}}};
     std::string owner;
     for (std::size_t role = 0; role < roles.size(); ++role) {
-      std::vector<kvmeld::SlotHistory> values;
+      std::vector<kvmeld::anchors::PlaceholderHistory> values;
       for (const auto* histories : {&given, &std::as_const(said)})
-        for (const kvmeld::SlotHistory& one : *histories) {
+        for (const kvmeld::anchors::PlaceholderHistory& one : *histories) {
           const auto slots = templates_[role].slots();
           if (std::any_of(slots.begin(), slots.end(),
-                          [&](const kvmeld::PromptSlot& s) { return s.name == one.name; }))
+                          [&](const kvmeld::anchors::PromptPlaceholder& s) { return s.name == one.name; }))
             values.push_back(one);
         }
       const auto prompt =
-          kvmeld::fill_slots(templates_[role], values, tokenizer,
+          kvmeld::anchors::fill_placeholders(templates_[role], values, tokenizer,
                              {.first_position = static_cast<std::int64_t>(head_.size()),
                               .trained_context = llama_model_n_ctx_train(engine_.model()),
                               .before = {.prefix = {}, .lead_in = kvmeld::lead_in_digest(head_)},
@@ -360,7 +360,7 @@ class Chain {
   }
 
   /// Puts one prompt into the engine in every mode, and asks. `answer` is what full prefill gave.
-  kvmeld::Status one_prompt(std::size_t role, const kvmeld::FilledPrompt& prompt, const Ask& asked,
+  kvmeld::Status one_prompt(std::size_t role, const kvmeld::anchors::FilledPrompt& prompt, const Ask& asked,
                             std::array<Row, 3>& rows, Answer& answer) {
     std::vector<const PromptRun*> runs;  // behind text 0, which is kept
     for (const PromptRun& run : prompt.runs)
@@ -401,7 +401,7 @@ class Chain {
     const auto real = anchored_.taken(behind);
     if (!real) return real.error();
 
-    std::vector<kvmeld::AnchorLookup> found(runs.size());
+    std::vector<kvmeld::anchors::AnchorLookup> found(runs.size());
     // by `blended`, which comes first, so that the other counts the same runs
     std::vector<bool> corrected(runs.size());
     for (const Mode mode : {blended, rotated_reuse}) {
@@ -431,17 +431,17 @@ class Chain {
     return {};
   }
 
-  kvmeld::Status reuse(Mode mode, Row& row, std::size_t role, const kvmeld::FilledPrompt& prompt,
+  kvmeld::Status reuse(Mode mode, Row& row, std::size_t role, const kvmeld::anchors::FilledPrompt& prompt,
                        const std::vector<const PromptRun*>& runs,
                        const std::vector<const Base*>& bases,
-                       std::vector<kvmeld::AnchorLookup>& found, std::vector<bool>& corrected,
+                       std::vector<kvmeld::anchors::AnchorLookup>& found, std::vector<bool>& corrected,
                        const std::vector<Prompt>& question, const Ask& asked,
                        const Answer& reference, const kvmeld::Fragment& real) {
     anchored_.start(role + 1);
     const llama_pos behind = anchored_.length();
     double look_up_ms = 0, read_ms = 0, question_ms = 0;
     BlendCost cost;
-    std::vector<kvmeld::ReusePart> parts;
+    std::vector<kvmeld::anchors::ReusePart> parts;
     const auto flush = [&]() -> kvmeld::Status {
       if (parts.empty()) return {};
       const kvmeld::Status status = anchored_.place(parts, &cost);
@@ -520,7 +520,7 @@ class Chain {
     return {};
   }
 
-  void score(Row& row, const kvmeld::FilledPrompt& prompt, std::ptrdiff_t head, const Ask& asked,
+  void score(Row& row, const kvmeld::anchors::FilledPrompt& prompt, std::ptrdiff_t head, const Ask& asked,
              const Answer& answer, const Answer& reference) const {
     row.kl.add(divergence(reference.logits, answer.logits));
     ++row.total;
@@ -544,25 +544,25 @@ class Chain {
                        const std::vector<const Base*>& bases, std::size_t r) {
     const auto measured = [&](std::size_t of) -> kvmeld::Result<kvmeld::Fragment> {
       const auto in_context = cut(real, runs[of]->position - behind, runs[of]->tokens);
-      return in_context ? kvmeld::measure_offset(*in_context, bases[of]->anchor.base) : in_context;
+      return in_context ? kvmeld::anchors::measure_offset(*in_context, bases[of]->anchor.base) : in_context;
     };
     auto segment = measured(r);
     if (!segment) return segment.error();
-    kvmeld::ContextOffset offset{runs[r]->context, *std::move(segment), {}};
+    kvmeld::anchors::ContextOffset offset{runs[r]->context, *std::move(segment), {}};
     for (std::size_t t = r + 1; t < runs.size() && t <= r + 2; ++t) {
       if (runs[t]->source != PromptRun::Source::text || runs[t]->slot != runs[r]->index) continue;
       auto following = measured(t);
       if (!following) return following.error();
       offset.following = *std::move(following);
     }
-    kvmeld::Anchor anchor = bases[r]->anchor;
-    if (auto added = kvmeld::add_offset(anchor, std::move(offset)); !added) return added.error();
+    kvmeld::anchors::Anchor anchor = bases[r]->anchor;
+    if (auto added = kvmeld::anchors::add_offset(anchor, std::move(offset)); !added) return added.error();
     const auto done = pool_->commit(anchor);
     return done ? kvmeld::Status() : done.error();
   }
 
-  kvmeld::AnchorLookup look_up(const kvmeld::Anchor& anchor, const PromptRun& run) const {
-    kvmeld::AnchorQuery query{.space = &space_,
+  kvmeld::anchors::AnchorLookup look_up(const kvmeld::anchors::Anchor& anchor, const PromptRun& run) const {
+    kvmeld::anchors::AnchorQuery query{.space = &space_,
                               .signature = {anchor.base.tokens(), anchor.vector},
                               .vector = anchor.vector,
                               .context = run.context,
@@ -582,7 +582,7 @@ class Chain {
     if (!anchor) return anchor.error();
     return &bases_.emplace(tokens, Base{*std::move(anchor), watch.milliseconds()}).first->second;
   }
-  [[nodiscard]] Tokens tokens_of(const kvmeld::FilledPrompt& prompt, const PromptRun& run) const {
+  [[nodiscard]] Tokens tokens_of(const kvmeld::anchors::FilledPrompt& prompt, const PromptRun& run) const {
     const auto from =
         prompt.tokens.begin() + (run.position - static_cast<std::int64_t>(head_.size()));
     return Tokens(from, from + run.tokens);
@@ -593,9 +593,9 @@ class Chain {
   Anchored& anchored_;
   Frame frame_;
   Tokens head_;
-  std::vector<kvmeld::PromptTemplate> templates_;
-  kvmeld::AnchorSpace space_;
-  kvmeld::ReuseRule rule_;
+  std::vector<kvmeld::anchors::PromptTemplate> templates_;
+  kvmeld::anchors::AnchorSpace space_;
+  kvmeld::anchors::ReuseRule rule_;
   std::unique_ptr<Pool> pool_;
   std::map<Tokens, Base> bases_;
   std::vector<Row> rows_;

@@ -9,9 +9,9 @@
 #include "support/note_agent.hpp"
 #include "support/readers.hpp"
 
-#include <kvmeld/align/attention.hpp>
-#include <kvmeld/fuse/norm_preserving_mean.hpp>
-#include <kvmeld/session/calibrate.hpp>
+#include <kvmeld/policies/attention.hpp>
+#include <kvmeld/policies/mean.hpp>
+#include <kvmeld/calibrate.hpp>
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -52,7 +52,7 @@ struct Trial {
   /// Partitioned: behind the lead-in; readers of a document always have one each.
   bool lead_in = true;
   bool edited = false;  ///< readers' copies differ by a few words
-  bool liar = false;    ///< the last reader's keys and values are noisy
+  bool byzantine = false;    ///< the last reader's keys and values are noisy
 };
 
 const std::vector<Trial>& all_tasks() {
@@ -361,9 +361,9 @@ class Run {
                             : task.lead_in ? agent_.lead_in_tokens()
                                            : Tokens{};
       auto fragment = agent_.read(notes, before, parts && task.lead_in);
-      if (fragment && task.liar && i + 1 == agents) fragment = with_noise(*fragment, index + 1);
+      if (fragment && task.byzantine && i + 1 == agents) fragment = with_noise(*fragment, index + 1);
       if (!fragment) return fragment.error();
-      KVMELD_TRY(set.insert(*fragment, kvmeld::Provenance{i, 0}));
+      KVMELD_TRY(set.insert(*fragment, kvmeld::Dot{i, 0}));
     }
     return {};
   }

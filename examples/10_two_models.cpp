@@ -8,9 +8,8 @@
 #include "support/pair_file.hpp"
 #include "support/reader.hpp"
 
-#include <kvmeld/align/projection_file.hpp>
-#include <kvmeld/align/projection_fit.hpp>
-#include <kvmeld/align/projection_fit_gate.hpp>
+#include <kvmeld/policies/projection.hpp>
+#include <kvmeld/fit/fit.hpp>
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -97,10 +96,10 @@ class Fitting {
     auto file =
         PairFile::open(flags_.pairs, source_.geometry(), target_.geometry(), fact_text_version);
     if (!file) return file.error();
-    const kvmeld::ProjectionFitOptions options{
+    const kvmeld::fit::ProjectionFitOptions options{
         .nearest = static_cast<std::int32_t>(flags_.source_layers), .with_first = true};
-    auto fit = kvmeld::ProjectionFit::make(*source_.geometry(), *target_.geometry(), options);
-    auto held = kvmeld::ProjectionFit::make(*source_.geometry(), *target_.geometry(), options);
+    auto fit = kvmeld::fit::ProjectionFit::make(*source_.geometry(), *target_.geometry(), options);
+    auto held = kvmeld::fit::ProjectionFit::make(*source_.geometry(), *target_.geometry(), options);
     if (!fit) return fit.error();
     if (!held) return held.error();
     std::vector<Paired> held_out;
@@ -132,7 +131,7 @@ class Fitting {
         stderr,
         "fit: %.1f min; share of variance missed on held-out notes: keys %.3f, values %.3f\n",
         watch.milliseconds() / 6e4, errors->first, errors->second);
-    kvmeld::AttentionGate gate(*map);
+    kvmeld::fit::AttentionGate gate(*map);
     for (const Paired& pair : held_out)
       if (kvmeld::Status status = gate.add(pair.source, pair.target, matched(pair)); !status)
         return status;

@@ -24,11 +24,9 @@
 
 #include <nlohmann/json.hpp>
 
-#include <kvmeld/fuse/gate_weights_file.hpp>
-#include <kvmeld/fuse/gated.hpp>
-#include <kvmeld/fuse/gated_gradient.hpp>
-#include <kvmeld/fuse/learned_weights_file.hpp>
-#include <kvmeld/fuse/mean_gradient.hpp>
+#include <kvmeld/policies/gate_weights.hpp>
+#include <kvmeld/policies/learned.hpp>
+#include <kvmeld/policies/mean.hpp>
 #include <kvmeld/kvmeld.hpp>
 
 namespace {
@@ -123,7 +121,7 @@ double rate_at(int step, int steps, double highest) {
 
 /// @return the parameters of one network, in double.
 Numbers train_gate(const Task& task, int steps, Json& progress) {
-  kvmeld::GateTape<double> tape(kvmeld::GateKind::token, channels, hidden);
+  kvmeld::gradients::GateTape<double> tape(kvmeld::GateKind::token, channels, hidden);
   Random random(2);
   Numbers parameters(tape.parameter_count()), gradient(parameters.size()), row(channels),
       cotangent(channels);
@@ -336,7 +334,7 @@ Numbers train_predictor(const Task& task, const std::shared_ptr<const kvmeld::Ge
       seen +=
           squared_error(row, round.data.truth[t], cotangent, 1.0 / static_cast<double>(tokens)) /
           static_cast<double>(tokens);
-      if (!kvmeld::weighted_mean_vjp<double>({round.data.values[t], weights, cotangent},
+      if (!kvmeld::gradients::weighted_mean_vjp<double>({round.data.values[t], weights, cotangent},
                                              {d_values, d_weights}))
         std::abort();
     }

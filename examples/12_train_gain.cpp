@@ -15,9 +15,8 @@
 #include "support/anchored_texts.hpp"
 #include "support/reader.hpp"
 
-#include <kvmeld/anchor/gain_file.hpp>
-#include <kvmeld/anchor/gain_fit.hpp>
-#include <kvmeld/anchor/gain_sample.hpp>
+#include <kvmeld/anchors/gain.hpp>
+#include <kvmeld/fit/fit.hpp>
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -36,9 +35,9 @@ namespace {
 
 using namespace example;
 using Json = nlohmann::ordered_json;
-using kvmeld::GainKind;
-using kvmeld::GainPredictor;
-using kvmeld::GainSample;
+using kvmeld::anchors::GainKind;
+using kvmeld::anchors::GainPredictor;
+using kvmeld::anchors::GainSample;
 using kvmeld::Result;
 using Numbers = std::vector<double>;
 using Predictor = std::shared_ptr<const GainPredictor>;
@@ -96,7 +95,7 @@ kvmeld::Status measure(Anchored& place, Part& part, std::size_t first, const Fla
         place.start(prefix);
         auto real = place.encode(document);
         if (!real) return real.error();
-        auto offset = kvmeld::measure_offset(*real, base->base);
+        auto offset = kvmeld::anchors::measure_offset(*real, base->base);
         if (!offset) return offset.error();
         known.offsets.push_back(*std::move(offset));
         known.real.push_back(*std::move(real));
@@ -105,7 +104,7 @@ kvmeld::Status measure(Anchored& place, Part& part, std::size_t first, const Fla
         for (std::size_t q = 0; q < prefixes.size(); ++q) {
           if (p == q) continue;
           auto sample =
-              kvmeld::gain_sample(offsets[p], offsets[q],
+              kvmeld::anchors::gain_sample(offsets[p], offsets[q],
                                   {std::ssize(place.prefix(prefixes[p])),
                                    std::ssize(place.prefix(prefixes[q])), std::ssize(document)});
           if (!sample) return sample.error();
@@ -133,7 +132,7 @@ kvmeld::Status measure(Anchored& place, Part& part, std::size_t first, const Fla
 
 /// One layer's LSTM by the gradient over all samples, with a step size that falls along a cosine.
 Numbers train_layer(const std::vector<GainSample>& samples, std::size_t layer, const Flags& flags) {
-  const kvmeld::detail::LstmShape shape{kvmeld::gain_feature_count,
+  const kvmeld::anchors::detail::LstmShape shape{kvmeld::anchors::gain_feature_count,
                                         static_cast<std::size_t>(flags.hidden)};
   Draw draw(flags.seed * 1009u + layer);
   Numbers parameters(shape.size()), gradient(shape.size());
@@ -145,24 +144,24 @@ Numbers train_layer(const std::vector<GainSample>& samples, std::size_t layer, c
   std::vector<Numbers> inputs;
   for (const GainSample& sample : samples) {
     total += sample.total(layer);
-    inputs.push_back(*kvmeld::gain_features(sample.query));
+    inputs.push_back(*kvmeld::anchors::gain_features(sample.query));
   }
   if (total == 0) return parameters;
   Adam adam(shape.size());
-  kvmeld::detail::LstmTrace trace;
+  kvmeld::anchors::detail::LstmTrace trace;
   for (int step = 0; step < flags.steps; ++step) {
     gradient.assign(gradient.size(), 0);
     for (std::size_t s = 0; s < samples.size(); ++s) {
       const auto n = static_cast<std::size_t>(samples[s].query.tokens);
       Numbers out(n), cotangent(n);
-      kvmeld::detail::run_lstm(shape, parameters, inputs[s], out, &trace);
+      kvmeld::anchors::detail::run_lstm(shape, parameters, inputs[s], out, &trace);
       for (std::size_t t = 0; t < n; ++t) {
         const double squashed = std::tanh(out[t]), gain = 1 + squashed;
         const std::size_t i = layer * n + t;
         cotangent[t] = 2 * (gain * samples[s].measured[i] - samples[s].both[i]) *
                        (1 - squashed * squashed) / total;
       }
-      kvmeld::detail::lstm_vjp(shape, parameters, inputs[s], trace, cotangent, gradient);
+      kvmeld::anchors::detail::lstm_vjp(shape, parameters, inputs[s], trace, cotangent, gradient);
     }
     adam.step(parameters, gradient,
               0.02 * 0.5 * (1 + std::cos(3.141592653589793 * step / flags.steps)));
@@ -170,9 +169,9 @@ Numbers train_layer(const std::vector<GainSample>& samples, std::size_t layer, c
   return parameters;
 }
 
-double mean_error(const std::vector<kvmeld::GainScore>& scores) {
+double mean_error(const std::vector<kvmeld::anchors::GainScore>& scores) {
   double sum = 0, layers = 0;
-  for (const kvmeld::GainScore& s : scores) {
+  for (const kvmeld::anchors::GainScore& s : scores) {
     if (std::isnan(s.predictor)) continue;
     sum += s.predictor;
     ++layers;
@@ -184,7 +183,7 @@ double mean_error(const std::vector<kvmeld::GainScore>& scores) {
 Result<Predictor> through_file(const std::string& path, const GainPredictor& fitted,
                                const std::vector<GainSample>& held_out,
                                const kvmeld::Geometry& geometry) {
-  auto scores = kvmeld::held_out_scores(fitted, held_out);
+  auto scores = kvmeld::anchors::held_out_scores(fitted, held_out);
   if (!scores) return scores.error();
   const auto scored = GainPredictor::make(fitted.kind(), fitted.hidden(), fitted.layers(),
                                           fitted.parameters(), *std::move(scores), fitted.model());
@@ -196,7 +195,7 @@ Result<Predictor> through_file(const std::string& path, const GainPredictor& fit
              static_cast<std::streamsize>(bytes->size()));
   std::ifstream in(path, std::ios::binary);
   const std::vector<char> read((std::istreambuf_iterator<char>(in)), {});
-  return kvmeld::gain_from_safetensors(std::as_bytes(std::span(read)), geometry);
+  return kvmeld::anchors::gain_from_safetensors(std::as_bytes(std::span(read)), geometry);
 }
 
 /// Σ‖Δ' − g·Δ‖² ÷ Σ‖Δ'‖², mean over layers, by the gains that the library gives out: 1 where a
@@ -230,7 +229,7 @@ Result<double> error_as_used(const GainPredictor& predictor,
 Result<RelativeError> blend_error(const Part& part, std::size_t document, std::size_t p,
                                   std::size_t q, const GainPredictor& predictor) {
   const Known& own = part.read[document];
-  kvmeld::ReusePart reuse{
+  kvmeld::anchors::ReusePart reuse{
       .base = own.base, .position = part.behind[q], .rotated_only = p >= part.behind.size()};
   for (std::size_t d = 0; d < part.read.size() && !reuse.rotated_only; ++d) {
     if (d == document) continue;
@@ -241,7 +240,7 @@ Result<RelativeError> blend_error(const Part& part, std::size_t document, std::s
                              .weight = 1 / static_cast<float>(part.read.size() - 1),
                              .gains = *std::move(gains)});
   }
-  const auto plan = kvmeld::plan_reuse({&reuse, 1}, own.base.geometry(), {.compute_last = false});
+  const auto plan = kvmeld::anchors::plan_reuse({&reuse, 1}, own.base.geometry(), {.compute_last = false});
   if (!plan) return plan.error();
   kvmeld::HostCache out(plan->shared_geometry(), plan->tokens());
   std::vector<std::byte> workspace(plan->workspace_bytes());
@@ -276,9 +275,9 @@ kvmeld::Status run(const Flags& flags) {
   Predictor ridge;
   double strength = 0, least = HUGE_VAL;
   for (const double s : {1e-4, 1e-3, 1e-2, 1e-1, 1.0}) {
-    const auto fitted = kvmeld::fit_gain_ridge(fit.samples, s, geometry.model);
+    const auto fitted = kvmeld::fit::fit_gain_ridge(fit.samples, s, geometry.model);
     if (!fitted) return fitted.error();
-    const auto scores = kvmeld::held_out_scores(**fitted, held_out.samples);
+    const auto scores = kvmeld::anchors::held_out_scores(**fitted, held_out.samples);
     if (!scores) return scores.error();
     if (const double error = mean_error(*scores); error < least) {
       least = error;
@@ -312,7 +311,7 @@ kvmeld::Status run(const Flags& flags) {
       "   LSTM\n",
       "");
   for (std::size_t l = 0; l < layers; ++l) {
-    const kvmeld::GainScore r = (*ridge_read)->scores()[l], m = (*lstm_read)->scores()[l];
+    const kvmeld::anchors::GainScore r = (*ridge_read)->scores()[l], m = (*lstm_read)->scores()[l];
     if (std::isnan(r.identity)) continue;
     std::printf("%5zu    %.4f  %.4f  %.4f\n", l, r.identity, r.predictor, m.predictor);
     json["rows"].push_back({{"layer", l},
@@ -334,7 +333,7 @@ kvmeld::Status run(const Flags& flags) {
     if (!error) return error.error();
     std::size_t trusted = 0;
     for (std::size_t l = 0; l < layers; ++l)
-      trusted += predictor->reason(l) == kvmeld::GainReason::predicted ? 1U : 0U;
+      trusted += predictor->reason(l) == kvmeld::anchors::GainReason::predicted ? 1U : 0U;
     std::printf("%-9s error %.4f, %zu layers predicted\n", name, *error, trusted);
     json["test"].push_back({{"predictor", name}, {"error", *error}, {"layers_predicted", trusted}});
   }
@@ -344,7 +343,7 @@ kvmeld::Status run(const Flags& flags) {
   struct Way {
     const char* name;
     const GainPredictor* predictor;
-    bool turned, here;
+    bool rotated, here;
   };
   for (const Way& way : {Way{"turned, no offset", identity->get(), true, false},
                          Way{"offset of another length", identity->get(), false, false},
@@ -355,9 +354,9 @@ kvmeld::Status run(const Flags& flags) {
     for (std::size_t d = 0; d < test.read.size() && test.read.size() > 1; ++d) {
       for (std::size_t q = 0; q < test.behind.size(); ++q) {
         for (std::size_t p = 0; p < test.behind.size(); ++p) {
-          if ((p == q) != (way.here || way.turned)) continue;
+          if ((p == q) != (way.here || way.rotated)) continue;
           const auto error =
-              blend_error(test, d, way.turned ? test.behind.size() : p, q, *way.predictor);
+              blend_error(test, d, way.rotated ? test.behind.size() : p, q, *way.predictor);
           if (!error) return error.error();
           key += error->key;
           value += error->value;

@@ -36,9 +36,11 @@ if(cuda_headers)
   nvcc_object("${cuda_dir}/all.cu" "${cuda_dir}/all.o")
   # What a file under nvcc includes beside them: sessions, replicas, stores; a warning of nvcc's is an error there. Bodies of templates
   # are read where they are instantiated.
-  file(GLOB beside RELATIVE "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}/include/kvmeld/session/*.hpp"
-    "${PROJECT_SOURCE_DIR}/include/kvmeld/transport/*.hpp")
-  list(FILTER beside EXCLUDE REGEX "grpc_|mpi_")
+  file(GLOB beside RELATIVE "${PROJECT_SOURCE_DIR}/include" "${PROJECT_SOURCE_DIR}/include/kvmeld/replica/*.hpp"
+    "${PROJECT_SOURCE_DIR}/include/kvmeld/stores/*.hpp"
+    "${PROJECT_SOURCE_DIR}/include/kvmeld/anchors/*.hpp"
+    "${PROJECT_SOURCE_DIR}/include/kvmeld/coordinator/coordinator.hpp")
+  list(FILTER beside EXCLUDE REGEX "openssl|zstd")
   if(NOT kvmeld_redis_FOUND)
     list(FILTER beside EXCLUDE REGEX "redis")
   endif()
@@ -47,16 +49,17 @@ if(cuda_headers)
     string(APPEND sessions "#include <${header}>\n")
   endforeach()
   file(CONFIGURE OUTPUT "${cuda_dir}/sessions.cu" @ONLY CONTENT "#include <kvmeld/cuda/render.cuh>
-${sessions}template class kvmeld::Replica<kvmeld::FileStore>;
+${sessions}template class kvmeld::replica::Replica<kvmeld::stores::FileStore>;
 using Merger = decltype(kvmeld::merger());
-template class kvmeld::RenderWorker<Merger>;
-template class kvmeld::AgentSession<Merger, kvmeld::FileStore, kvmeld::MemoryTransport>;
+template class kvmeld::replica::RenderWorker<Merger>;
+template class kvmeld::replica::AgentSession<Merger, kvmeld::stores::FileStore,
+                                             kvmeld::stores::MemoryTransport>;
 ")
   nvcc_object("${cuda_dir}/sessions.cu" "${cuda_dir}/sessions.o" -Werror all-warnings)
   list(APPEND objects "${cuda_dir}/sessions.o")
   # And two files that never saw nvcc, in the same program.
   foreach(unit IN ITEMS host host_again)
-    file(CONFIGURE OUTPUT "${cuda_dir}/${unit}.cpp" CONTENT "#include <kvmeld/kvmeld.hpp>\n#include <kvmeld/cache/gather.hpp>\n")
+    file(CONFIGURE OUTPUT "${cuda_dir}/${unit}.cpp" CONTENT "#include <kvmeld/kvmeld.hpp>\n#include <kvmeld/gather.hpp>\n")
   endforeach()
   add_library(cuda_headers_host OBJECT "${cuda_dir}/host.cpp" "${cuda_dir}/host_again.cpp")
   target_link_libraries(cuda_headers_host PRIVATE kvmeld::kvmeld)

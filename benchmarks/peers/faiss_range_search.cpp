@@ -7,14 +7,14 @@
 #include <span>
 #include <vector>
 
-#include <kvmeld/anchor/anchor_table.hpp>
+#include <kvmeld/anchors/detail/table.hpp>
 
 namespace {
 
 struct Signatures {
-  kvmeld::AnchorTable table;
+  kvmeld::anchors::AnchorTable table;
   std::vector<std::uint32_t> low, high;
-  std::vector<kvmeld::HammingHit> hits;
+  std::vector<kvmeld::anchors::HammingHit> hits;
 };
 
 }  // namespace
@@ -23,8 +23,8 @@ extern "C" {
 
 void* kvmeld_signatures(const std::uint64_t* signatures, std::size_t count) {
   auto* const made = new Signatures;
-  made->table.append({signatures, count}, {std::make_shared<const kvmeld::Anchor>(),
-                                           std::make_shared<kvmeld::detail::UseCell>()});
+  made->table.append({signatures, count}, {std::make_shared<const kvmeld::anchors::Anchor>(),
+                                           std::make_shared<kvmeld::anchors::detail::UseCell>()});
   for (std::size_t i = 0; i < count; ++i) {
     made->low.push_back(static_cast<std::uint32_t>(signatures[i]));
     made->high.push_back(static_cast<std::uint32_t>(signatures[i] >> 32U));
@@ -42,12 +42,12 @@ std::size_t kvmeld_look_up(void* of, std::uint64_t query, int distance) {
 std::size_t kvmeld_scan(void* of, std::uint64_t query, int distance) {
   auto& s = *static_cast<Signatures*>(of);
   s.hits.clear();
-  kvmeld::hamming_scan({s.low.data(), s.high.data(), static_cast<std::uint32_t>(s.low.size())},
+  kvmeld::anchors::hamming_scan({s.low.data(), s.high.data(), static_cast<std::uint32_t>(s.low.size())},
                        query, distance, s.hits);
   return s.hits.size();
 }
 void kvmeld_hits(const void* of, std::uint32_t* numbers) {
-  for (const kvmeld::HammingHit& hit : static_cast<const Signatures*>(of)->hits)
+  for (const kvmeld::anchors::HammingHit& hit : static_cast<const Signatures*>(of)->hits)
     *numbers++ = hit.index;
 }
 void kvmeld_free(void* of) { delete static_cast<Signatures*>(of); }

@@ -5,14 +5,10 @@
 #include "engine.hpp"
 #include "readers.hpp"
 
-#include <kvmeld/anchor/anchor_pool.hpp>
-#include <kvmeld/anchor/presets.hpp>
-#include <kvmeld/anchor/reuse_meter.hpp>
-#include <kvmeld/anchor/temperature.hpp>
-#include <kvmeld/engine/llama_cpp.hpp>
-#include <kvmeld/engine/llama_session.hpp>
+#include <kvmeld/anchors/pool.hpp>
+#include <kvmeld/engine/llama.hpp>
 #include <kvmeld/kvmeld.hpp>
-#include <kvmeld/state/anchor_plan.hpp>
+#include <kvmeld/anchors/reuse.hpp>
 
 #include <cmath>
 #include <cstddef>
@@ -28,7 +24,7 @@ namespace example {
 
 /// Segments of one model share most of their direction, so hyperplanes over values tell them apart
 /// better than their tokens do.
-using Pool = kvmeld::AnchorPool<kvmeld::EmbeddingHash, kvmeld::WindowLFU>;
+using Pool = kvmeld::anchors::AnchorPool<kvmeld::anchors::EmbeddingHash, kvmeld::anchors::WindowLFU>;
 
 /// What a blend took, in milliseconds.
 struct BlendCost {
@@ -72,13 +68,13 @@ class Anchored {
   /// Names the place behind a prefix, for offsets: `slot` tells apart what else may stand before a
   /// segment there.
   [[nodiscard]] kvmeld::Digest128 place_of(std::size_t number, std::uint32_t slot = 0) const {
-    return kvmeld::place_digest(
+    return kvmeld::anchors::place_digest(
         {.prefix = {}, .lead_in = kvmeld::lead_in_digest(prefixes_[number])}, {}, slot);
   }
 
   /// Of anchors whose bases stood behind a prefix.
-  [[nodiscard]] kvmeld::AnchorSpace space(std::size_t number = 0) const {
-    return kvmeld::AnchorSpace::of(
+  [[nodiscard]] kvmeld::anchors::AnchorSpace space(std::size_t number = 0) const {
+    return kvmeld::anchors::AnchorSpace::of(
         *geometry_, {.prefix = {}, .lead_in = kvmeld::lead_in_digest(prefixes_[number])});
   }
 
@@ -121,22 +117,22 @@ class Anchored {
 
   /// A segment alone, behind a prefix for bases: an anchor without offsets, its vector the mean
   /// value row of layer `vector_layer`.
-  kvmeld::Result<kvmeld::Anchor> base_of(const Tokens& tokens, std::size_t number = 0,
+  kvmeld::Result<kvmeld::anchors::Anchor> base_of(const Tokens& tokens, std::size_t number = 0,
                                          std::size_t vector_layer = 1) {
     start(number);
     const auto sealed = encode(tokens);
     if (!sealed) return sealed.error();
-    auto vector = kvmeld::mean_value_row(*sealed, vector_layer);
+    auto vector = kvmeld::anchors::mean_value_row(*sealed, vector_layer);
     if (!vector) return vector.error();
-    return kvmeld::make_anchor(*sealed, *std::move(vector));
+    return kvmeld::anchors::make_anchor(*sealed, *std::move(vector));
   }
 
-  /// Puts parts behind sequence 0, the first one at its end: planned, blended, turned to their
+  /// Puts parts behind sequence 0, the first one at its end: planned, blended, rotated to their
   /// places, imported.
-  kvmeld::Status place(std::span<const kvmeld::ReusePart> parts, BlendCost* cost = nullptr) {
+  kvmeld::Status place(std::span<const kvmeld::anchors::ReusePart> parts, BlendCost* cost = nullptr) {
     const Stopwatch watch;
     // a question comes behind, with a last token of its own
-    const auto plan = kvmeld::plan_reuse(parts, *geometry_, {.compute_last = false});
+    const auto plan = kvmeld::anchors::plan_reuse(parts, *geometry_, {.compute_last = false});
     if (!plan) return plan.error();
     const double planned = watch.milliseconds();
     auto blob = kvmeld::llama::make_state(geometry_, form_, plan->positions(), plan->token_ids(),
@@ -183,20 +179,20 @@ class Anchored {
   llama_pos length_ = 0;
 };
 
-/// A base turned to its place and nothing else.
-inline kvmeld::ReusePart rotated_part(const kvmeld::Fragment& base, std::int64_t position) {
+/// A base rotated to its place and nothing else.
+inline kvmeld::anchors::ReusePart rotated_part(const kvmeld::Fragment& base, std::int64_t position) {
   return {.base = base, .position = position, .rotated_only = true};
 }
 
 /// A base with the offsets that a look-up chose for `context`: of the segment, or of the text that
 /// follows it.
-inline kvmeld::ReusePart blended_part(const kvmeld::Fragment& base, std::int64_t position,
-                                      const kvmeld::AnchorLookup& found,
+inline kvmeld::anchors::ReusePart blended_part(const kvmeld::Fragment& base, std::int64_t position,
+                                      const kvmeld::anchors::AnchorLookup& found,
                                       const kvmeld::Digest128& context, bool following = false) {
-  kvmeld::ReusePart part{.base = base, .position = position};
+  kvmeld::anchors::ReusePart part{.base = base, .position = position};
   for (std::size_t i = 0; i < found.decision.chosen.size(); ++i) {
-    const kvmeld::Anchor& anchor = *found.anchors[found.decision.chosen[i]];
-    const kvmeld::ContextOffset* const offset = anchor.find(context);
+    const kvmeld::anchors::Anchor& anchor = *found.anchors[found.decision.chosen[i]];
+    const kvmeld::anchors::ContextOffset* const offset = anchor.find(context);
     part.offsets.push_back({.anchor = anchor.id,
                             .delta = following ? offset->following : offset->segment,
                             .weight = found.decision.weights[i]});
@@ -216,7 +212,7 @@ inline std::vector<float> value_rows(const kvmeld::Fragment& fragment, std::size
 
 /// Gives each token of a blended segment weights of its own, by the distances of its value row in
 /// `layer` to those of the anchors.
-inline void weigh_by_token(kvmeld::ReusePart& part, const kvmeld::AnchorLookup& found,
+inline void weigh_by_token(kvmeld::anchors::ReusePart& part, const kvmeld::anchors::AnchorLookup& found,
                            double temperature, std::size_t layer = 1) {
   const std::vector<float> own = value_rows(part.base, layer);
   const auto tokens = static_cast<std::size_t>(part.base.token_count());
@@ -227,10 +223,10 @@ inline void weigh_by_token(kvmeld::ReusePart& part, const kvmeld::AnchorLookup& 
         value_rows(found.anchors[found.decision.chosen[a]]->base, layer);
     for (std::size_t t = 0; t < tokens; ++t)
       distances[a * tokens + t] =
-          kvmeld::l2_distance(std::span(own).subspan(t * channels, channels),
+          kvmeld::anchors::l2_distance(std::span(own).subspan(t * channels, channels),
                               std::span(rows).subspan(t * channels, channels));
   }
-  const std::vector<float> weights = kvmeld::token_weights(distances, anchors, temperature);
+  const std::vector<float> weights = kvmeld::anchors::token_weights(distances, anchors, temperature);
   for (std::size_t a = 0; a < anchors; ++a)
     part.offsets[a].token_weights.assign(
         weights.begin() + static_cast<std::ptrdiff_t>(a * tokens),

@@ -9,7 +9,7 @@
 #include "prompt.hpp"
 #include "question_prompt.hpp"
 
-#include <kvmeld/engine/llama_cpp.hpp>
+#include <kvmeld/engine/llama.hpp>
 #include <kvmeld/kvmeld.hpp>
 
 #include <cstddef>

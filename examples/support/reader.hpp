@@ -7,8 +7,8 @@
 #include "fact_text.hpp"
 #include "prompt.hpp"
 
-#include <kvmeld/align/pair_by_spans.hpp>
-#include <kvmeld/engine/llama_cpp.hpp>
+#include <kvmeld/policies/token_match.hpp>
+#include <kvmeld/engine/llama.hpp>
 #include <kvmeld/kvmeld.hpp>
 
 #include <cstdint>

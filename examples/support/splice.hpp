@@ -5,7 +5,7 @@
 #include "engine.hpp"
 #include "method.hpp"
 
-#include <kvmeld/engine/llama_cpp.hpp>
+#include <kvmeld/engine/llama.hpp>
 #include <kvmeld/kvmeld.hpp>
 
 #include <algorithm>
@@ -79,7 +79,7 @@ class Splicer {
     kvmeld::Result<kvmeld::FragmentSet> set = seal(method.lead_in, method.rotate, &cost);
     if (!set) return set.error();
     using namespace kvmeld;
-    const ByProvenance given{.reversed = method.order == Method::Order::reversed};
+    const ByDot given{.reversed = method.order == Method::Order::reversed};
     const SeamShare seam{.share = method.seam,
                          .boundary_tokens = sentence_ends_,
                          .past_boundary = method.seam_inside ? 5 : 0};
@@ -104,7 +104,7 @@ class Splicer {
     kvmeld::FragmentSet set;
     for (const std::size_t i : insertion) {
       kvmeld::FragmentSet one;
-      if (kvmeld::Status status = one.insert(spans[i], kvmeld::Provenance{i, 0}); !status)
+      if (kvmeld::Status status = one.insert(spans[i], kvmeld::Dot{i, 0}); !status)
         return status;
       kvmeld::Result<kvmeld::FragmentSet> both = join(set, one);
       if (!both) return both.error();
@@ -208,7 +208,7 @@ class Splicer {
     FragmentSet set;
     if (Status status = set.insert(prefix); !status) return status;
     for (std::size_t i = 0; i < spans.size(); ++i)
-      if (Status status = set.insert(spans[i], Provenance{i, 0}); !status) return status;
+      if (Status status = set.insert(spans[i], Dot{i, 0}); !status) return status;
     if (cost != nullptr) cost->export_ms = export_ms;
     return set;
   }

@@ -53,11 +53,6 @@ static_assert(std::endian::native == std::endian::little,
 #define KVMELD_ALWAYS_INLINE inline __attribute__((always_inline))
 #define KVMELD_NOINLINE __attribute__((noinline))
 
-/// Makes a function a template of nothing, whose body is instantiated only in files that call it:
-/// an inline function has every vector and sort of its body instantiated in every file that
-/// includes the header.
-#define KVMELD_LAZY template <class = void>
-
 /// Keeps clang from unrolling the loop that follows: it unrolls short constant loops before it
 /// vectorises them, then finds no vectors in strided pairs, and takes minutes over a file of
 /// blocks.
@@ -86,6 +81,15 @@ static_assert(std::endian::native == std::endian::little,
 #endif
 
 KVMELD_NAMESPACE_BEGIN
+
+/// What other components and policies of one's own are built from: rows, bytes, plans.
+///
+/// Its names are public and documented; unlike the rest they may change in a minor version.
+namespace extend {}
+
+namespace detail {
+using namespace extend;  // the core says these names plainly
+}  // namespace detail
 
 /// `a * b + c` with one rounding, on every backend.
 ///

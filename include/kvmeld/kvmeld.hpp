@@ -11,41 +11,24 @@
 // A user of an older standard has just read the one line that says so; the rest would bury it.
 #if __cplusplus >= 202002L
 
-#include <kvmeld/align/aligner.hpp>
-#include <kvmeld/align/alignment.hpp>
-#include <kvmeld/align/order.hpp>
-#include <kvmeld/align/seam.hpp>
-#include <kvmeld/align/select.hpp>
-#include <kvmeld/align/token_match.hpp>
-#include <kvmeld/cache/adapters.hpp>
-#include <kvmeld/cache/cache_rows.hpp>
-#include <kvmeld/cache/check_view.hpp>
-#include <kvmeld/cache/content_digest.hpp>
-#include <kvmeld/cache/fragment.hpp>
-#include <kvmeld/cache/fragment_view.hpp>
-#include <kvmeld/cache/geometry.hpp>
-#include <kvmeld/cache/host_cache.hpp>
-#include <kvmeld/cache/kv_cache_ref.hpp>
-#include <kvmeld/cache/rope.hpp>
-#include <kvmeld/cache/seal.hpp>
-#include <kvmeld/cache/verify_fragment.hpp>
-#include <kvmeld/cache/verify_rope.hpp>
-#include <kvmeld/exec/exec.hpp>
-#include <kvmeld/fuse/cluster.hpp>
-#include <kvmeld/fuse/fold.hpp>
-#include <kvmeld/fuse/fuser.hpp>
-#include <kvmeld/fuse/head_rows.hpp>
-#include <kvmeld/fuse/krum.hpp>
-#include <kvmeld/fuse/medoid.hpp>
-#include <kvmeld/fuse/order_statistics.hpp>
-#include <kvmeld/fuse/weights.hpp>
-#include <kvmeld/state/fragment_set.hpp>
-#include <kvmeld/state/merger.hpp>
-#include <kvmeld/state/plan.hpp>
-#include <kvmeld/state/render.hpp>
+#include <kvmeld/cache_view.hpp>
+#include <kvmeld/check_view.hpp>
+#include <kvmeld/exec.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/fragment_set.hpp>
+#include <kvmeld/gather.hpp>
+#include <kvmeld/geometry.hpp>
+#include <kvmeld/merger.hpp>
+#include <kvmeld/policies/mean.hpp>
+#include <kvmeld/policies/order.hpp>
+#include <kvmeld/policies/robust.hpp>
+#include <kvmeld/policies/select.hpp>
+#include <kvmeld/policies/token_match.hpp>
+#include <kvmeld/policy.hpp>
+#include <kvmeld/render.hpp>
+#include <kvmeld/rope.hpp>
 #include <kvmeld/status.hpp>
-#include <kvmeld/tensor/element.hpp>
-#include <kvmeld/tensor/tensor_view.hpp>
+#include <kvmeld/tensor.hpp>
 #include <kvmeld/version.hpp>
 
 #endif  // C++20

@@ -1,16 +1,74 @@
 #pragma once
 
+/// Error codes, messages and results: how every function of the library says that it failed.
+
+#include <charconv>
+#include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <new>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include <kvmeld/config.hpp>
-#include <kvmeld/decimal.hpp>
 
 KVMELD_NAMESPACE_BEGIN
+
+namespace detail {
+
+// Numbers as text, for identity, files, pages and messages. `printf`, `strtod`, streams and
+// `std::to_string` write and read what the process's locale says, and six digits of a double; no
+// header calls them (tests/unit/locale.cpp looks).
+
+/// Appends the shortest digits that read back as the same number, in every locale; `true` is 1.
+/// O(digits).
+template <class Number>
+requires std::is_arithmetic_v<Number>
+void append_decimal(std::string& out, Number number) {
+  char digits[40];  // the longest: -1.7976931348623157e+308, or 20 digits and a sign
+  std::to_chars_result end{};
+  if constexpr (std::same_as<Number, long double>) {
+    end = std::to_chars(digits, digits + sizeof digits, static_cast<double>(number));
+  } else if constexpr (std::floating_point<Number>) {
+    end = std::to_chars(digits, digits + sizeof digits, number);
+  } else {
+    // characters and truth values as integers
+    end = std::to_chars(digits, digits + sizeof digits, +number);
+  }
+  out.append(digits, static_cast<std::size_t>(end.ptr - digits));
+}
+
+}  // namespace detail
+
+namespace extend {
+
+/// The shortest digits that read back as the same number, in every locale.
+template <class Number>
+requires std::is_arithmetic_v<Number>
+[[nodiscard]] std::string decimal(Number number) {
+  std::string out;
+  detail::append_decimal(out, number);
+  return out;
+}
+
+/// The number that the whole text spells, with a point where it has one; none where it spells
+/// anything else, or too large a one.
+template <class Number>
+requires std::is_arithmetic_v<Number>
+[[nodiscard]] std::optional<Number> parse_decimal(std::string_view text) noexcept {
+  Number number{};
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (problem != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return number;
+}
+
+}  // namespace extend
 
 /// Why a call refused. One code per cause; the message of the `Status` carries the offending
 /// number.
@@ -278,15 +336,38 @@ void append(std::string& out, Enum value) {
   if (name == "unknown") append_decimal(out += ' ', static_cast<int>(value));
 }
 
+}  // namespace detail
+
+namespace extend {
+
 /// Builds an error whose message is the concatenation of texts, numbers and enumerators.
 template <class... Parts>
 [[nodiscard]] Status error(ErrorCode code, const Parts&... parts) {
   std::string message;
-  (append(message, parts), ...);
+  (detail::append(message, parts), ...);
   return Status(code, std::move(message));
 }
 
-}  // namespace detail
+// The elements of a vector, or of a pointer and a count, as a span. The standard's constructors
+// have the compiler check the concepts of contiguous ranges wherever they are written, also in
+// functions that nobody calls: 2 to 3 MB of its memory for each element type. A call of these
+// checks nothing before the function that holds it is instantiated.
+template <class T>
+[[nodiscard]] inline std::span<const T> span_of(const std::vector<T>& elements) noexcept {
+  return {elements.data(), elements.size()};
+}
+
+template <class T>
+[[nodiscard]] inline std::span<T> span_of(std::vector<T>& elements) noexcept {
+  return {elements.data(), elements.size()};
+}
+
+template <class T>
+[[nodiscard]] inline std::span<T> span_of(T* elements, std::size_t count) noexcept {
+  return {elements, count};
+}
+
+}  // namespace extend
 
 KVMELD_NAMESPACE_END
 

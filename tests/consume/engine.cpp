@@ -1,4 +1,4 @@
-#include <kvmeld/engine/llama_cpp.hpp>
+#include <kvmeld/engine/llama.hpp>
 
 int main() {
   llama_backend_init();

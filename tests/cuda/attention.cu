@@ -2,7 +2,7 @@
 // parts and in place.
 #include <kvmeld/cuda/render.cuh>
 
-#include <kvmeld/align/attention_state.hpp>
+#include <kvmeld/policies/attention_state.hpp>
 
 #include <limits>
 
@@ -25,10 +25,10 @@ void compare(std::int64_t rows, std::int64_t heads, std::int64_t channels) {
       x = random.below(4) == 0 ? -std::numeric_limits<float>::infinity() : 20.0F * random.value();
   }
   std::vector<float> expected(outputs), expected_lse(sums), got(outputs), got_lse(sums);
-  const kvmeld::AttentionState<Base> a{values[0], lse[0], rows, heads, channels},
+  const kvmeld::attention::AttentionState<Base> a{values[0], lse[0], rows, heads, channels},
       b{values[1], lse[1], rows, heads, channels};
   REQUIRE(
-      kvmeld::merge_attention_states(a, b, {expected, expected_lse, rows, heads, channels}).ok());
+      kvmeld::attention::merge_attention_states(a, b, {expected, expected_lse, rows, heads, channels}).ok());
 
   const test::DeviceBytes da(outputs * sizeof(float)), db(outputs * sizeof(float)),
       la(sums * sizeof(float)), lb(sums * sizeof(float));
@@ -39,13 +39,13 @@ void compare(std::int64_t rows, std::int64_t heads, std::int64_t channels) {
   const auto floats = [](const test::DeviceBytes& bytes, std::size_t n) {
     return std::span<float>(reinterpret_cast<float*>(bytes.data()), n);
   };
-  const kvmeld::MutableAttentionState<Base> on_a{floats(da, outputs), floats(la, sums), rows, heads,
+  const kvmeld::attention::MutableAttentionState<Base> on_a{floats(da, outputs), floats(la, sums), rows, heads,
                                                  channels};
-  const kvmeld::AttentionState<Base> on_b{floats(db, outputs), floats(lb, sums), rows, heads,
+  const kvmeld::attention::AttentionState<Base> on_b{floats(db, outputs), floats(lb, sums), rows, heads,
                                           channels};
   const test::TestStream stream;
-  const kvmeld::AttentionState<Base> before = on_a;
-  const kvmeld::Status status = kvmeld::merge_attention_states(stream.get(), before, on_b, on_a);
+  const kvmeld::attention::AttentionState<Base> before = on_a;
+  const kvmeld::Status status = kvmeld::attention::merge_attention_states(stream.get(), before, on_b, on_a);
   INFO(status.message());
   REQUIRE(status.ok());
   stream.wait();
@@ -53,9 +53,9 @@ void compare(std::int64_t rows, std::int64_t heads, std::int64_t channels) {
   la.download(got_lse.data());
   CHECK(got == expected);
   CHECK(got_lse == expected_lse);
-  const kvmeld::MutableAttentionState<Base> shorter{floats(da, outputs), floats(la, sums - 1), rows,
+  const kvmeld::attention::MutableAttentionState<Base> shorter{floats(da, outputs), floats(la, sums - 1), rows,
                                                     heads, channels};
-  CHECK(kvmeld::merge_attention_states(stream.get(), before, on_b, shorter).code() ==
+  CHECK(kvmeld::attention::merge_attention_states(stream.get(), before, on_b, shorter).code() ==
         kvmeld::ErrorCode::invalid_argument);
 }
 
@@ -63,7 +63,7 @@ void compare(std::int64_t rows, std::int64_t heads, std::int64_t channels) {
 
 TEST_CASE("states merge on the device to the bytes of the host") {
   for (const std::int64_t channels : {1, 31, 64, 80, 129}) {
-    compare<kvmeld::LseNatural>(5, 3, channels);
-    compare<kvmeld::LseBase2>(7, 2, channels);
+    compare<kvmeld::attention::LseNatural>(5, 3, channels);
+    compare<kvmeld::attention::LseBase2>(7, 2, channels);
   }
 }

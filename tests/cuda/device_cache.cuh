@@ -70,7 +70,7 @@ class DeviceCache {
       kvmeld::MutablePlaneRef plane = host.out().planes()[p];
       plane.data = buffers_.back().data();
       plane.space = kvmeld::MemorySpace::device;
-      const std::size_t bytes = kvmeld::detail::table_bytes(plane.slots, plane.tokens);
+      const std::size_t bytes = kvmeld::gpu::detail::table_bytes(plane.slots, plane.tokens);
       if (bytes > 0 && tables == Tables::device) {
         tables_.emplace_back(bytes);
         tables_.back().upload(plane.slots.table);

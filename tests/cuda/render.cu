@@ -1,11 +1,11 @@
 // Renders on the device: the bytes of exec::seq, for every merger, layout and element type, a
 // user's own fuser included.
 #include <kvmeld/cuda/render.cuh>
-#include <kvmeld/session/render_worker.hpp>
+#include <kvmeld/replica/session_memory.hpp>
 
-#include <kvmeld/align/attention.hpp>
-#include <kvmeld/fuse/gated.hpp>
-#include <kvmeld/fuse/norm_preserving_mean.hpp>
+#include <kvmeld/policies/attention.hpp>
+#include <kvmeld/policies/learned.hpp>
+#include <kvmeld/policies/mean.hpp>
 
 #include "cuda/device_cache.cuh"
 #include "support/lane_work.hpp"
@@ -203,7 +203,7 @@ TEST_CASE("a worker renders on the device and hands out what the stream has fini
   REQUIRE(plan.ok());
   const auto expected = test::run_in(kvmeld::exec::seq, *plan, Layout::canonical);
   const test::TestStream stream;
-  kvmeld::RenderWorker worker(merger, DeviceBacking{}, stream.get());
+  kvmeld::replica::RenderWorker worker(merger, DeviceBacking{}, stream.get());
   for (std::uint64_t request = 1; request <= 3; ++request) {
     REQUIRE(worker.request(set, at(g)) == request);
     REQUIRE(worker.wait_idle(60'000));

@@ -1,8 +1,8 @@
 // The launch itself, the device check, and gather by position map.
 #include <kvmeld/cuda/gather.cuh>
 
-#include <kvmeld/anchor/anchor_ref.hpp>
-#include <kvmeld/exec/exec.hpp>
+#include <kvmeld/anchors/pool.hpp>
+#include <kvmeld/exec.hpp>
 
 #include "cuda/device_cache.cuh"
 #include "support/lane_work.hpp"
@@ -67,10 +67,10 @@ TEST_CASE("a device finds the nearest anchors of a pool's version that the host 
   for (std::int32_t& t : tokens) t = static_cast<std::int32_t>(random.below(9));
   for (std::int32_t& t : lengths) t = static_cast<std::int32_t>(random.below(10));
   for (std::uint64_t& q : queries) q = random.below(1 << 16);
-  std::vector<kvmeld::NearestAnchor> expected(asked), got(asked);
-  const kvmeld::AnchorPoolRef host{{low.data(), high.data(), count}, tokens.data(), 1};
+  std::vector<kvmeld::anchors::NearestAnchor> expected(asked), got(asked);
+  const kvmeld::anchors::AnchorPoolRef host{{low.data(), high.data(), count}, tokens.data(), 1};
   REQUIRE(kvmeld::exec::lanes
-              .bulk(asked, kvmeld::FindNearestAnchor{host, queries.data(), lengths.data(), 3,
+              .bulk(asked, kvmeld::anchors::FindNearestAnchor{host, queries.data(), lengths.data(), 3,
                                                      expected.data()})
               .ok());
   const test::DeviceBytes l(4 * count), h(4 * count), t(4 * count), q(8 * asked), n(4 * asked),
@@ -83,12 +83,12 @@ TEST_CASE("a device finds the nearest anchors of a pool's version that the host 
   const auto words = [](const test::DeviceBytes& bytes) {
     return reinterpret_cast<const std::uint32_t*>(bytes.data());
   };
-  const kvmeld::FindNearestAnchor work{
+  const kvmeld::anchors::FindNearestAnchor work{
       {{words(l), words(h), count}, reinterpret_cast<const std::int32_t*>(t.data()), 1},
       reinterpret_cast<const std::uint64_t*>(q.data()),
       reinterpret_cast<const std::int32_t*>(n.data()),
       3,
-      reinterpret_cast<kvmeld::NearestAnchor*>(out.data())};
+      reinterpret_cast<kvmeld::anchors::NearestAnchor*>(out.data())};
   const test::TestStream stream;
   REQUIRE(stream.get().bulk(asked, work).ok());
   stream.wait();

@@ -4,7 +4,7 @@
 
 #include "cuda/rows.cu"
 
-#include <kvmeld/tensor/float_environment.hpp>
+#include <kvmeld/exec.hpp>
 
 #if defined(__x86_64__)
 TEST_CASE("a device that flushes subnormals is found out, and by its number") {

@@ -9,7 +9,7 @@
 #include <string>
 #include <string_view>
 
-#include <kvmeld/engine/llama_probe.hpp>
+#include <kvmeld/engine/llama.hpp>
 
 #include "support/catch.hpp"
 #include "support/llama_context.hpp"

@@ -8,8 +8,8 @@
 #include <span>
 #include <vector>
 
-#include <kvmeld/engine/llama_cpp.hpp>
-#include <kvmeld/engine/llama_keys.hpp>
+#include <kvmeld/engine/llama.hpp>
+#include <kvmeld/engine/detail/llama_geometry.hpp>
 #include <kvmeld/kvmeld.hpp>
 
 #include "support/catch.hpp"
@@ -72,7 +72,7 @@ void merge(llama_context* context, const std::shared_ptr<const Geometry>& geomet
                             .context = {.prefix = prefix->id()}});
     INFO((span ? "" : span.error().message()));
     REQUIRE(span.ok());
-    REQUIRE(set.insert(*span, Provenance{agent++, 0}).ok());
+    REQUIRE(set.insert(*span, Dot{agent++, 0}).ok());
   }
   const auto plan = kvmeld::plan(set, merger, {.geometry = *geometry});
   INFO((plan ? "" : plan.error().message()));
@@ -124,20 +124,20 @@ TEST_CASE("two agents' caches become one") {
 
       RenderReport given, reversed, seam;
       std::int64_t recomputed = 0;
-      merge(context.get(), geometry, agents, merger(ByProvenance{}), given, recomputed);
+      merge(context.get(), geometry, agents, merger(ByDot{}), given, recomputed);
       CHECK(recomputed == 0);
       // Layer 0 sees only token and position, so a merge is exact there; further up it lacks what
       // the agents did not read.
       CHECK(off(0) < 1e-5);
       CHECK(off(2) > 1e-3);
-      merge(context.get(), geometry, agents, merger(ByProvenance{.reversed = true}), reversed,
+      merge(context.get(), geometry, agents, merger(ByDot{.reversed = true}), reversed,
             recomputed);
       CHECK(off(0) > 0.1);
       CHECK(given.content_digest != reversed.content_digest);
 
       // a window shorter than the sequence: holes cannot be recomputed
       if (tiny.architecture == "gemma3") continue;
-      merge(context.get(), geometry, agents, merger(ByProvenance{}, SeamAll{}), seam, recomputed);
+      merge(context.get(), geometry, agents, merger(ByDot{}, SeamAll{}), seam, recomputed);
       CHECK(recomputed == 71);  // all but the prefix
       for (std::size_t l = 0; l < 3; ++l) CHECK(off(l) < (flash ? 2e-3 : 1e-5));
     }

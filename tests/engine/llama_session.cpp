@@ -4,11 +4,10 @@
 #include <chrono>
 #include <thread>
 
-#include <kvmeld/engine/llama_session.hpp>
+#include <kvmeld/engine/llama.hpp>
 #include <kvmeld/kvmeld.hpp>
-#include <kvmeld/session/agent_session.hpp>
-#include <kvmeld/transport/memory_store.hpp>
-#include <kvmeld/transport/memory_transport.hpp>
+#include <kvmeld/replica/session.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "support/catch.hpp"
 #include "support/llama_context.hpp"
@@ -18,8 +17,8 @@ using namespace kvmeld;
 
 namespace {
 
-const auto merging = merger(ByProvenance{});
-using Session = AgentSession<std::remove_const_t<decltype(merging)>, MemoryStore, MemoryTransport,
+const auto merging = merger(ByDot{});
+using Session = replica::AgentSession<std::remove_const_t<decltype(merging)>, stores::MemoryStore, stores::MemoryTransport,
                              llama::EngineMemory>;
 
 std::vector<TokenId> some_tokens(int count, int salt) {
@@ -31,11 +30,11 @@ std::vector<TokenId> some_tokens(int count, int salt) {
 struct Agent {
   test::EngineContext context;
   std::shared_ptr<const Geometry> geometry;
-  MemoryStore store;
-  MemoryTransport transport;
+  stores::MemoryStore store;
+  stores::MemoryTransport transport;
   std::unique_ptr<Session> session;
 
-  Agent(const test::EngineModel& model, MemoryHub& hub, MemberId self,
+  Agent(const test::EngineModel& model, stores::MemoryHub& hub, replica::MemberId self,
         const std::vector<TokenId>& prefix, llama::MemoryOptions memory = {},
         std::uint32_t cells = 512, bool prefix_in_place = false)
       : context(model, parameters(cells)), transport(*hub.join(self)) {
@@ -47,7 +46,7 @@ struct Agent {
     REQUIRE(state.ok());
     const auto sealed = seal(state->view(), {.role = Role::prefix, .tokens = prefix});
     REQUIRE(sealed.ok());
-    Session::Options options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
+    Session::Options options{.replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
     options.replica.self = self;
     options.replica.epoch = 1;
     options.replica.members = {1, 2};
@@ -97,7 +96,7 @@ struct Agent {
 };
 
 // One thread, a clock of the test's own that stands still while a worker renders.
-void run_round(std::vector<Agent*> agents, std::int64_t& now, std::vector<SwapReport>& swaps,
+void run_round(std::vector<Agent*> agents, std::int64_t& now, std::vector<replica::SwapReport>& swaps,
                std::vector<Status>& refusals) {
   for (Agent* a : agents) REQUIRE(a->session->begin_round(now).ok());
   const auto going_on = [&] {
@@ -110,8 +109,8 @@ void run_round(std::vector<Agent*> agents, std::int64_t& now, std::vector<SwapRe
       auto swap = a->session->try_swap();
       if (!swap) refusals.push_back(swap.error());
       if (swap && *swap) swaps.push_back(**swap);
-      const Round& round = *a->session->round();
-      renders = renders || (round.state() == RoundState::cut &&
+      const replica::Round& round = *a->session->round();
+      renders = renders || (round.state() == replica::RoundState::cut &&
                             missing_of(*round.cut(), a->session->set()).empty());
     }
     now += renders ? 0 : 2;
@@ -128,11 +127,11 @@ TEST_CASE("two engines swap to one merged cache and decode on behind it") {
   const test::EngineModel model(file.path());
   const auto prefix = some_tokens(9, 1);
   for (const llama::Verify verify : {llama::Verify::positions, llama::Verify::bytes}) {
-    MemoryHub hub;
+    stores::MemoryHub hub;
     Agent a(model, hub, 1, prefix, {.verify = verify}),
         b(model, hub, 2, prefix, {.verify = verify});
     std::int64_t now = 0;
-    std::vector<SwapReport> swaps;
+    std::vector<replica::SwapReport> swaps;
     std::vector<Status> refusals;
     for (int round = 0; round < 3; ++round) {
       a.decode_and_say(some_tokens(11 + round, 2 + round));
@@ -159,7 +158,7 @@ TEST_CASE("two engines swap to one merged cache and decode on behind it") {
     swaps.clear();
     run_round({&a, &b}, now, swaps, refusals);
     REQUIRE(swaps.size() == 2);
-    const SwapReport& of_a = swaps[0].install.carried_tokens > 0 ? swaps[0] : swaps[1];
+    const replica::SwapReport& of_a = swaps[0].install.carried_tokens > 0 ? swaps[0] : swaps[1];
     CHECK(of_a.install.carried_tokens == 5);
     CHECK(a.session->next_position() == of_a.render.tokens + 5);
     CHECK(llama_memory_seq_pos_max(a.context.memory(), 0) == of_a.render.tokens + 4);
@@ -176,12 +175,12 @@ TEST_CASE("a prefix that the engine holds stays where it is") {
   const auto prefix = some_tokens(9, 1);
   std::vector<Digest128> whole;
   for (const bool in_place : {false, true}) {
-    MemoryHub hub;
+    stores::MemoryHub hub;
     Agent a(model, hub, 1, prefix, {}, 512, in_place), b(model, hub, 2, prefix, {}, 512, in_place);
     a.decode_and_say(some_tokens(11, 2));
     b.decode_and_say(some_tokens(7, 3));
     std::int64_t now = 0;
-    std::vector<SwapReport> swaps;
+    std::vector<replica::SwapReport> swaps;
     std::vector<Status> refusals;
     for (int round = 0; round < 2; ++round) {
       (void)a.session->end_span();
@@ -205,7 +204,7 @@ TEST_CASE("what cannot be imported leaves the sequence as it was") {
   const test::TinyModelFile file(tiny);
   const test::EngineModel model(file.path());
   const auto prefix = some_tokens(9, 1);
-  MemoryHub hub;
+  stores::MemoryHub hub;
   // One engine has no room for old and new cells together; the other takes at most 64 bytes.
   Agent small(model, hub, 1, prefix, {}, 256),
       strict(model, hub, 2, prefix, {.max_import_bytes = 64});
@@ -216,7 +215,7 @@ TEST_CASE("what cannot be imported leaves the sequence as it was") {
   const auto before_small = small.exported(), before_strict = strict.exported();
   const std::int64_t next = small.session->next_position();
   std::int64_t now = 0;
-  std::vector<SwapReport> swaps;
+  std::vector<replica::SwapReport> swaps;
   std::vector<Status> refusals;
   run_round({&small, &strict}, now, swaps, refusals);
   CHECK(swaps.empty());
@@ -225,7 +224,7 @@ TEST_CASE("what cannot be imported leaves the sequence as it was") {
                             [](const Status& s) { return s.code() == ErrorCode::engine_failure; }));
   CHECK(std::ranges::any_of(refusals,
                             [](const Status& s) { return s.code() == ErrorCode::oversized; }));
-  CHECK(small.session->round()->state() == RoundState::kept);
+  CHECK(small.session->round()->state() == replica::RoundState::kept);
   CHECK(strict.session->round()->status().code() == ErrorCode::oversized);
   CHECK(small.exported() == before_small);
   CHECK(strict.exported() == before_strict);

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include <kvmeld/align/alignment.hpp>
-#include <kvmeld/engine/llama_probe.hpp>
+#include <kvmeld/policy.hpp>
+#include <kvmeld/engine/llama.hpp>
 
 #include "support/catch.hpp"
 #include "support/comma_locale.hpp"
@@ -311,9 +311,9 @@ TEST_CASE("a state is appended where the target ends, and nowhere else") {
       std::vector<std::byte> row(128);
       for (std::int64_t t = 0; t < out.tokens; ++t)
         for (std::int64_t head = 0; head < in.shape.heads; ++head) {
-          ::kvmeld::detail::gather_row(in, in.slots.slot(t + static_cast<std::int64_t>(from)), head,
+          ::kvmeld::extend::gather_row(in, in.slots.slot(t + static_cast<std::int64_t>(from)), head,
                                        row.data());
-          ::kvmeld::detail::scatter_row(out, out.slots.slot(t), head, row.data());
+          ::kvmeld::extend::scatter_row(out, out.slots.slot(t), head, row.data());
         }
     }
     return blob;
@@ -417,7 +417,7 @@ TEST_CASE("recomputed holes are what one prefill makes") {
       for (const MutablePlaneRef& plane : blob.mutable_ref().planes())
         for (const Hole& hole : holes)
           for (std::int64_t head = 0; head < plane.shape.heads; ++head)
-            ::kvmeld::detail::scatter_row(plane, plane.slots.slot(hole.output), head,
+            ::kvmeld::extend::scatter_row(plane, plane.slots.slot(hole.output), head,
                                           reinterpret_cast<const std::byte*>(nonsense.data()));
       REQUIRE(llama::write(live.context.get(), 1, 2, blob).ok());
       const std::vector<float> expected = next_logits(live, 0, 5, 90);

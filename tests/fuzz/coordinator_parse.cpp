@@ -2,16 +2,16 @@
 // there is MPI, tokens and fields of calls where there is gRPC.
 
 #ifdef KVMELD_TEST_MPI
-#include <kvmeld/transport/mpi_pieces.hpp>
+#include <kvmeld/mpi/detail/communicator.hpp>
 #endif
 #ifdef KVMELD_TEST_GRPC
-#include <kvmeld/transport/grpc_convert.hpp>
+#include <kvmeld/coordinator/detail/grpc_convert.hpp>
 #endif
 #ifdef KVMELD_TEST_OPENSSL
-#include <kvmeld/codec/hmac_sha256.hpp>
+#include <kvmeld/replica/openssl.hpp>
 #endif
-#include <kvmeld/transport/coordinator.hpp>
-#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/coordinator/coordinator.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "support/fuzz.hpp"
 
@@ -22,7 +22,7 @@ using test::Bytes;
 using test::need;
 using test::need_reason;
 using test::within;
-using Core = Coordinator<MemoryStore>;
+using Core = coordinator::Coordinator<stores::MemoryStore>;
 
 enum Kind : std::uint8_t { calls, context, holdings, token, kinds };
 /// What is done to a coordinator, each with its bytes behind it.
@@ -57,8 +57,8 @@ const std::vector<Fragment>& fragments() {
   return all;
 }
 
-CoordinatorOptions<> core_options() {
-  CoordinatorOptions<> out{.replica = {.epoch = 1, .merger = does_not_render}};
+coordinator::CoordinatorOptions<> core_options() {
+  coordinator::CoordinatorOptions<> out{.replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   out.replica.self = 1000;
   out.replica.members = {1, 2, 1000};
   out.replica.format.chunk_bytes = chunk_bytes;
@@ -78,7 +78,7 @@ void check_state(const Core& core) {
   need(deltas.ok());
   FragmentSet joined;
   for (const auto& bytes : *deltas) {
-    const auto part = decode_set(bytes);
+    const auto part = replica::decode_set(bytes);
     need(part.ok() && joined.join(*part).ok());
   }
   need(joined.digest() == core.version().set);
@@ -88,12 +88,12 @@ void check_state(const Core& core) {
 void try_ask(Core& core, std::span<const std::byte> bytes,
              std::map<std::pair<std::uint64_t, std::uint64_t>, Digest256>& cuts) {
   test::Input in(bytes);
-  MergeAsk one;
+  coordinator::MergeAsk one;
   one.session = in.byte();
   one.round = in.number(8);
   one.member = in.byte();
-  ByteReader r(in.rest());
-  one.context = read_context(r);
+  extend::ByteReader r(in.rest());
+  one.context = replica::read_context(r);
   if (!r.ok()) return need(!r.status("context").message().empty());
   const Status here = core.arrive(one, 0);
   if (!here) return need(!here.message().empty());
@@ -108,7 +108,7 @@ void try_ask(Core& core, std::span<const std::byte> bytes,
 }
 
 void try_calls(test::Input in) {
-  MemoryStore store;
+  stores::MemoryStore store;
   Core core(store, core_options());
   need(core.open().ok());
   std::map<std::pair<std::uint64_t, std::uint64_t>, Digest256> cuts;
@@ -125,7 +125,7 @@ void try_calls(test::Input in) {
         status = within(bytes.size(), 256, 1U << 17U, [&] { return update->add_set(bytes); });
         break;
       case add_manifest: {
-        const auto manifest = decode_manifest(bytes, {most_payload});
+        const auto manifest = kvmeld::replica::decode_manifest(bytes, {most_payload});
         const FragmentId id = manifest ? manifest->fragment.id() : FragmentId{};
         status = within(bytes.size(), 64, 16384, [&] { return update->add_manifest(id, bytes); });
         break;
@@ -139,7 +139,7 @@ void try_calls(test::Input in) {
         break;
       }
       case apply: {
-        const StateVersion before = core.version();
+        const coordinator::StateVersion before = core.version();
         status = update->end(update->items());
         if (status) {
           const auto applied = core.apply(*update);
@@ -155,17 +155,17 @@ void try_calls(test::Input in) {
         try_ask(core, bytes, cuts);
         break;
       case saw: {
-        ByteReader r(bytes);
-        const MemberId member = r.value<std::uint8_t>();
-        const CausalContext seen = read_context(r);
+        extend::ByteReader r(bytes);
+        const replica::MemberId member = r.value<std::uint8_t>();
+        const CausalContext seen = replica::read_context(r);
         if (r.ok()) core.saw(member, seen);
         break;
       }
       case store_cut:
-        (void)store.put(detail::coordinator_cut_key(5, 1), bytes);
+        (void)store.put(coordinator::detail::coordinator_cut_key(5, 1), bytes);
         break;
       default:
-        (void)store.put(detail::coordinator_oldest_key(5, 0), bytes);
+        (void)store.put(coordinator::detail::coordinator_oldest_key(5, 0), bytes);
     }
     if (!status) need(!status.message().empty());
   }
@@ -174,16 +174,16 @@ void try_calls(test::Input in) {
 }
 
 void try_context(std::span<const std::byte> bytes) {
-  ByteReader r(bytes);
-  const CausalContext got = within(bytes.size(), 64, 16384, [&] { return read_context(r); });
+  extend::ByteReader r(bytes);
+  const CausalContext got = within(bytes.size(), 64, 16384, [&] { return replica::read_context(r); });
   if (const Status end = r.finish("context"); !end) return need(!end.message().empty());
-  ByteWriter w;
-  write_context(w, got);
-  ByteReader again(w.written());
-  need(read_context(again) == got && again.finish("context").ok());
+  extend::ByteWriter w;
+  replica::write_context(w, got);
+  extend::ByteReader again(w.written());
+  need(replica::read_context(again) == got && again.finish("context").ok());
 #ifdef KVMELD_TEST_GRPC
   const auto field =
-      detail::context_field({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, 64);
+      coordinator::detail::context_field({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, 64);
   need(field ? *field == got : got.ranges().size() > 64);
 #endif
 }
@@ -191,11 +191,11 @@ void try_context(std::span<const std::byte> bytes) {
 void try_holdings([[maybe_unused]] std::span<const std::byte> bytes) {
 #ifdef KVMELD_TEST_MPI
   const auto got =
-      within(bytes.size(), 256, 16384, [&] { return detail::decode_holdings(bytes, SetHash{}); });
+      within(bytes.size(), 256, 16384, [&] { return mpi::detail::decode_holdings(bytes, SetHash{}); });
   if (!got) return need_reason(got);
   need(got->complete.size() <= got->set.size() && std::ranges::is_sorted(got->complete));
   for (const FragmentId& id : got->complete) need(got->set.find(id) != nullptr);
-  const auto again = detail::decode_holdings(detail::encode_holdings(got->set), SetHash{});
+  const auto again = mpi::detail::decode_holdings(mpi::detail::encode_holdings(got->set), SetHash{});
   need(again.ok() && again->set.digest() == got->set.digest() &&
        again->complete.empty());  // a set without payloads
 #endif
@@ -203,27 +203,27 @@ void try_holdings([[maybe_unused]] std::span<const std::byte> bytes) {
 
 #ifdef KVMELD_TEST_GRPC
 constexpr std::int64_t today_s = 1'000'000;
-template <Authenticator Auth>
-void try_token(const FrameOptions<Auth>& frame, std::string_view text, bool mine) {
-  const auto got = detail::check_token(frame, detail::namespace_bytes(frame.name_space), text,
+template <replica::Authenticator Auth>
+void try_token(const replica::FrameOptions<Auth>& frame, std::string_view text, bool mine) {
+  const auto got = coordinator::detail::check_token(frame, coordinator::detail::namespace_bytes(frame.scope), text,
                                        today_s, 3600, 300);
   need_reason(got);
   if (!got) return;
   std::int64_t expires = 0;
   std::memcpy(&expires, text.data() + 8, 8);
   need(expires >= today_s - 300 && expires <= today_s + 3900);
-  need(mine || *detail::make_token(frame, *got, expires) == text);
+  need(mine || *coordinator::detail::make_token(frame, *got, expires) == text);
 }
 #endif
 void try_tokens([[maybe_unused]] std::span<const std::byte> bytes) {
 #ifdef KVMELD_TEST_GRPC
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-  try_token(FrameOptions<>{}, text, true);
+  try_token(replica::FrameOptions<>{}, text, true);
 #ifdef KVMELD_TEST_OPENSSL
-  try_token(FrameOptions<HmacSha256>{.name_space = {3, 4}, .auth = HmacSha256("a secret")}, text,
+  try_token(replica::FrameOptions<replica::HmacSha256>{.scope = {3, 4}, .auth = replica::HmacSha256("a secret")}, text,
             false);
 #endif
-  const auto key = detail::fixed_field<BlobKey>(text, "a key");
+  const auto key = coordinator::detail::fixed_field<BlobKey>(text, "a key");
   need_reason(key);
   need(key.ok() == (bytes.size() == sizeof(BlobKey)));
 #endif
@@ -243,28 +243,28 @@ Bytes honest_calls() {
   CausalContext seen;
   for (std::uint64_t i = 0; i < fragments().size(); ++i) {
     FragmentSet set;
-    need(set.insert(fragments()[i], Provenance{1, i, 1}, 0.5F).ok());
+    need(set.insert(fragments()[i], Dot{1, i, 1}, 0.5F).ok());
     if (i == 2)
-      need(set.insert(fragments()[0], Provenance{1, 0, 1}, 0.5F).ok() &&
+      need(set.insert(fragments()[0], Dot{1, 0, 1}, 0.5F).ok() &&
            set.remove(fragments()[0].id(), {2, 0, 1}).ok());
     seen.join(set.context());
-    add(add_set, encode_set(set));
-    add(add_manifest, *encode_manifest(fragments()[i], chunk_bytes));
+    add(add_set, replica::encode_set(set));
+    add(add_manifest, *replica::encode_manifest(fragments()[i], chunk_bytes));
     const Payload& payload = fragments()[i].payloads()[0];
-    for (std::size_t c = 0; c < chunk_count(payload.byte_count, chunk_bytes); ++c) {
-      const auto raw = raw_chunk(payload, c, chunk_bytes);
-      const BlobKey key = chunk_key(raw);
+    for (std::size_t c = 0; c < replica::chunk_count(payload.byte_count, chunk_bytes); ++c) {
+      const auto raw = replica::raw_chunk(payload, c, chunk_bytes);
+      const BlobKey key = kvmeld::replica::chunk_key(raw);
       Bytes chunk =
           test::bytes_of({reinterpret_cast<const char*>(key.bytes.data()), key.bytes.size()});
-      test::put_bytes(chunk, encode_chunk(raw));
+      test::put_bytes(chunk, replica::encode_chunk(raw));
       add(add_chunk, chunk);
     }
     add(apply, {});
     Bytes question{std::byte{5}};
     test::put_number(question, i + 1, 8);
     test::put_number(question, 1, 1);
-    ByteWriter w;
-    write_context(w, seen);
+    extend::ByteWriter w;
+    replica::write_context(w, seen);
     test::put_bytes(question, w.written());
     add(ask, question);
     Bytes news(1, std::byte{2});
@@ -287,15 +287,15 @@ const std::vector<Bytes>& test::fuzz_seeds() {
     FragmentSet set;
     for (std::uint64_t i = 0; i < fragments().size(); ++i)
       need(set.insert(fragments()[i], {1 + i % 2, i, 1 + i}).ok());
-    const auto cut = make_cut(set, {}, 5, 1, 1000);
-    Bytes stored = call_of(store_cut, encode(*cut));
+    const auto cut = kvmeld::replica::make_cut(set, {}, 5, 1, 1000);
+    Bytes stored = call_of(store_cut, kvmeld::replica::encode(*cut));
     put_bytes(stored, call_of(store_oldest, Bytes(8, std::byte{0})));
     put_bytes(stored, std::span(honest).subspan(1));
     add(calls, stored);
-    ByteWriter w;
-    write_context(w, set.context());
+    extend::ByteWriter w;
+    replica::write_context(w, set.context());
     add(context, w.written());
-    Bytes held = encode_set(set);
+    Bytes held = replica::encode_set(set);
     put_bytes(held, Bytes(set.size(), std::byte{1}));
     put_number(held, set.size(), 8);
     add(holdings, held);
@@ -304,8 +304,8 @@ const std::vector<Bytes>& test::fuzz_seeds() {
     put_number(plain, 1'000'100, 8);
     add(token, plain);
 #if defined(KVMELD_TEST_GRPC) && defined(KVMELD_TEST_OPENSSL)
-    const FrameOptions<HmacSha256> frame{.name_space = {3, 4}, .auth = HmacSha256("a secret")};
-    add(token, bytes_of(*detail::make_token(frame, 7, today_s + 100)));
+    const replica::FrameOptions<replica::HmacSha256> frame{.scope = {3, 4}, .auth = replica::HmacSha256("a secret")};
+    add(token, bytes_of(*coordinator::detail::make_token(frame, 7, today_s + 100)));
 #endif
     return out;
   }();

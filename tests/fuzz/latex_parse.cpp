@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include <kvmeld/anchor/latex_index.hpp>
+#include <kvmeld/formula/formula.hpp>
 
 namespace {
 
@@ -19,7 +19,7 @@ using namespace kvmeld;
 bool try_one(std::string_view bytes) {
   const auto how = static_cast<unsigned char>(bytes[0]);
   const std::string text(bytes.substr(1));
-  FormulaOptions options;
+  formula::FormulaOptions options;
   options.rename_free = (how & 1U) != 0;
   if ((how & 2U) != 0)
     options.max_depth = 6, options.max_free = 4, options.max_renaming_steps = 300;
@@ -34,7 +34,7 @@ bool try_one(std::string_view bytes) {
         (formula && (again->normal != formula->normal || again->steps != formula->steps)))
       std::abort();
   }
-  FormulaIndex index(options, 2);
+  formula::FormulaIndex index(options, 2);
   FragmentId id;
   for (std::uint8_t n = 1; n < 4; ++n) {
     id.bytes[0] = n;

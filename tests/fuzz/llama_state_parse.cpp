@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <cstdlib>
 
-#include <kvmeld/cache/row_copy.hpp>
-#include <kvmeld/engine/llama_state.hpp>
+#include <kvmeld/cache_view.hpp>
+#include <kvmeld/engine/detail/llama_state.hpp>
 
 #include "support/llama_blob.hpp"
 
@@ -31,7 +31,7 @@ void try_one(std::span<const std::byte> bytes, const std::shared_ptr<const Geome
     for (std::int64_t t = 0; t < plane.tokens; ++t) {
       const std::int64_t slot = plane.slots.slot(t);
       for (std::int64_t head = 0; slot >= 0 && head < plane.shape.heads; ++head) {
-        detail::gather_row(plane, slot, head, row.data());
+        extend::gather_row(plane, slot, head, row.data());
         for (const std::byte b : row) sum += std::to_integer<unsigned>(b);
       }
     }

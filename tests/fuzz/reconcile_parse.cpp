@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <vector>
 
-#include <kvmeld/session/round_cut.hpp>
-#include <kvmeld/state/reconcile.hpp>
+#include <kvmeld/replica/rounds.hpp>
+#include <kvmeld/replica/reconcile.hpp>
 
 #include "support/random_cache.hpp"
 
@@ -15,11 +15,11 @@ namespace {
 
 using namespace kvmeld;
 
-std::vector<ReconcileItem> items(std::uint64_t seed) {
+std::vector<replica::ReconcileItem> items(std::uint64_t seed) {
   test::Random random(seed);
-  std::vector<ReconcileItem> out;
+  std::vector<replica::ReconcileItem> out;
   for (std::uint64_t i = 0; i < 60; ++i) {
-    ReconcileItem item;
+    replica::ReconcileItem item;
     item.id.bytes[0] = Xxh3_128::tag;
     item.id.bytes[1] = static_cast<std::uint8_t>(4 * i);
     item.id.bytes[2] = static_cast<std::uint8_t>(random.below(2));
@@ -31,11 +31,11 @@ std::vector<ReconcileItem> items(std::uint64_t seed) {
 
 /// The first byte says how far an honest session goes before the bytes come in.
 void try_one(std::span<const std::byte> bytes) {
-  static const std::vector<ReconcileItem> mine = items(1), theirs = items(2);
+  static const std::vector<replica::ReconcileItem> mine = items(1), theirs = items(2);
   const auto honest = std::to_integer<unsigned>(bytes[0]) % 4U;
-  ReconcileLimits limits;
+  replica::ReconcileLimits limits;
   limits.items = 4096;
-  Reconciliation a(mine, limits), b(theirs, limits);
+  replica::Reconciliation a(mine, limits), b(theirs, limits);
   auto message = a.start(7);
   if (!message) std::abort();
   std::vector<std::byte> next = *message;
@@ -44,13 +44,13 @@ void try_one(std::span<const std::byte> bytes) {
     if (!reply || !reply->message) return;
     next = *reply->message;
   }
-  Reconciliation& victim = honest % 2 == 0 ? b : a;
+  replica::Reconciliation& victim = honest % 2 == 0 ? b : a;
   const auto reply = victim.receive(bytes.subspan(1));
   if (!reply && reply.error().message().empty()) std::abort();
   if (victim.done() && !reply) std::abort();
-  const auto ready = decode_ready(bytes.subspan(1));
+  const auto ready = kvmeld::replica::decode_ready(bytes.subspan(1));
   if (!ready && ready.error().message().empty()) std::abort();
-  const auto cut = decode_cut(bytes.subspan(1), SetHash{});
+  const auto cut = kvmeld::replica::decode_cut(bytes.subspan(1), SetHash{});
   if (!cut && cut.error().message().empty()) std::abort();
 }
 
@@ -69,8 +69,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 
 TEST_CASE("mutated messages of a reconciliation end in an error or an answer") {
   std::vector<std::vector<std::byte>> corpus;
-  const std::vector<ReconcileItem> mine = items(1), theirs = items(2);
-  Reconciliation a(mine), b(theirs);
+  const std::vector<replica::ReconcileItem> mine = items(1), theirs = items(2);
+  replica::Reconciliation a(mine), b(theirs);
   auto message = a.start(7);
   REQUIRE(message.ok());
   std::optional<std::vector<std::byte>> next = *message;

@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <filesystem>
 
-#include <kvmeld/transport/file_store.hpp>
+#include <kvmeld/stores/file.hpp>
 
 #include "support/temp_folder.hpp"
 
@@ -24,14 +24,14 @@ const test::TempFolder& folder() {
 
 std::string log_path() { return folder() / "store/records"; }
 
-Result<FileStore> open_store() {
-  return FileStore::open(folder() / "store", {.durability = Durability::none});
+Result<stores::FileStore> open_store() {
+  return stores::FileStore::open(folder() / "store", {.durability = stores::Durability::none});
 }
 
 void write_log(std::span<const std::byte> bytes) {
-  const detail::FileHandle file =
-      detail::open_file(AT_FDCWD, log_path(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
-  if (detail::write_at(file.get(), bytes, 0) != 0) std::abort();
+  const stores::detail::FileHandle file =
+      stores::detail::open_file(AT_FDCWD, log_path(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
+  if (stores::detail::write_at(file.get(), bytes, 0) != 0) std::abort();
 }
 
 void must(bool condition) {
@@ -52,7 +52,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const auto found = store->records(0);
   must(found.ok());
   std::size_t total = 0;
-  for (const Bytes& record : found->records) total += record.size() + detail::record_head_bytes;
+  for (const Bytes& record : found->records) total += record.size() + stores::detail::record_head_bytes;
   must(total <= size);
   // Whatever was found stays found, whatever is added or replaced on top of it.
   const Bytes more(100, std::byte{7});
@@ -82,8 +82,8 @@ TEST_CASE("a store opens on any log, or says why not, and loses none of what it 
     for (const std::size_t size : sizes)
       REQUIRE(store->add_record(Bytes(size, std::byte{0xC4})).ok());
     Bytes log(std::filesystem::file_size(log_path()));
-    const detail::FileHandle file = detail::open_file(AT_FDCWD, log_path(), O_RDONLY);
-    REQUIRE(detail::read_at(file.get(), log, 0) == 0);
+    const stores::detail::FileHandle file = stores::detail::open_file(AT_FDCWD, log_path(), O_RDONLY);
+    REQUIRE(stores::detail::read_at(file.get(), log, 0) == 0);
     corpus.push_back(log);
   }
   std::uint64_t state = 88172645463325252ULL;

@@ -10,7 +10,7 @@
 #include <mutex>
 #include <thread>
 
-#include <kvmeld/transport/redis_store.hpp>
+#include <kvmeld/stores/redis.hpp>
 
 #include "support/fuzz.hpp"
 #include "support/temp_folder.hpp"
@@ -43,10 +43,10 @@ class Stranger {
     thread_.join();
     ::close(listener_);
   }
-  [[nodiscard]] RedisStoreOptions options(std::vector<Bytes> blocks) {
+  [[nodiscard]] stores::RedisStoreOptions options(std::vector<Bytes> blocks) {
     const std::lock_guard lock(mutex_);
     blocks_ = std::move(blocks);
-    RedisStoreOptions out;
+    stores::RedisStoreOptions out;
     out.server.unix_socket = path_;
     out.server.command_timeout_ms = patience_ms;
     out.server.backoff_ms = out.server.backoff_limit_ms = 1;
@@ -139,7 +139,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   std::vector<Bytes> blocks;
   while (!in.empty() && blocks.size() < 16) blocks.push_back(in.block());
   const test::MemoryMeter meter;
-  auto store = RedisStore::open(server.options(blocks));
+  auto store = stores::RedisStore::open(server.options(blocks));
   if (!store) {
     need_reason(store);
     return 0;

@@ -6,15 +6,15 @@
 #include <cstdlib>
 #include <vector>
 
-#include <kvmeld/session/replica.hpp>
-#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/replica/replica.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "support/random_cache.hpp"
 
 namespace {
 
 using namespace kvmeld;
-using Member = Replica<MemoryStore>;
+using Member = replica::Replica<stores::MemoryStore>;
 
 const std::vector<Fragment>& fragments() {
   static const std::vector<Fragment> all = [] {
@@ -27,7 +27,7 @@ const std::vector<Fragment>& fragments() {
   return all;
 }
 
-Member::Options options(MemberId self) {
+Member::Options options(replica::MemberId self) {
   Member::Options out{.epoch = 1, .merger = Digest128{1, 1}};
   out.self = self;
   out.epoch = 1;
@@ -38,25 +38,25 @@ Member::Options options(MemberId self) {
 
 /// Byte 0 is the message's type, the rest its body.
 void try_one(std::span<const std::byte> bytes) {
-  MemoryStore store;
+  stores::MemoryStore store;
   Member replica(store, options(0));
   if (!replica.open() || !replica.insert(fragments()[0])) std::abort();
   FragmentSet wanting;
   if (!wanting.insert(fragments()[1], {1, 0, 1})) std::abort();
   if (!replica.receive(
-          1, *encode_replica_frame(ReplicaMessage::delta, Digest128{1, 1}, encode_set(wanting))))
+          1, *encode_replica_frame(replica::ReplicaMessage::delta, Digest128{1, 1}, replica::encode_set(wanting))))
     std::abort();
   const Digest256 before = replica.set().digest();
   const auto type = static_cast<std::uint8_t>(std::to_integer<unsigned>(bytes[0]) % 8U);
-  const auto status = replica.receive(1, *encode_frame(type, bytes.subspan(1))).status();
-  const bool may_change = type == static_cast<std::uint8_t>(ReplicaMessage::delta);
+  const auto status = replica.receive(1, *kvmeld::replica::encode_frame(type, bytes.subspan(1))).status();
+  const bool may_change = type == static_cast<std::uint8_t>(replica::ReplicaMessage::delta);
   if (!may_change && replica.set().digest() != before) std::abort();
   const bool in_part =
       status.code() == ErrorCode::quota_exceeded || status.code() == ErrorCode::dot_reused;
   if (!status && !in_part && replica.set().digest() != before) std::abort();
   if (!status && status.message().empty()) std::abort();
   // Whatever it is now, it is a set: it survives its own bytes, and the replica goes on.
-  const auto again = decode_set(encode_set(replica.set()));
+  const auto again = replica::decode_set(replica::encode_set(replica.set()));
   if (!again || again->digest() != replica.set().digest() ||
       again->context() != replica.set().context())
     std::abort();
@@ -82,16 +82,16 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 TEST_CASE("mutated messages of a replica change nothing that they may not") {
   // Every message of two replicas that meet is the corpus.
   std::vector<std::vector<std::byte>> corpus;
-  MemoryStore stores[2];
+  stores::MemoryStore stores[2];
   Member a(stores[0], options(0)), b(stores[1], options(1));
   REQUIRE(a.insert(fragments()[0], 0.5F).ok());
   REQUIRE(a.insert(fragments()[2]).ok());
   REQUIRE(a.supersede(fragments()[2].id(), fragments()[0].id()).ok());
   REQUIRE(a.remove(fragments()[2].id()).ok());
   REQUIRE(b.insert(fragments()[1]).ok());
-  const auto pass = [&](Member& from, Member& to, MemberId sender) {
-    for (const Outgoing& out : from.take_outbox()) {
-      const auto frame = decode_frame(out.bytes);
+  const auto pass = [&](Member& from, Member& to, replica::MemberId sender) {
+    for (const replica::Outgoing& out : from.take_outbox()) {
+      const auto frame = replica::decode_frame(out.bytes);
       std::vector<std::byte> one{static_cast<std::byte>(frame->type)};
       one.insert(one.end(), frame->body.begin(), frame->body.end());
       corpus.push_back(one);

@@ -8,10 +8,10 @@
 #include <cstring>
 #include <string>
 
-#include <kvmeld/align/projection_file.hpp>
-#include <kvmeld/anchor/gain_file.hpp>
-#include <kvmeld/fuse/gate_weights_file.hpp>
-#include <kvmeld/fuse/learned_weights_file.hpp>
+#include <kvmeld/policies/projection.hpp>
+#include <kvmeld/anchors/gain.hpp>
+#include <kvmeld/policies/gate_weights.hpp>
+#include <kvmeld/policies/learned.hpp>
 
 #include "support/fuzz.hpp"
 
@@ -33,12 +33,12 @@ std::vector<float> numbers(std::size_t count) {
   return out;
 }
 void add_weights(std::vector<Bytes>& out) {
-  for (const GainKind kind : {GainKind::identity, GainKind::ridge, GainKind::lstm}) {
-    const std::int32_t hidden = kind == GainKind::lstm ? 2 : 0;
-    const std::vector<GainScore> scores(2, {2.0, 1.0});
-    const auto parameters = numbers(2 * GainPredictor::size(kind, hidden));
+  for (const anchors::GainKind kind : {anchors::GainKind::identity, anchors::GainKind::ridge, anchors::GainKind::lstm}) {
+    const std::int32_t hidden = kind == anchors::GainKind::lstm ? 2 : 0;
+    const std::vector<anchors::GainScore> scores(2, {2.0, 1.0});
+    const auto parameters = numbers(2 * anchors::GainPredictor::size(kind, hidden));
     const auto gain =
-        GainPredictor::make(kind, hidden, 2, parameters, scores, gain_geometry()->model);
+        anchors::GainPredictor::make(kind, hidden, 2, parameters, scores, gain_geometry()->model);
     out.push_back(*to_safetensors(**gain));
   }
   GateShape shapes[3];
@@ -100,7 +100,7 @@ void try_weights_of(std::span<const std::byte> bytes, const Read& read) {
   need(again.ok() && *to_safetensors(**again) == *file);
 }
 void try_weights(std::span<const std::byte> bytes) {
-  try_weights_of(bytes, [](auto file) { return gain_from_safetensors(file, *gain_geometry()); });
+  try_weights_of(bytes, [](auto file) { return kvmeld::anchors::gain_from_safetensors(file, *gain_geometry()); });
   try_weights_of(bytes, [](auto file) { return gate_from_safetensors(file); });
   try_weights_of(bytes, [](auto file) { return predictor_from_safetensors(file); });
 }
@@ -204,7 +204,7 @@ TEST_CASE("mutated tensor files are refused or consistent") {
           bytes[at] = static_cast<std::byte>(random.below(2) == 0 ? 0xFF : random.next());
       }
     }
-    if (random.below(2) == 0 && bytes.size() >= 8) {  // a liar keeps the length right
+    if (random.below(2) == 0 && bytes.size() >= 8) {  // a Byzantine peer keeps the length right
       const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
       const std::size_t end = text.find("}}");
       if (end != std::string_view::npos && end > 8) {

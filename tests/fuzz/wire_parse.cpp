@@ -6,12 +6,11 @@
 #include <cstdint>
 #include <cstdlib>
 
-#include <kvmeld/cache/verify_fragment.hpp>
-#include <kvmeld/codec/assembler.hpp>
-#include <kvmeld/codec/frame.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/replica/wire.hpp>
 
 #ifdef KVMELD_TEST_ZSTD
-#include <kvmeld/codec/zstd.hpp>
+#include <kvmeld/replica/zstd.hpp>
 #endif
 
 #include "support/random_cache.hpp"
@@ -22,9 +21,9 @@ using namespace kvmeld;
 using Bytes = std::vector<std::byte>;
 
 #ifdef KVMELD_TEST_ZSTD
-using Codec = Zstd;
+using Codec = replica::Zstd;
 #else
-using Codec = NoCompression;
+using Codec = replica::NoCompression;
 #endif
 
 constexpr std::size_t cut = 200;
@@ -53,16 +52,16 @@ const std::vector<Fragment>& fragments() {
 
 /// What is accepted is the fragment that its id names, or is found out when its bytes are there.
 void try_manifest(std::span<const std::byte> bytes) {
-  const auto manifest = decode_manifest(bytes, {.max_payload_bytes = 1 << 20});
+  const auto manifest = kvmeld::replica::decode_manifest(bytes, {.max_payload_bytes = 1 << 20});
   if (!manifest) return need(!manifest.error().message().empty());
-  need(encode_manifest(*manifest).size() <= bytes.size());
-  Assembler assembler(*manifest);
+  need(replica::encode_manifest(*manifest).size() <= bytes.size());
+  replica::Assembler assembler(*manifest);
   for (const Fragment& known : fragments()) {
     if (known.id() != manifest->fragment.id()) continue;
     const Payload& payload = known.payloads()[0];
-    for (std::size_t c = 0; c < chunk_count(payload.byte_count, cut); ++c) {
-      const auto raw = raw_chunk(payload, c, cut);
-      (void)assembler.add(chunk_key(raw), encode_chunk(raw));
+    for (std::size_t c = 0; c < replica::chunk_count(payload.byte_count, cut); ++c) {
+      const auto raw = replica::raw_chunk(payload, c, cut);
+      (void)assembler.add(kvmeld::replica::chunk_key(raw), replica::encode_chunk(raw));
     }
   }
   const auto whole = assembler.finish();
@@ -70,11 +69,11 @@ void try_manifest(std::span<const std::byte> bytes) {
 }
 
 void try_chunk(std::span<const std::byte> bytes) {
-  static const BlobKey key = chunk_key(raw_chunk(fragments()[0].payloads()[0], 0, cut));
+  static const BlobKey key = kvmeld::replica::chunk_key(replica::raw_chunk(fragments()[0].payloads()[0], 0, cut));
   const auto got = decode_chunk(bytes, key, 4096, Codec{});
   if (got) need(chunk_key(*got) == key);
   // Past the key, which a fuzzer never guesses: what the decompressor itself does with it.
-  const auto open = detail::open_chunk(bytes, 4096);
+  const auto open = replica::detail::open_chunk(bytes, 4096);
   if (!open || open->codec != Codec::codec) return;
   Bytes raw(open->raw_bytes);
   (void)Codec{}.decompress(open->data, raw);
@@ -89,15 +88,15 @@ const std::vector<Bytes>& corpus() {
       out.back().insert(out.back().end(), bytes.begin(), bytes.end());
     };
     for (const Fragment& fragment : fragments()) {
-      const Bytes manifest = *encode_manifest(fragment, cut);
-      add(0, *encode_frame(1, manifest));
+      const Bytes manifest = *replica::encode_manifest(fragment, cut);
+      add(0, *kvmeld::replica::encode_frame(1, manifest));
       add(1, manifest);
       add(2, manifest);
       add(2, manifest);
-      const auto raw = raw_chunk(fragment.payloads()[0], 0, cut);
-      add(3, encode_chunk(raw));
-      add(3, encode_chunk(Bytes(3000, std::byte{5}), Codec{}, {ElementType::f16, 64}));
-      add(3, encode_chunk(Bytes(3000, std::byte{5}), Codec{}, {ElementType::f32, 64}));
+      const auto raw = replica::raw_chunk(fragment.payloads()[0], 0, cut);
+      add(3, replica::encode_chunk(raw));
+      add(3, replica::encode_chunk(Bytes(3000, std::byte{5}), Codec{}, {ElementType::f16, 64}));
+      add(3, replica::encode_chunk(Bytes(3000, std::byte{5}), Codec{}, {ElementType::f32, 64}));
     }
     return out;
   }();
@@ -106,7 +105,7 @@ const std::vector<Bytes>& corpus() {
 
 void mend(Bytes& bytes) {
   if (bytes.size() < 8) return;
-  const std::uint64_t sum = detail::accident_sum(std::span(bytes).first(bytes.size() - 8));
+  const std::uint64_t sum = replica::detail::accident_sum(std::span(bytes).first(bytes.size() - 8));
   std::memcpy(bytes.data() + bytes.size() - 8, &sum, 8);
 }
 
@@ -129,14 +128,14 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   }
   switch (kind) {
     case 0: {
-      const auto view = decode_frame(exact);
+      const auto view = replica::decode_frame(exact);
       if (view) try_manifest(view->body);
       break;
     }
     case 1:
       try_manifest(exact);
       break;
-    case 2:  // a liar computes checksums, too
+    case 2:  // a Byzantine peer computes checksums, too
       mend(exact);
       try_manifest(exact);
       break;

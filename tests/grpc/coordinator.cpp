@@ -4,15 +4,15 @@
 #include "grpc/coordinator_server.hpp"
 #include "support/catch.hpp"
 
-#include <kvmeld/cache/verify_fragment.hpp>
+#include <kvmeld/fragment.hpp>
 
 namespace {
 
-using kvmeld::CoordinatorClient;
+using kvmeld::coordinator::CoordinatorClient;
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::FragmentSet;
-using kvmeld::Provenance;
+using kvmeld::Dot;
 using test::client_options;
 using test::fragment;
 using test::server_options;
@@ -34,7 +34,7 @@ FragmentSet set_of(std::uint64_t agent, std::initializer_list<std::uint64_t> see
   FragmentSet set;
   // no checks: threads call it
   for (const std::uint64_t seed : seeds)
-    (void)set.insert(fragment(seed), Provenance{agent, first++, 1}, 0.5F);
+    (void)set.insert(fragment(seed), Dot{agent, first++, 1}, 0.5F);
   return set;
 }
 
@@ -48,7 +48,7 @@ std::int64_t now_ms() {
 
 TEST_CASE("a coordinator in a process of its own", "[.serve]") {
   const std::string folder = std::getenv("KVMELD_TEST_FOLDER");
-  auto store = kvmeld::FileStore::open(folder + "/store");
+  auto store = kvmeld::stores::FileStore::open(folder + "/store");
   REQUIRE(store.ok());
   test::Server server(server_options(), *std::move(store));
   REQUIRE(server.started.ok());
@@ -81,8 +81,8 @@ TEST_CASE("what one member publishes another one gets, byte for byte, and each p
   CHECK(b.traffic().fragments_sent == 1);  // the coordinator had the other two
   CHECK(b.traffic().dedup_hits == 2);
 
-  kvmeld::MemoryStore store;
-  kvmeld::Replica<kvmeld::MemoryStore> replica(
+  kvmeld::stores::MemoryStore store;
+  kvmeld::replica::Replica<kvmeld::stores::MemoryStore> replica(
       store,
       {.self = 5, .epoch = 1, .frame = {test::test_namespace()}, .merger = test::test_merger});
   REQUIRE(a.sync(replica, store).ok());
@@ -91,7 +91,7 @@ TEST_CASE("what one member publishes another one gets, byte for byte, and each p
   CHECK(replica.wanted() == 0);
   CHECK(equal_bytes(replica.set().payload(fragment(3).id()), fragment(3)));
   // A removal travels too, and so does what was there before it.
-  REQUIRE(mine.remove(fragment(3).id(), Provenance{2, 9, 1}).ok());
+  REQUIRE(mine.remove(fragment(3).id(), Dot{2, 9, 1}).ok());
   const auto version = b.publish(mine);
   REQUIRE(version.ok());
   CHECK(version->set == mine.digest());
@@ -114,10 +114,10 @@ TEST_CASE(
   test::Server second(options);
   std::vector<FragmentSet> updates{set_of(1, {1}), set_of(2, {2, 3}), set_of(3, {1, 4})};
   updates.push_back(updates[1]);
-  REQUIRE(updates[3].remove(fragment(2).id(), Provenance{3, 7, 1}).ok());
+  REQUIRE(updates[3].remove(fragment(2).id(), Dot{3, 7, 1}).ok());
   updates.push_back(updates[0]);
   REQUIRE(updates[4].join(updates[2]).ok());
-  REQUIRE(updates[4].supersede(fragment(1).id(), fragment(4).id(), Provenance{1, 5, 1}).ok());
+  REQUIRE(updates[4].supersede(fragment(1).id(), fragment(4).id(), Dot{1, 5, 1}).ok());
   CoordinatorClient<> to_first(first.address(), client_options(1));
   CoordinatorClient<> to_second(second.address(), client_options(2));
   for (const FragmentSet& update : updates) REQUIRE(to_first.publish(update).ok());
@@ -152,13 +152,13 @@ TEST_CASE(
   CoordinatorClient<> client(address, client_options(1));
   FragmentSet acknowledged;
   for (std::uint64_t i = 0; i < 5; ++i) {
-    REQUIRE(acknowledged.insert(fragment(i), Provenance{1, i, 1}).ok());
+    REQUIRE(acknowledged.insert(fragment(i), Dot{1, i, 1}).ok());
     REQUIRE(client.publish(acknowledged).ok());
   }
   const auto cut = client.wait_for_merge(77, 1, test::test_merger, acknowledged.context(), 5000);
   REQUIRE(cut.ok());
   CHECK(cut->set.digest() == acknowledged.digest());
-  CHECK(cut->ready == std::vector<kvmeld::MemberId>{1});
+  CHECK(cut->ready == std::vector<kvmeld::replica::MemberId>{1});
   process->end();
 
   FragmentSet late = set_of(2, {8});
@@ -198,16 +198,16 @@ TEST_CASE(
   options.soft_ms = 300;
   test::Server server(options);
   REQUIRE(server.started.ok());
-  const auto wait = [&](kvmeld::MemberId self, std::uint64_t round, std::int64_t timeout_ms,
+  const auto wait = [&](kvmeld::replica::MemberId self, std::uint64_t round, std::int64_t timeout_ms,
                         kvmeld::Digest128 merger = test::test_merger) {
     CoordinatorClient<> client(server.address(), client_options(self));
     const FragmentSet mine = set_of(self, {self * 10 + round}, round);
     if (const auto published = client.publish(mine); !published)
-      return kvmeld::Result<kvmeld::MergedCut>(published.error());
+      return kvmeld::Result<kvmeld::coordinator::MergedCut>(published.error());
     return client.wait_for_merge(5, round, merger, mine.context(), timeout_ms);
   };
   SECTION("all three") {
-    kvmeld::Result<kvmeld::MergedCut> cuts[3] = {kvmeld::Status(), kvmeld::Status(),
+    kvmeld::Result<kvmeld::coordinator::MergedCut> cuts[3] = {kvmeld::Status(), kvmeld::Status(),
                                                  kvmeld::Status()};
     std::vector<std::thread> members;
     const auto begun = now_ms();
@@ -219,18 +219,18 @@ TEST_CASE(
       CHECK(cut->set.size() == 3);
       CHECK(cut->version == cuts[0]->version);
       CHECK(cut->version.merger == test::test_merger);
-      CHECK(cut->ready == std::vector<kvmeld::MemberId>{1, 2, 3});
+      CHECK(cut->ready == std::vector<kvmeld::replica::MemberId>{1, 2, 3});
     }
     CHECK(now_ms() - begun < 5000);
   }
   SECTION("two of three, after the soft deadline; the straggler gets the same cut") {
-    kvmeld::Result<kvmeld::MergedCut> other = kvmeld::Status();
+    kvmeld::Result<kvmeld::coordinator::MergedCut> other = kvmeld::Status();
     std::thread second([&] { other = wait(2, 1, 10'000); });
     const auto cut = wait(1, 1, 10'000);
     second.join();
     REQUIRE(cut.ok());
     REQUIRE(other.ok());
-    CHECK(cut->ready == std::vector<kvmeld::MemberId>{1, 2});
+    CHECK(cut->ready == std::vector<kvmeld::replica::MemberId>{1, 2});
     const auto late = wait(3, 1, 1000);
     REQUIRE(late.ok());
     CHECK(late->version == cut->version);
@@ -263,14 +263,14 @@ TEST_CASE(
         grpc::CreateChannel(server.address(), grpc::InsecureChannelCredentials()));
     grpc::ClientContext context;
     context.AddMetadata("kvmeld-namespace-bin",
-                        kvmeld::detail::namespace_bytes(two.frame.name_space));
+                        kvmeld::coordinator::detail::namespace_bytes(two.frame.scope));
     context.AddMetadata("kvmeld-token-bin",
-                        *kvmeld::detail::make_token(two.frame, 2, std::time(nullptr) + 60));
+                        *kvmeld::coordinator::detail::make_token(two.frame, 2, std::time(nullptr) + 60));
     kvmeld::rpc::v1::MergeRequest request;
     request.set_session(5);
     request.set_round(1);
-    request.set_merger(kvmeld::detail::namespace_bytes(test::test_merger));
-    request.set_context(kvmeld::detail::to_field(kvmeld::CausalContext()));
+    request.set_merger(kvmeld::coordinator::detail::namespace_bytes(test::test_merger));
+    request.set_context(kvmeld::coordinator::detail::to_field(kvmeld::CausalContext()));
     request.set_timeout_ms(60'000);
     kvmeld::rpc::v1::MergeReply reply;
     std::thread canceller([&] {
@@ -309,8 +309,8 @@ TEST_CASE("whoever waits for a change is told of the first one") {
   // got waits all the same.
   CoordinatorClient<> other_client(server.address(), client_options(2));
   FragmentSet more = set_of(2, {5, 6});
-  REQUIRE(more.supersede(fragment(5).id(), fragment(6).id(), Provenance{2, 7, 1}).ok());
-  REQUIRE(more.insert(fragment(7), Provenance{2, 8, 1}).ok());
+  REQUIRE(more.supersede(fragment(5).id(), fragment(6).id(), Dot{2, 7, 1}).ok());
+  REQUIRE(more.insert(fragment(7), Dot{2, 8, 1}).ok());
   REQUIRE(more.evict(fragment(7).id()).ok());
   CHECK(other_client.publish(more).status().code() == ErrorCode::payload_missing);
   const auto partial = waiting.wait_for_change(changed->state, {}, 10'000);
@@ -327,8 +327,8 @@ TEST_CASE("a payload that the coordinator lacked at first reaches a replica with
   FragmentSet bare = set_of(1, {1});
   REQUIRE(bare.evict(fragment(1).id()).ok());
   CHECK(client.publish(bare).status().code() == ErrorCode::payload_missing);
-  kvmeld::MemoryStore store;
-  kvmeld::Replica<kvmeld::MemoryStore> replica(
+  kvmeld::stores::MemoryStore store;
+  kvmeld::replica::Replica<kvmeld::stores::MemoryStore> replica(
       store,
       {.self = 5, .epoch = 1, .frame = {test::test_namespace()}, .merger = test::test_merger});
   CoordinatorClient<> fifth(server.address(), client_options(5));
@@ -354,10 +354,10 @@ TEST_CASE("an entry without provenance is published, though no context tells of 
 }
 
 namespace {
-struct SlowStore : kvmeld::MemoryStore {
+struct SlowStore : kvmeld::stores::MemoryStore {
   kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    return kvmeld::MemoryStore::put(key, bytes);
+    return kvmeld::stores::MemoryStore::put(key, bytes);
   }
 };
 }  // namespace
@@ -367,7 +367,7 @@ TEST_CASE("a call has one deadline, however many requests it takes") {
   REQUIRE(server.started.ok());
   FragmentSet many;
   for (std::uint64_t i = 0; i < 40; ++i)
-    REQUIRE(many.insert(fragment(i, 2), Provenance{1, i, 1}).ok());
+    REQUIRE(many.insert(fragment(i, 2), Dot{1, i, 1}).ok());
   auto options = client_options(1);
   options.timeout_ms = 600;
   // each fragment goes in an update of its own, and takes 60 ms or more

@@ -3,8 +3,8 @@
 
 #include <optional>
 
-#include <kvmeld/transport/coordinator.hpp>
-#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/coordinator/coordinator.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -15,9 +15,9 @@ namespace {
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::FragmentSet;
-using kvmeld::Provenance;
+using kvmeld::Dot;
 using kvmeld::Status;
-using Core = kvmeld::Coordinator<kvmeld::MemoryStore>;
+using Core = kvmeld::coordinator::Coordinator<kvmeld::stores::MemoryStore>;
 
 /// A store that counts how often a blob is looked for.
 class CountingStore {
@@ -43,7 +43,7 @@ class CountingStore {
   }
 
  private:
-  kvmeld::MemoryStore store_;
+  kvmeld::stores::MemoryStore store_;
 };
 
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
@@ -51,8 +51,8 @@ Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
                       {.tokens = test::token_ids(tokens)})
       .fragment;
 }
-kvmeld::CoordinatorOptions<> core_options() {
-  kvmeld::CoordinatorOptions<> options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
+kvmeld::coordinator::CoordinatorOptions<> core_options() {
+  kvmeld::coordinator::CoordinatorOptions<> options{.replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = 1000;
   options.replica.epoch = 1;
   options.quorum = 1;
@@ -61,12 +61,12 @@ kvmeld::CoordinatorOptions<> core_options() {
 }
 kvmeld::Status apply(Core& core, const FragmentSet& set) {
   auto update = core.begin_update();
-  KVMELD_TRY(update.add_set(encode_set(set)));
+  KVMELD_TRY(update.add_set(kvmeld::replica::encode_set(set)));
   KVMELD_TRY(update.end(update.items()));
   return core.apply(update).status();
 }
-kvmeld::Result<kvmeld::MergeAnswer> round(Core& core, std::uint64_t number) {
-  kvmeld::MergeAsk ask;
+kvmeld::Result<kvmeld::coordinator::MergeAnswer> round(Core& core, std::uint64_t number) {
+  kvmeld::coordinator::MergeAsk ask;
   ask.session = 5;
   ask.round = number;
   ask.member = 1;
@@ -75,7 +75,7 @@ kvmeld::Result<kvmeld::MergeAnswer> round(Core& core, std::uint64_t number) {
   const auto answer = core.poll(ask, 10);
   core.leave(ask);
   return answer ? *answer
-                : kvmeld::Result<kvmeld::MergeAnswer>(
+                : kvmeld::Result<kvmeld::coordinator::MergeAnswer>(
                       kvmeld::Status(ErrorCode::timed_out, "no answer"));
 }
 
@@ -83,7 +83,7 @@ kvmeld::Result<kvmeld::MergeAnswer> round(Core& core, std::uint64_t number) {
 
 TEST_CASE(
     "an entry or a context that would fit into no message is refused, and everybody goes on") {
-  kvmeld::MemoryStore store;
+  kvmeld::stores::MemoryStore store;
   auto options = core_options();
   options.max_marks = 100;
   options.max_ranges = 50;
@@ -91,19 +91,19 @@ TEST_CASE(
   REQUIRE(core.open().ok());
   FragmentSet marks, more, gaps;
   for (std::uint64_t i = 0; i < 100; ++i)
-    REQUIRE(marks.insert(fragment(1), Provenance{1, i, 1}).ok());
+    REQUIRE(marks.insert(fragment(1), Dot{1, i, 1}).ok());
   REQUIRE(apply(core, marks).ok());
   CHECK(apply(core, marks).ok());  // nothing new in it
-  REQUIRE(more.insert(fragment(1), Provenance{2, 0, 1}).ok());
+  REQUIRE(more.insert(fragment(1), Dot{2, 0, 1}).ok());
   CHECK(apply(core, more).code() == ErrorCode::quota_exceeded);
   for (std::uint64_t i = 0; i < 50; ++i)
-    REQUIRE(gaps.insert(fragment(2 + i % 10), Provenance{3, 2 * i, 1}).ok());
+    REQUIRE(gaps.insert(fragment(2 + i % 10), Dot{3, 2 * i, 1}).ok());
   CHECK(apply(core, gaps).code() == ErrorCode::quota_exceeded);
   CHECK(core.set().digest() == marks.digest());
   CHECK(core.deltas({}).ok());
 
   // Messages bound it too.
-  kvmeld::MemoryStore other;
+  kvmeld::stores::MemoryStore other;
   options = core_options();
   options.replica.max_message_bytes = 1 << 13;
   options.replica.format.chunk_bytes = 1000;
@@ -114,7 +114,7 @@ TEST_CASE(
 }
 
 TEST_CASE("updates on their way in have one budget together and one each, by what came of them") {
-  kvmeld::MemoryStore store;
+  kvmeld::stores::MemoryStore store;
   auto options = core_options();
   options.replica.format.chunk_bytes = 10'000;
   options.max_updates_bytes = 100'000;
@@ -122,13 +122,13 @@ TEST_CASE("updates on their way in have one budget together and one each, by wha
   Core core(store, options);
   REQUIRE(core.open().ok());
   const Fragment f = fragment(1, 30);  // 30 KiB
-  const auto manifest = kvmeld::make_manifest(f, 10'000);
+  const auto manifest = kvmeld::replica::make_manifest(f, 10'000);
   REQUIRE(manifest.ok());
-  const auto bytes = encode_manifest(*manifest);
+  const auto bytes = kvmeld::replica::encode_manifest(*manifest);
   const auto begin = [&](Core::Update& update) { return update.add_manifest(f.id(), bytes); };
   const auto chunk = [&](Core::Update& update, std::size_t c) {
     return update.add_chunk(manifest->chunks[0][c],
-                            kvmeld::encode_chunk(kvmeld::raw_chunk(f.payloads()[0], c, 10'000)));
+                            kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(f.payloads()[0], c, 10'000)));
   };
   {
     auto first = core.begin_update(1);
@@ -161,11 +161,11 @@ TEST_CASE(
   options.replica.members = {2, 3};
   options.members = {2};
   options.soft_ms = 1'000'000;
-  kvmeld::Coordinator<CountingStore> core(store, options);
+  kvmeld::coordinator::Coordinator<CountingStore> core(store, options);
   REQUIRE(core.open().ok());
   const auto send = [&](const FragmentSet& set) {
     auto update = core.begin_update();
-    KVMELD_TRY(update.add_set(encode_set(set)));
+    KVMELD_TRY(update.add_set(kvmeld::replica::encode_set(set)));
     KVMELD_TRY(update.end(update.items()));
     return core.apply(update).status();
   };
@@ -178,15 +178,15 @@ TEST_CASE(
     return store.looks - before;
   };
   const Fragment honest = fragment(1);
-  REQUIRE(kvmeld::store_fragment(store, honest, options.replica.format).ok());
+  REQUIRE(kvmeld::replica::store_fragment(store, honest, options.replica.format).ok());
   FragmentSet one;
-  REQUIRE(one.insert(honest, Provenance{2, 1, 1}).ok());
+  REQUIRE(one.insert(honest, Dot{2, 1, 1}).ok());
   CHECK(looks([&] { REQUIRE(send(one).ok()); }) < 100);
   CHECK(core.fragment(honest.id()).ok());
   CHECK(looks([&] { core.saw(3, core.version().context); }) < 100);
   CHECK(looks([&] { core.saw(2, core.version().context); }) < 100);
 
-  kvmeld::MergeAsk ask;
+  kvmeld::coordinator::MergeAsk ask;
   ask.session = ask.round = 1;
   ask.member = 2;
   ask.context = one.context();
@@ -202,7 +202,7 @@ TEST_CASE(
 TEST_CASE(
     "an author has so many fragments in the state, an update so many, and what is over is "
     "counted") {
-  kvmeld::MemoryStore store;
+  kvmeld::stores::MemoryStore store;
   auto options = core_options();
   options.max_author_entries = 100;
   options.max_update_entries = 80;
@@ -219,7 +219,7 @@ TEST_CASE(
 }
 
 TEST_CASE("an update is so short that others hardly wait for it, fragments and removals together") {
-  kvmeld::MemoryStore store;
+  kvmeld::stores::MemoryStore store;
   Core core(store, core_options());
   REQUIRE(core.open().ok());
   CHECK(apply(core, test::unserved(4097, 5)).code() == ErrorCode::quota_exceeded);
@@ -239,24 +239,24 @@ TEST_CASE("an update is so short that others hardly wait for it, fragments and r
 }
 
 TEST_CASE("a member brings its own operations, and others' only as they are known") {
-  kvmeld::MemoryStore store;
+  kvmeld::stores::MemoryStore store;
   auto options = core_options();
   options.relays = {9};
   Core core(store, options);
   REQUIRE(core.open().ok());
-  const auto send = [&](kvmeld::MemberId member, const FragmentSet& set) {
+  const auto send = [&](kvmeld::replica::MemberId member, const FragmentSet& set) {
     auto update = core.begin_update(member);
-    KVMELD_TRY(update.add_set(encode_set(set)));
+    KVMELD_TRY(update.add_set(kvmeld::replica::encode_set(set)));
     KVMELD_TRY(update.end(update.items()));
     return core.apply(update).status();
   };
   FragmentSet first;
-  REQUIRE(first.insert(fragment(1), Provenance{1, 0, 1}).ok());
+  REQUIRE(first.insert(fragment(1), Dot{1, 0, 1}).ok());
   REQUIRE(send(1, first).ok());
   // In another's name: an insertion, a life that is over before it began, a removal of what is not
   // there yet, and what is in force.
   FragmentSet forged;
-  REQUIRE(forged.insert(fragment(2), Provenance{1, 1, 1}).ok());
+  REQUIRE(forged.insert(fragment(2), Dot{1, 1, 1}).ok());
   CHECK(send(2, forged).code() == ErrorCode::unauthenticated);
   kvmeld::CausalContext all, known;
   all.append({1, 1, 0, 1000});
@@ -267,15 +267,15 @@ TEST_CASE("a member brings its own operations, and others' only as they are know
   CHECK(send(2, *FragmentSet::from_parts({}, {}, {ahead}, {})).code() ==
         ErrorCode::unauthenticated);
   FragmentSet other;  // a known dot, with another mark
-  REQUIRE(other.insert(fragment(1), Provenance{1, 0, 1}, 0.5F).ok());
+  REQUIRE(other.insert(fragment(1), Dot{1, 0, 1}, 0.5F).ok());
   CHECK(send(2, other).code() == ErrorCode::unauthenticated);
   CHECK(core.refusals().unauthenticated == 5);
   CHECK(core.set().digest() == first.digest());
   // What is known may come with it, and be removed: a member renders what others did.
   FragmentSet mine = first;
-  REQUIRE(mine.insert(fragment(3), Provenance{2, 0, 1}).ok());
+  REQUIRE(mine.insert(fragment(3), Dot{2, 0, 1}).ok());
   CHECK(send(2, mine).ok());
-  REQUIRE(mine.remove(fragment(1).id(), Provenance{2, 1, 1}).ok());
+  REQUIRE(mine.remove(fragment(1).id(), Dot{2, 1, 1}).ok());
   CHECK(send(2, mine).ok());
   CHECK(core.set().size() == 1);
   CHECK(send(9, forged).ok());  // a gateway
@@ -285,7 +285,7 @@ TEST_CASE("a member brings its own operations, and others' only as they are know
 TEST_CASE(
     "a round that is over and forgotten gets no second cut, from this coordinator, a later one, or "
     "another on its store") {
-  kvmeld::MemoryStore store;
+  kvmeld::stores::MemoryStore store;
   auto options = core_options();
   options.max_rounds = 8;
   Core other(store, options);
@@ -296,7 +296,7 @@ TEST_CASE(
     REQUIRE(core.open().ok());
     for (std::uint64_t number = 2; number <= 20; ++number) {
       FragmentSet set;
-      REQUIRE(set.insert(fragment(number), Provenance{1, number, 1}).ok());
+      REQUIRE(set.insert(fragment(number), Dot{1, number, 1}).ok());
       REQUIRE(apply(core, set).ok());
       REQUIRE(round(core, number).ok());
     }
@@ -312,7 +312,7 @@ TEST_CASE(
     for (std::uint64_t number = 13; number <= 20; ++number) CHECK(round(*core, number).ok());
   }
   for (std::uint64_t number = 1; number <= 12; ++number)
-    CHECK_FALSE(*store.contains(kvmeld::detail::coordinator_cut_key(5, number)));
+    CHECK_FALSE(*store.contains(kvmeld::coordinator::detail::coordinator_cut_key(5, number)));
   CHECK(round(again, 21).ok());
   CHECK(round(other, 22).ok());
   Core last(store, options);  // the others may still have the cut of 14 in memory
@@ -324,7 +324,7 @@ TEST_CASE(
 TEST_CASE(
     "of two coordinators on one store that cut a round at once, one has the cut, and both give "
     "it") {
-  kvmeld::MemoryStore store;
+  kvmeld::stores::MemoryStore store;
   const auto options = core_options();
   Core first(store, options);
   Core second(store, options);
@@ -332,18 +332,18 @@ TEST_CASE(
   REQUIRE(second.open().ok());
   const auto insert = [&](Core& core, std::uint64_t agent) {
     FragmentSet set;
-    REQUIRE(kvmeld::store_fragment(store, fragment(agent), options.replica.format).ok());
-    REQUIRE(set.insert(fragment(agent), Provenance{agent, 0, 1}).ok());
+    REQUIRE(kvmeld::replica::store_fragment(store, fragment(agent), options.replica.format).ok());
+    REQUIRE(set.insert(fragment(agent), Dot{agent, 0, 1}).ok());
     REQUIRE(apply(core, set).ok());
   };
   insert(first, 1);
   insert(second, 2);
-  kvmeld::MergeAsk ask;
+  kvmeld::coordinator::MergeAsk ask;
   ask.session = 5;
   ask.round = 1;
   ask.member = 1;
   ask.timeout_ms = 10;
-  const kvmeld::MergeAsk same = ask;
+  const kvmeld::coordinator::MergeAsk same = ask;
   REQUIRE(first.arrive(ask, 0).ok());
   REQUIRE(second.arrive(same, 0).ok());  // neither has seen a cut
   const auto one = first.poll(ask, 1);
@@ -362,7 +362,7 @@ TEST_CASE(
 
 TEST_CASE("a barrier ends at its deadline, wherever the clock is set to") {
   for (const std::int64_t jump : {std::int64_t{-3'600'000}, std::int64_t{0}}) {
-    kvmeld::MemoryStore store;
+    kvmeld::stores::MemoryStore store;
     auto options = core_options();
     options.members = {1, 2};
     options.soft_ms = 1'000;
@@ -370,7 +370,7 @@ TEST_CASE("a barrier ends at its deadline, wherever the clock is set to") {
     REQUIRE(core.open().ok());
     // 0: for any other state
     for (const std::uint64_t number : {std::uint64_t{0}, std::uint64_t{1}}) {
-      kvmeld::MergeAsk ask;
+      kvmeld::coordinator::MergeAsk ask;
       ask.session = 5;
       ask.round = number;
       ask.member = 1;
@@ -379,7 +379,7 @@ TEST_CASE("a barrier ends at its deadline, wherever the clock is set to") {
       REQUIRE(core.arrive(ask, now).ok());
       now += jump;
       std::int64_t waited = 0;
-      std::optional<kvmeld::Result<kvmeld::MergeAnswer>> answer;
+      std::optional<kvmeld::Result<kvmeld::coordinator::MergeAnswer>> answer;
       for (; waited < 10'000 && !answer; waited += 10) answer = core.poll(ask, now += 10);
       core.leave(ask);
       REQUIRE(answer);

@@ -1,7 +1,7 @@
 // What a coordinator refuses: strangers, garbage, too much of anything, and clients that take their
 // time.
 
-#include <kvmeld/codec/hmac_sha256.hpp>
+#include <kvmeld/replica/openssl.hpp>
 
 #include "grpc/coordinator_server.hpp"
 #include "support/catch.hpp"
@@ -9,19 +9,19 @@
 namespace {
 
 namespace rpc = kvmeld::rpc::v1;
-using kvmeld::CoordinatorClient;
+using kvmeld::coordinator::CoordinatorClient;
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::FragmentSet;
-using kvmeld::Provenance;
-using kvmeld::detail::to_field;
+using kvmeld::Dot;
+using kvmeld::coordinator::detail::to_field;
 using test::client_options;
 using test::fragment;
 using test::server_options;
 
 FragmentSet set_of(std::uint64_t agent, const Fragment& f, std::uint64_t sequence = 0) {
   FragmentSet set;
-  REQUIRE(set.insert(f, Provenance{agent, sequence, 1}).ok());
+  REQUIRE(set.insert(f, Dot{agent, sequence, 1}).ok());
   return set;
 }
 
@@ -37,10 +37,10 @@ struct Raw {
   }
   static void admit(
       grpc::ClientContext& context,
-      const std::string& name_space = kvmeld::detail::namespace_bytes(test::test_namespace())) {
-    context.AddMetadata("kvmeld-namespace-bin", name_space);
+      const std::string& scope = kvmeld::coordinator::detail::namespace_bytes(test::test_namespace())) {
+    context.AddMetadata("kvmeld-namespace-bin", scope);
     context.AddMetadata("kvmeld-token-bin",
-                        *kvmeld::detail::make_token(kvmeld::FrameOptions<>{test::test_namespace()},
+                        *kvmeld::coordinator::detail::make_token(kvmeld::replica::FrameOptions<>{test::test_namespace()},
                                                     1, std::time(nullptr) + 60));
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(30));
   }
@@ -76,22 +76,22 @@ struct Raw {
 
 rpc::UpdateRequest set_item(const FragmentSet& set) {
   rpc::UpdateRequest item;
-  item.set_set(to_field(std::span<const std::byte>(encode_set(set))));
+  item.set_set(to_field(std::span<const std::byte>(kvmeld::replica::encode_set(set))));
   return item;
 }
 /// Set, manifest and chunks of one fragment.
 std::vector<rpc::UpdateRequest> items_of(const FragmentSet& set, const Fragment& f) {
   std::vector<rpc::UpdateRequest> out{set_item(set)};
-  const auto manifest = kvmeld::make_manifest(f, 1000);
+  const auto manifest = kvmeld::replica::make_manifest(f, 1000);
   rpc::UpdateRequest item;
   item.mutable_manifest()->set_id(to_field(f.id()));
   item.mutable_manifest()->set_encoded(
-      to_field(std::span<const std::byte>(encode_manifest(*manifest))));
+      to_field(std::span<const std::byte>(kvmeld::replica::encode_manifest(*manifest))));
   out.push_back(item);
   for (std::size_t c = 0; c < manifest->chunks[0].size(); ++c) {
     item.mutable_chunk()->set_key(to_field(manifest->chunks[0][c]));
     item.mutable_chunk()->set_stored(to_field(
-        std::span<const std::byte>(kvmeld::encode_chunk(raw_chunk(f.payloads()[0], c, 1000)))));
+        std::span<const std::byte>(kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(f.payloads()[0], c, 1000)))));
     out.push_back(item);
   }
   return out;
@@ -125,16 +125,16 @@ TEST_CASE(
   REQUIRE(make_certificate(folder, "coordinator"));
   REQUIRE(make_certificate(folder, "member"));
   const auto pem = [&](const std::string& name) { return test::text_of(folder / name); };
-  kvmeld::TlsOptions tls{.root_certificates = pem("member.pem"),
+  kvmeld::coordinator::TlsOptions tls{.root_certificates = pem("member.pem"),
                          .certificate = pem("coordinator.pem"),
                          .private_key = pem("coordinator.key")};
   const bool both = GENERATE(false, true);
   tls.require_client_certificate = both;
-  test::Server<> server(server_options(), kvmeld::MemoryStore(), tls);
+  test::Server<> server(server_options(), kvmeld::stores::MemoryStore(), tls);
   REQUIRE(server.started.ok());
   auto options = client_options(1);
   options.timeout_ms = 1500;
-  const auto asked = [&](const kvmeld::TlsOptions& with) {
+  const auto asked = [&](const kvmeld::coordinator::TlsOptions& with) {
     options.tls = with;
     CoordinatorClient<> client(server.address(), options);
     return client.publish(set_of(1, fragment(1))).status();
@@ -153,22 +153,22 @@ TEST_CASE(
 TEST_CASE(
     "another namespace, another key, no token, an old token: unauthenticated, and nothing is told "
     "or changed") {
-  using Auth = kvmeld::HmacSha256;
-  kvmeld::CoordinatorOptions<Auth> options{
-      .replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
+  using Auth = kvmeld::replica::HmacSha256;
+  kvmeld::coordinator::CoordinatorOptions<Auth> options{
+      .replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = 1000;
   options.replica.frame = {test::test_namespace(), 1 << 26, Auth("a secret of the session")};
-  test::Server<kvmeld::MemoryStore, Auth> server(options);
+  test::Server<kvmeld::stores::MemoryStore, Auth> server(options);
   REQUIRE(server.started.ok());
-  const auto publish = [&](const kvmeld::Digest128& name_space, const char* key) {
-    kvmeld::CoordinatorClientOptions<Auth> mine;
+  const auto publish = [&](const kvmeld::Digest128& scope, const char* key) {
+    kvmeld::coordinator::CoordinatorClientOptions<Auth> mine;
     mine.self = 1;
     mine.timeout_ms = 10'000;
-    mine.frame = {name_space, 1 << 26, Auth(std::string_view(key))};
+    mine.frame = {scope, 1 << 26, Auth(std::string_view(key))};
     CoordinatorClient<Auth> client(server.address(), mine);
     return client.publish(set_of(1, fragment(1))).status();
   };
-  CHECK(publish(kvmeld::frame_namespace("other tenant", "test model", "test tokenizer"),
+  CHECK(publish(kvmeld::replica::frame_namespace("other tenant", "test model", "test tokenizer"),
                 "a secret of the session")
             .code() == ErrorCode::unauthenticated);
   CHECK(publish(test::test_namespace(), "another secret").code() == ErrorCode::unauthenticated);
@@ -185,8 +185,8 @@ TEST_CASE(
   for (const std::int64_t age_s : {-400, 4000}) {
     grpc::ClientContext old;
     old.AddMetadata("kvmeld-namespace-bin",
-                    kvmeld::detail::namespace_bytes(test::test_namespace()));
-    old.AddMetadata("kvmeld-token-bin", *kvmeld::detail::make_token(options.replica.frame, 1,
+                    kvmeld::coordinator::detail::namespace_bytes(test::test_namespace()));
+    old.AddMetadata("kvmeld-token-bin", *kvmeld::coordinator::detail::make_token(options.replica.frame, 1,
                                                                     std::time(nullptr) + age_s));
     rpc::MergeReply reply;
     CHECK(raw.stub->WaitForMerge(&old, {}, &reply).error_code() ==
@@ -196,7 +196,7 @@ TEST_CASE(
   CHECK(publish(test::test_namespace(), "a secret of the session").ok());
   CHECK(server.server.core().set().size() == 1);
   // A token is one member's: it brings no operation of another.
-  kvmeld::CoordinatorClientOptions<Auth> mine;
+  kvmeld::coordinator::CoordinatorClientOptions<Auth> mine;
   mine.self = 1;
   mine.frame = options.replica.frame;
   CoordinatorClient<Auth> client(server.address(), mine);
@@ -318,7 +318,7 @@ TEST_CASE("too much: one message, one update, one author's operations and bytes,
     // More than one update may carry goes in several.
     FragmentSet many;
     for (std::uint64_t i = 0; i < 5; ++i)
-      REQUIRE(many.insert(fragment(30 + i, 11), Provenance{3, i, 1}).ok());
+      REQUIRE(many.insert(fragment(30 + i, 11), Dot{3, i, 1}).ok());
     auto mine = client_options(3);
     CHECK(CoordinatorClient<>(server.address(), mine).publish(many).status().code() ==
           ErrorCode::quota_exceeded);
@@ -357,7 +357,7 @@ TEST_CASE("a member that claims to have seen very much is refused before it is l
   test::Server server(options);
   CoordinatorClient<> client(server.address(), client_options(1));
   kvmeld::CausalContext much;
-  for (std::uint64_t i = 0; i < 101; ++i) much.add(Provenance{9, 2 * i, 1});
+  for (std::uint64_t i = 0; i < 101; ++i) much.add(Dot{9, 2 * i, 1});
   CHECK(client.wait_for_change({}, much, 1000).status().code() == ErrorCode::oversized);
   CHECK(client.wait_for_merge(1, 1, test::test_merger, much, 1000).status().code() ==
         ErrorCode::oversized);

@@ -13,10 +13,10 @@
 #include <thread>
 #include <vector>
 
-#include <kvmeld/transport/file_store.hpp>
-#include <kvmeld/transport/grpc_client.hpp>
-#include <kvmeld/transport/grpc_server.hpp>
-#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/stores/file.hpp>
+#include <kvmeld/coordinator/grpc_client.hpp>
+#include <kvmeld/coordinator/grpc_server.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "support/random_cache.hpp"
 #include "support/temp_folder.hpp"
@@ -27,7 +27,7 @@ namespace test {
 inline const int quiet = ::setenv("GRPC_VERBOSITY", "NONE", 0);
 
 inline kvmeld::Digest128 test_namespace() {
-  return kvmeld::frame_namespace("tenant", "test model", "test tokenizer");
+  return kvmeld::replica::frame_namespace("tenant", "test model", "test tokenizer");
 }
 inline constexpr kvmeld::Digest128 test_merger{7, 9};
 
@@ -37,19 +37,19 @@ inline kvmeld::Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
       .fragment;
 }
 
-inline kvmeld::CoordinatorOptions<> server_options() {
-  kvmeld::CoordinatorOptions<> options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
+inline kvmeld::coordinator::CoordinatorOptions<> server_options() {
+  kvmeld::coordinator::CoordinatorOptions<> options{.replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = 1000;
   options.replica.epoch = 1;
-  options.replica.frame.name_space = test_namespace();
+  options.replica.frame.scope = test_namespace();
   options.replica.format.chunk_bytes = 1000;
   options.soft_ms = 200;
   return options;
 }
-inline kvmeld::CoordinatorClientOptions<> client_options(kvmeld::MemberId self) {
-  kvmeld::CoordinatorClientOptions<> options;
+inline kvmeld::coordinator::CoordinatorClientOptions<> client_options(kvmeld::replica::MemberId self) {
+  kvmeld::coordinator::CoordinatorClientOptions<> options;
   options.self = self;
-  options.frame.name_space = test_namespace();
+  options.frame.scope = test_namespace();
   options.format.chunk_bytes = 1000;
   options.timeout_ms = 20'000;
   options.retry_ms = 20;
@@ -59,17 +59,17 @@ inline kvmeld::CoordinatorClientOptions<> client_options(kvmeld::MemberId self) 
 }
 
 /// A server on any loopback port.
-template <class Store = kvmeld::MemoryStore, class... Policies>
+template <class Store = kvmeld::stores::MemoryStore, class... Policies>
 struct Server {
-  explicit Server(kvmeld::CoordinatorOptions<Policies...> options, Store s = Store(),
-                  const kvmeld::TlsOptions& tls = {})
+  explicit Server(kvmeld::coordinator::CoordinatorOptions<Policies...> options, Store s = Store(),
+                  const kvmeld::coordinator::TlsOptions& tls = {})
       : store(std::move(s)),
         server(store, std::move(options)),
         started(server.start("127.0.0.1:0", tls)) {}
   [[nodiscard]] std::string address() const { return "127.0.0.1:" + std::to_string(server.port()); }
 
   Store store;
-  kvmeld::CoordinatorServer<Store, Policies...> server;
+  kvmeld::coordinator::CoordinatorServer<Store, Policies...> server;
   kvmeld::Status started;
 };
 

@@ -3,15 +3,15 @@
 
 #include <openssl/evp.h>
 
-#include <kvmeld/codec/hmac_sha256.hpp>
-#include <kvmeld/transport/grpc_parcel.hpp>
+#include <kvmeld/replica/openssl.hpp>
+#include <kvmeld/coordinator/grpc_client.hpp>
 
 #include "grpc/coordinator_server.hpp"
 #include "support/catch.hpp"
 
 namespace {
 
-using Auth = kvmeld::HmacSha256;
+using Auth = kvmeld::replica::HmacSha256;
 
 std::string hex(std::string_view bytes) {
   std::string out;
@@ -53,33 +53,33 @@ TEST_CASE(
         "no python3 with grpc and protobuf, or no protoc (Debian: python3-grpcio, "
         "python3-protobuf, protobuf-compiler)");
   }
-  kvmeld::CoordinatorOptions<Auth> options{
-      .replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
+  kvmeld::coordinator::CoordinatorOptions<Auth> options{
+      .replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = 1000;
   options.replica.frame = {test::test_namespace(), 1 << 26, Auth("the session's secret")};
   options.replica.format.chunk_bytes = 1000;
   options.members = {1, 2};
   options.soft_ms = 60'000;
-  test::Server<kvmeld::MemoryStore, Auth> server(options);
+  test::Server<kvmeld::stores::MemoryStore, Auth> server(options);
   REQUIRE(server.started.ok());
 
   const test::TempFolder folder;
   kvmeld::FragmentSet theirs;
-  REQUIRE(theirs.insert(test::fragment(2, 33), kvmeld::Provenance{2, 0, 1}, 0.25F, 1234).ok());
-  REQUIRE(theirs.insert(test::fragment(4, 0), kvmeld::Provenance{2, 1, 1}).ok());
-  const auto parcel = kvmeld::make_parcel<>(theirs, {.chunk_bytes = 700});
+  REQUIRE(theirs.insert(test::fragment(2, 33), kvmeld::Dot{2, 0, 1}, 0.25F, 1234).ok());
+  REQUIRE(theirs.insert(test::fragment(4, 0), kvmeld::Dot{2, 1, 1}).ok());
+  const auto parcel = kvmeld::coordinator::make_parcel<>(theirs, {.chunk_bytes = 700});
   REQUIRE(parcel.ok());
   REQUIRE(test::write_text(folder / "parcel", *parcel));
   const auto agent = [&](const std::string& key) {
     return test::OtherProcess(
         {python3,       "examples/06_agent.py",
          "--address",   server.address(),
-         "--namespace", hex(kvmeld::detail::namespace_bytes(test::test_namespace())),
+         "--namespace", hex(kvmeld::coordinator::detail::namespace_bytes(test::test_namespace())),
          "--member",    "2",
          "--publish",   folder / "parcel",
          "--session",   "3",
          "--round",     "1",
-         "--merger",    hex(kvmeld::detail::namespace_bytes(test::test_merger)),
+         "--merger",    hex(kvmeld::coordinator::detail::namespace_bytes(test::test_merger)),
          "--timeout",   "20",
          "--output",    folder / "report"},
         {{"KVMELD_KEY", key}});
@@ -88,12 +88,12 @@ TEST_CASE(
   CHECK(server.server.core().set().empty());
 
   auto other = agent("the session's secret");
-  kvmeld::CoordinatorClientOptions<Auth> mine;
+  kvmeld::coordinator::CoordinatorClientOptions<Auth> mine;
   mine.self = 1;
   mine.frame = options.replica.frame;
-  kvmeld::CoordinatorClient<Auth> client(server.address(), mine);
+  kvmeld::coordinator::CoordinatorClient<Auth> client(server.address(), mine);
   kvmeld::FragmentSet set;
-  REQUIRE(set.insert(test::fragment(1, 50), kvmeld::Provenance{1, 0, 1}).ok());
+  REQUIRE(set.insert(test::fragment(1, 50), kvmeld::Dot{1, 0, 1}).ok());
   REQUIRE(client.publish(set).ok());
   const auto cut = client.wait_for_merge(3, 1, test::test_merger, set.context(), 20'000);
   REQUIRE(cut.ok());

@@ -72,7 +72,7 @@ void render_all(Sink& sink, const test::Model& model, std::span<const Layout> la
 }
 
 // Rules that choose or weigh whole tokens by distances: seven fragments at positions of their own,
-// so that keys are turned before they are compared.
+// so that keys are rotated before they are compared.
 void render_rules(Sink& sink, const test::Model& model, Layout layout) {
   const auto g = test::geometry(model);
   kvmeld::FragmentSet set;

@@ -4,15 +4,11 @@
 #include <cmath>
 #include <cstdio>
 
-#include <kvmeld/align/attention.hpp>
-#include <kvmeld/align/attention_attend.hpp>
-#include <kvmeld/align/chain.hpp>
-#include <kvmeld/align/projection.hpp>
-#include <kvmeld/align/select_key_frames.hpp>
-#include <kvmeld/align/select_medoids.hpp>
-#include <kvmeld/fuse/gated.hpp>
-#include <kvmeld/fuse/learned_weights.hpp>
-#include <kvmeld/fuse/norm_preserving_mean.hpp>
+#include <kvmeld/policies/attention.hpp>
+#include <kvmeld/policies/projection.hpp>
+#include <kvmeld/policies/select.hpp>
+#include <kvmeld/policies/learned.hpp>
+#include <kvmeld/policies/mean.hpp>
 #include <kvmeld/kvmeld.hpp>
 
 #include "support/identity_render.hpp"
@@ -112,7 +108,7 @@ void attend_all(test::Sink& sink, ElementType type) {
   const auto size = static_cast<std::size_t>(count * heads);
   const std::vector<float> queries = numbers(size * 48, 11);
   std::vector<float> outputs[3], lse[3];
-  std::vector<kvmeld::MutableAttentionState<kvmeld::LseNatural>> states;
+  std::vector<kvmeld::attention::MutableAttentionState<kvmeld::attention::LseNatural>> states;
   for (int i = 0; i < 3; ++i) {
     outputs[i].resize(size * static_cast<std::size_t>(channels));
     lse[i].resize(size);

@@ -4,15 +4,15 @@
 #include <algorithm>
 #include <cmath>
 
-#include <kvmeld/anchor/decision.hpp>
+#include <kvmeld/anchors/decision.hpp>
 
 #include "support/anchor_segments.hpp"
 #include "support/law.hpp"
 
 namespace {
 
-using kvmeld::ReuseOffset;
-using kvmeld::ReusePart;
+using kvmeld::anchors::ReuseOffset;
+using kvmeld::anchors::ReusePart;
 using test::difference;
 using test::rendered;
 using test::Segment;
@@ -51,7 +51,7 @@ struct Anchors {
       alone.emplace_back(query.geometry, tokens, draw_seed());
       real.push_back(alone[i].in_context(draw_seed(), scale));
       const auto delta =
-          kvmeld::measure_offset(real[i].at(draw_position()), alone[i].at(draw_position()));
+          kvmeld::anchors::measure_offset(real[i].at(draw_position()), alone[i].at(draw_position()));
       RC_ASSERT(delta.ok());
       offsets.push_back({.anchor = test::anchor_id(static_cast<std::uint8_t>(i)),
                          .delta = *delta,
@@ -67,11 +67,11 @@ TEST_CASE("laws of blends") {
     Anchors a(*rc::gen::inRange<std::size_t>(1, 5), 6);
     const std::size_t mine = *rc::gen::inRange<std::size_t>(0, a.alone.size());
     const std::int64_t position = draw_position();
-    const auto base = kvmeld::unrotated(a.alone[mine].at(draw_position()));
+    const auto base = kvmeld::anchors::unrotated(a.alone[mine].at(draw_position()));
     RC_ASSERT(base.ok());
     std::vector<double> distances(a.offsets.size(), 1.0);
     distances[mine] = 0.0;
-    const auto cold = kvmeld::softmax_weights(distances, *rc::gen::element(0.0, 1e-3));
+    const auto cold = kvmeld::anchors::softmax_weights(distances, *rc::gen::element(0.0, 1e-3));
     for (std::size_t i = 0; i < cold.size(); ++i) a.offsets[i].weight = static_cast<float>(cold[i]);
     const auto real = real_at(a.real[mine], position);
     const ReusePart limit{.base = *base, .position = position, .offsets = a.offsets};
@@ -119,8 +119,8 @@ TEST_CASE("laws of blends") {
               rendered({&part, 1}, a.query.geometry, {.compute_last = false}, kvmeld::exec::lanes));
     RC_ASSERT(bytes == rendered({&part, 1}, a.query.geometry, {.compute_last = false},
                                 kvmeld::exec::Sequential{.isa = kvmeld::Isa::baseline}));
-    RC_ASSERT(kvmeld::plan_reuse({&part, 1}, *a.query.geometry)->render_id() ==
-              kvmeld::plan_reuse({&other, 1}, *a.query.geometry)->render_id());
+    RC_ASSERT(kvmeld::anchors::plan_reuse({&part, 1}, *a.query.geometry)->render_id() ==
+              kvmeld::anchors::plan_reuse({&other, 1}, *a.query.geometry)->render_id());
   });
 
   test::law(
@@ -135,12 +135,12 @@ TEST_CASE("laws of blends") {
                               kvmeld::RopePairing::interleaved);
         const auto g = test::geometry(model);
         const Segment query(g, 3, draw_seed());
-        const auto base = kvmeld::unrotated(query.at(draw_position()));
+        const auto base = kvmeld::anchors::unrotated(query.at(draw_position()));
         RC_ASSERT(base.ok());
         ReusePart part{.base = *base, .position = 1 + draw_position()};
         const int count = *rc::gen::element(1, 2, 5, 70);
         for (int i = 0; i < count; ++i) {
-          const auto delta = kvmeld::measure_offset(query.in_context(draw_seed()).at(0), *base);
+          const auto delta = kvmeld::anchors::measure_offset(query.in_context(draw_seed()).at(0), *base);
           RC_ASSERT(delta.ok());
           part.offsets.push_back({.anchor = test::anchor_id(static_cast<std::uint8_t>(i)),
                                   .delta = *delta,
@@ -164,9 +164,9 @@ TEST_CASE("laws of blends") {
     const Segment real = alone.in_context(draw_seed());
     std::vector<std::vector<std::vector<std::byte>>> out;
     for (const std::int64_t recorded : {0, 7, 1000}) {
-      const auto base = kvmeld::unrotated(query.at(recorded));
+      const auto base = kvmeld::anchors::unrotated(query.at(recorded));
       const auto delta =
-          kvmeld::measure_offset(real.at(recorded), alone.at(recorded == 7 ? 0 : recorded));
+          kvmeld::anchors::measure_offset(real.at(recorded), alone.at(recorded == 7 ? 0 : recorded));
       RC_ASSERT(base.ok() && delta.ok());
       const ReusePart part{.base = *base,
                            .position = 40,
@@ -199,7 +199,7 @@ TEST_CASE("laws of blends") {
 
 TEST_CASE("laws of decisions") {
   const auto draw = [] {
-    std::vector<kvmeld::ReuseCandidate> out;
+    std::vector<kvmeld::anchors::ReuseCandidate> out;
     const int count = *rc::gen::inRange(0, 9);
     for (int i = 0; i < count; ++i) {
       out.push_back({test::anchor_id(static_cast<std::uint8_t>(i)),
@@ -210,13 +210,13 @@ TEST_CASE("laws of decisions") {
   };
   test::law("what is reused at some γ is reused at every greater one, with the same weights", [&] {
     const auto candidates = draw();
-    const kvmeld::ReuseRequest request{.tokens = 5};
-    kvmeld::ReuseRule rule{.temperature = static_cast<double>(*rc::gen::inRange(1, 20)) / 4};
+    const kvmeld::anchors::ReuseRequest request{.tokens = 5};
+    kvmeld::anchors::ReuseRule rule{.temperature = static_cast<double>(*rc::gen::inRange(1, 20)) / 4};
     bool reused = false;
     std::vector<float> weights;
     for (const double gamma : {0.0, 0.1, 0.3, 0.5, 0.9, 1.0, 2.0}) {
       rule.gamma = gamma;
-      const auto d = kvmeld::decide(rule, request, candidates);
+      const auto d = kvmeld::anchors::decide(rule, request, candidates);
       RC_ASSERT(!reused || d.reuses());
       if (reused) RC_ASSERT(d.weights == weights);
       reused = d.reuses();
@@ -229,9 +229,9 @@ TEST_CASE("laws of decisions") {
     auto other = candidates;
     for (std::size_t i = other.size(); i > 1; --i)
       std::swap(other[i - 1], other[*rc::gen::inRange<std::size_t>(0, i)]);
-    const kvmeld::ReuseRule rule{.gamma = 0.8, .nucleus_mass = *rc::gen::element(0.5, 0.9, 1.0)};
-    const auto a = kvmeld::decide(rule, {.tokens = 5}, candidates),
-               b = kvmeld::decide(rule, {.tokens = 5}, other);
+    const kvmeld::anchors::ReuseRule rule{.gamma = 0.8, .nucleus_mass = *rc::gen::element(0.5, 0.9, 1.0)};
+    const auto a = kvmeld::anchors::decide(rule, {.tokens = 5}, candidates),
+               b = kvmeld::anchors::decide(rule, {.tokens = 5}, other);
     RC_ASSERT(a.reason == b.reason);
     RC_ASSERT(a.weights == b.weights);
     for (std::size_t i = 0; i < a.chosen.size(); ++i)

@@ -4,20 +4,19 @@
 #include <set>
 #include <utility>
 
-#include <kvmeld/codec/frame.hpp>
-#include <kvmeld/state/anchor_directory.hpp>
-#include <kvmeld/state/rendezvous.hpp>
-#include <kvmeld/transport/anchor_codec.hpp>
+#include <kvmeld/replica/wire.hpp>
+#include <kvmeld/anchors/detail/directory.hpp>
+#include <kvmeld/replica/reconcile.hpp>
 
 #include "support/fields.hpp"
 #include "support/law.hpp"
 
 namespace {
 
-using kvmeld::AnchorDirectory;
-using kvmeld::AnchorRecord;
+using kvmeld::anchors::AnchorDirectory;
+using kvmeld::anchors::AnchorRecord;
 using kvmeld::ErrorCode;
-using kvmeld::ReuseReason;
+using kvmeld::anchors::ReuseReason;
 
 AnchorRecord record(std::uint8_t id, std::uint64_t version, std::uint64_t owner, bool removed,
                     std::uint64_t bits = 0) {
@@ -30,7 +29,7 @@ AnchorRecord record(std::uint8_t id, std::uint64_t version, std::uint64_t owner,
   if (removed) return out;
   out.tokens = 1 + id;
   out.signature = bits;
-  out.text = kvmeld::text_digest(std::vector<kvmeld::TokenId>{id});
+  out.text = kvmeld::anchors::text_digest(std::vector<kvmeld::TokenId>{id});
   out.bytes = 100 * owner;
   out.payload.bytes[0] = 0x81, out.payload.bytes[5] = static_cast<std::uint8_t>(owner);
   return out;
@@ -126,12 +125,12 @@ TEST_CASE("directories join as a semilattice, and as a plain list of all records
   test::law("records are what their bytes are", [] {
     const std::vector<AnchorRecord> all = any_records();
     const kvmeld::Digest128 space{3, 4};
-    const auto bytes = kvmeld::encode_records(space, all);
-    RC_ASSERT(bytes.size() <= 28 + all.size() * kvmeld::detail::max_record_bytes);
-    const auto again = kvmeld::decode_records(bytes, space);
+    const auto bytes = kvmeld::anchors::encode_records(space, all);
+    RC_ASSERT(bytes.size() <= 28 + all.size() * kvmeld::anchors::detail::max_record_bytes);
+    const auto again = kvmeld::anchors::decode_records(bytes, space);
     RC_ASSERT(again.ok());
     RC_ASSERT(*again == all);
-    RC_ASSERT(kvmeld::decode_records(bytes, {3, 5}).error().code() == ErrorCode::geometry_mismatch);
+    RC_ASSERT(kvmeld::anchors::decode_records(bytes, {3, 5}).error().code() == ErrorCode::geometry_mismatch);
   });
 }
 
@@ -145,7 +144,7 @@ TEST_CASE("a look-up has its reason, and equals one over a plain list") {
       all.push_back(record(id, 1, 1, id % 7 == 0, bits));
     }
     const AnchorDirectory d = directory(all);
-    kvmeld::DirectoryQuery query;
+    kvmeld::anchors::DirectoryQuery query;
     query.tokens = *rc::gen::inRange<std::int64_t>(1, 32);
     query.context = {1, 7};
     query.most = 8;
@@ -167,7 +166,7 @@ TEST_CASE("a look-up has its reason, and equals one over a plain list") {
     if (!expected.empty()) reason = ReuseReason::reuse;
     std::sort(expected.begin(), expected.end());
     if (expected.size() > query.most) expected.resize(query.most);
-    const kvmeld::RemoteAnchors found = d.look_up(query);
+    const kvmeld::anchors::RemoteAnchors found = d.look_up(query);
     RC_ASSERT(found.reason == reason);
     RC_ASSERT(found.remote() == !expected.empty());
     RC_ASSERT(found.records.size() == expected.size());
@@ -175,15 +174,15 @@ TEST_CASE("a look-up has its reason, and equals one over a plain list") {
       RC_ASSERT(found.records[i].id == expected[i].second);
   });
   AnchorDirectory d;
-  kvmeld::DirectoryQuery query;
+  kvmeld::anchors::DirectoryQuery query;
   query.tokens = 2;
   query.context = {1, 7};
   CHECK(d.look_up(query).reason == ReuseReason::empty_pool);
   REQUIRE(d.join(record(3, 1, 1, false, 0)).ok());
   CHECK(d.look_up(query).remote());
-  query.consumer = kvmeld::Consumer::never_approximate;
+  query.consumer = kvmeld::anchors::Consumer::never_approximate;
   CHECK(d.look_up(query).reason == ReuseReason::exact_required);
-  query.consumer = kvmeld::Consumer::takes_approximate;
+  query.consumer = kvmeld::anchors::Consumer::takes_approximate;
   query.tokens = 0;
   CHECK(d.look_up(query).reason == ReuseReason::empty_segment);
   query.tokens = 2;
@@ -227,14 +226,14 @@ TEST_CASE("a directory refuses what is unsound or too much, and stays as it was"
   };
   refused(record(3, 1, 1, false), ErrorCode::quota_exceeded);
   refused(record(1, 0, 1, false), ErrorCode::invalid_argument);
-  refused(record(1, kvmeld::max_record_version + 1, 1, false), ErrorCode::invalid_argument);
+  refused(record(1, kvmeld::anchors::max_record_version + 1, 1, false), ErrorCode::invalid_argument);
   AnchorRecord bad = record(1, 2, 1, false);
   bad.tokens = 0;
   refused(bad, ErrorCode::invalid_argument);
   bad = record(1, 2, 1, false), bad.payload.bytes[0] = 1;
   refused(bad, ErrorCode::invalid_argument);
   // sums of such would wrap
-  for (const std::uint64_t bytes : {kvmeld::max_anchor_bytes + 1, ~std::uint64_t{0}}) {
+  for (const std::uint64_t bytes : {kvmeld::anchors::max_anchor_bytes + 1, ~std::uint64_t{0}}) {
     bad = record(1, 2, 1, false), bad.bytes = bytes;
     refused(bad, ErrorCode::invalid_argument);
   }
@@ -247,12 +246,12 @@ TEST_CASE("a directory refuses what is unsound or too much, and stays as it was"
   REQUIRE(more.join(record(3, 1, 1, false)).ok());
   CHECK(d.join(more).code() == ErrorCode::quota_exceeded);
   CHECK(d == before);
-  REQUIRE(d.join(record(1, kvmeld::max_record_version, 1, false)).ok());
+  REQUIRE(d.join(record(1, kvmeld::anchors::max_record_version, 1, false)).ok());
   CHECK(d.next_version(record(1, 1, 1, false)).error().code() == ErrorCode::quota_exceeded);
 }
 
 TEST_CASE("namespaces and spaces differ by every field, and records by every one of theirs") {
-  using kvmeld::AnchorSpace, kvmeld::Context, kvmeld::Digest128, kvmeld::FragmentId;
+  using kvmeld::anchors::AnchorSpace, kvmeld::Context, kvmeld::Digest128, kvmeld::FragmentId;
   using test::every_field, test::field, test::parts;
   const auto id = [](std::size_t at) {
     FragmentId out;
@@ -265,14 +264,14 @@ TEST_CASE("namespaces and spaces differ by every field, and records by every one
         field(from, "low", &Digest128::low, {9, from.low ^ 1U}),
         field(from, "high", &Digest128::high, {9, from.high ^ (std::uint64_t{1} << 63U)})};
   };
-  const AnchorSpace space{"model", "tokenizer", {1, 2}, "tenant", {id(0), {3, 4}}};
+  const kvmeld::anchors::AnchorSpace space{"model", "tokenizer", {1, 2}, "tenant", {id(0), {3, 4}}};
   const auto layout = halves(space.layout), lead_in = halves(space.base.lead_in);
-  const auto spaces = every_field<AnchorSpace>(
-      field(space, "model", &AnchorSpace::model, {"", "Model", "modeltokenizer"}),
-      field(space, "tokenizer", &AnchorSpace::tokenizer, {"", "t"}),
-      parts(space, "layout", &AnchorSpace::layout, layout.first, layout.second),
-      field(space, "tenant", &AnchorSpace::tenant, {"", "tenants"}),
-      parts(space, "base", &AnchorSpace::base,
+  const auto spaces = every_field<kvmeld::anchors::AnchorSpace>(
+      field(space, "model", &kvmeld::anchors::AnchorSpace::model, {"", "Model", "modeltokenizer"}),
+      field(space, "tokenizer", &kvmeld::anchors::AnchorSpace::tokenizer, {"", "t"}),
+      parts(space, "layout", &kvmeld::anchors::AnchorSpace::layout, layout.first, layout.second),
+      field(space, "tenant", &kvmeld::anchors::AnchorSpace::tenant, {"", "tenants"}),
+      parts(space, "base", &kvmeld::anchors::AnchorSpace::base,
             field(space.base, "prefix", &Context::prefix, {FragmentId{}, id(1), id(31)}),
             parts(space.base, "lead_in", &Context::lead_in, lead_in.first, lead_in.second)));
   const ReuseReason reasons[] = {ReuseReason::model_differs, ReuseReason::tokenizer_differs,
@@ -280,10 +279,10 @@ TEST_CASE("namespaces and spaces differ by every field, and records by every one
                                  ReuseReason::base_differs};
   REQUIRE(std::size(reasons) == spaces.size());
   const std::vector<std::byte> none =
-      kvmeld::encode_records(anchor_namespace(space, kvmeld::SimHash{}), {});
-  std::set<Digest128> unlike{anchor_namespace(space, kvmeld::SimHash{}),
-                             anchor_namespace(space, kvmeld::SimHash{.gram_tokens = 4}),
-                             anchor_namespace(space, kvmeld::XxHash{})};
+      kvmeld::anchors::encode_records(anchor_namespace(space, kvmeld::anchors::SimHash{}), {});
+  std::set<Digest128> unlike{anchor_namespace(space, kvmeld::anchors::SimHash{}),
+                             anchor_namespace(space, kvmeld::anchors::SimHash{.gram_tokens = 4}),
+                             anchor_namespace(space, kvmeld::anchors::XxHash{})};
   REQUIRE(unlike.size() == 3);
   std::size_t all = 3;
   for (std::size_t f = 0; f < spaces.size(); ++f) {
@@ -293,8 +292,8 @@ TEST_CASE("namespaces and spaces differ by every field, and records by every one
       CAPTURE(i);
       CHECK(compare(space, spaces[f].values[i]) == reasons[f]);
       CHECK(compare(spaces[f].values[i], space) == reasons[f]);
-      const Digest128 name = anchor_namespace(spaces[f].values[i], kvmeld::SimHash{});
-      CHECK(kvmeld::decode_records(none, name).error().code() == ErrorCode::geometry_mismatch);
+      const Digest128 name = anchor_namespace(spaces[f].values[i], kvmeld::anchors::SimHash{});
+      CHECK(kvmeld::anchors::decode_records(none, name).error().code() == ErrorCode::geometry_mismatch);
       unlike.insert(name);
       CHECK(unlike.size() == ++all);
     }
@@ -325,17 +324,17 @@ TEST_CASE("namespaces and spaces differ by every field, and records by every one
 
 TEST_CASE("every bit of a namespace is compared") {
   const kvmeld::Digest128 mine{0x0123456789ABCDEF, 0xFEDCBA9876543210};
-  const std::vector<std::byte> records = kvmeld::encode_records(mine, {});
-  const auto frame = kvmeld::encode_frame(9, records, kvmeld::FrameOptions<>{.name_space = mine});
-  REQUIRE(kvmeld::decode_records(records, mine).ok());
-  REQUIRE(kvmeld::decode_frame(*frame, kvmeld::FrameOptions<>{.name_space = mine}).ok());
+  const std::vector<std::byte> records = kvmeld::anchors::encode_records(mine, {});
+  const auto frame = kvmeld::replica::encode_frame(9, records, kvmeld::replica::FrameOptions<>{.scope = mine});
+  REQUIRE(kvmeld::anchors::decode_records(records, mine).ok());
+  REQUIRE(kvmeld::replica::decode_frame(*frame, kvmeld::replica::FrameOptions<>{.scope = mine}).ok());
   for (unsigned bit = 0; bit < 128; ++bit) {
     kvmeld::Digest128 other = mine;
     (bit < 64 ? other.low : other.high) ^= std::uint64_t{1} << bit % 64;
     CAPTURE(bit);
-    CHECK(kvmeld::decode_records(records, other).error().code() == ErrorCode::geometry_mismatch);
+    CHECK(kvmeld::anchors::decode_records(records, other).error().code() == ErrorCode::geometry_mismatch);
     CHECK(
-        kvmeld::decode_frame(*frame, kvmeld::FrameOptions<>{.name_space = other}).error().code() ==
+        kvmeld::replica::decode_frame(*frame, kvmeld::replica::FrameOptions<>{.scope = other}).error().code() ==
         ErrorCode::unauthenticated);
   }
 }
@@ -352,24 +351,24 @@ TEST_CASE(
   std::vector<std::uint64_t> fewer(members.begin(), members.end() - 1), more = members;
   more.push_back(77);
   for (std::size_t k = 0; k < keys; ++k) {
-    const kvmeld::FragmentId key = kvmeld::record_key(kvmeld::FragmentId{}, {k, 0});
-    const auto rank = kvmeld::rendezvous_rank(key, members);
+    const kvmeld::FragmentId key = kvmeld::anchors::record_key(kvmeld::FragmentId{}, {k, 0});
+    const auto rank = kvmeld::replica::rendezvous_rank(key, members);
     REQUIRE(rank.size() == 32);
     REQUIRE(std::set<std::uint64_t>(rank.begin(), rank.end()).size() == 32);
     ++owned[rank[0]];
-    REQUIRE(kvmeld::rendezvous_rank(key, members, 3) ==
+    REQUIRE(kvmeld::replica::rendezvous_rank(key, members, 3) ==
             std::vector<std::uint64_t>(rank.begin(), rank.begin() + 3));
     // Who knows the members in another order names the same ones.
     if (k % 100 == 0) {
-      std::vector<std::uint64_t> turned(members.rbegin(), members.rend());
-      CHECK(kvmeld::rendezvous_rank(key, turned) == rank);
+      std::vector<std::uint64_t> rotated(members.rbegin(), members.rend());
+      CHECK(kvmeld::replica::rendezvous_rank(key, rotated) == rank);
     }
-    const auto without = kvmeld::rendezvous_rank(key, fewer);
+    const auto without = kvmeld::replica::rendezvous_rank(key, fewer);
     std::vector<std::uint64_t> expected = rank;
     std::erase(expected, members.back());
     REQUIRE(without == expected);  // nobody else changes place
     moved_on_leave += without[0] != rank[0] ? 1U : 0U;
-    const std::uint64_t after = kvmeld::rendezvous_rank(key, more, 1)[0];
+    const std::uint64_t after = kvmeld::replica::rendezvous_rank(key, more, 1)[0];
     if (after != rank[0]) {
       REQUIRE(after == 77);
       ++moved_on_join;
@@ -382,5 +381,5 @@ TEST_CASE(
   CHECK(moved_on_leave == owned[members.back()]);
   CHECK(std::abs(static_cast<double>(moved_on_join) - keys / 33.0) < 5 * std::sqrt(keys / 33.0));
   CHECK(taken.size() == 32);
-  CHECK(kvmeld::rendezvous_rank({}, {}).empty());
+  CHECK(kvmeld::replica::rendezvous_rank({}, {}).empty());
 }

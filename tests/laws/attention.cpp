@@ -1,8 +1,7 @@
 // What attention keeps however a context is cut, ordered and merged.
 #include <cmath>
 
-#include <kvmeld/align/attention.hpp>
-#include <kvmeld/align/attention_attend.hpp>
+#include <kvmeld/policies/attention.hpp>
 
 #include "support/law.hpp"
 #include "support/rendering.hpp"
@@ -13,10 +12,10 @@ using kvmeld::Aligner;
 using kvmeld::AttendSource;
 using kvmeld::Attention;
 using kvmeld::AttentionMode;
-using kvmeld::AttentionState;
+using kvmeld::attention::AttentionState;
 using kvmeld::ElementType;
-using kvmeld::LseBase2;
-using kvmeld::LseNatural;
+using kvmeld::attention::LseBase2;
+using kvmeld::attention::LseNatural;
 using kvmeld::QueryFrame;
 
 struct State {
@@ -34,7 +33,7 @@ struct State {
     return {outputs, lse, rows, heads, channels};
   }
   template <class Base>
-  [[nodiscard]] kvmeld::MutableAttentionState<Base> out() {
+  [[nodiscard]] kvmeld::attention::MutableAttentionState<Base> out() {
     return {outputs, lse, rows, heads, channels};
   }
 };
@@ -50,7 +49,7 @@ State draw(std::int64_t r, std::int64_t h, std::int64_t c) {
 template <class Base>
 State merged(const State& a, const State& b) {
   State out(a.rows, a.heads, a.channels);
-  RC_ASSERT(kvmeld::merge_attention_states(a.as<Base>(), b.as<Base>(), out.out<Base>()).ok());
+  RC_ASSERT(kvmeld::attention::merge_attention_states(a.as<Base>(), b.as<Base>(), out.out<Base>()).ok());
   return out;
 }
 bool equal(const State& a, const State& b) {
@@ -81,7 +80,7 @@ void merging() {
               right = merged<Base>(x, merged<Base>(y, z));
   State all(r, h, c);
   const AttentionState<Base> three[] = {x.as<Base>(), y.as<Base>(), z.as<Base>()};
-  RC_ASSERT(kvmeld::merge_attention_states<Base>(three, all.out<Base>()).ok());
+  RC_ASSERT(kvmeld::attention::merge_attention_states<Base>(three, all.out<Base>()).ok());
   double largest = 0;
   for (const State* s : {&x, &y, &z, &left}) {
     for (const float l : s->lse)
@@ -152,7 +151,7 @@ TEST_CASE("context vectors of parts, merged, are those of the whole, however it 
       left = rest;
       State some(a.count, heads, channels);
       RC_ASSERT(kvmeld::attend(queries, std::span(&part, 1), some.out<LseNatural>()).ok());
-      RC_ASSERT(kvmeld::merge_attention_states(parts.as<LseNatural>(), some.as<LseNatural>(),
+      RC_ASSERT(kvmeld::attention::merge_attention_states(parts.as<LseNatural>(), some.as<LseNatural>(),
                                                parts.out<LseNatural>())
                     .ok());
     }

@@ -68,12 +68,12 @@ float of_values(const F& fuser, const std::vector<float>& values) {
   std::memcpy(&out, rendered(fragments, fuser, line)[0].data(), sizeof(out));
   return out;
 }
-// `honest` numbers in [−4, 4), then the liars', of which some lie together.
-std::vector<float> draw(int honest, int liars, bool far) {
+// `honest` numbers in [−4, 4), then the Byzantine peers', of which some lie together.
+std::vector<float> draw(int honest, int byzantines, bool far) {
   test::Random random(*rc::gen::arbitrary<std::uint64_t>());
   std::vector<float> out;
   for (int i = 0; i < honest; ++i) out.push_back(random.value());
-  for (int i = 0; i < liars; ++i) {
+  for (int i = 0; i < byzantines; ++i) {
     const float lie = random.value() * (random.below(2) == 0 ? 1.5F : 1e4F);
     out.push_back(i > 0 && random.below(2) == 0 ? out.back()
                   : far                         ? (lie < 0 ? lie - 1e3F : lie + 1e3F)
@@ -82,8 +82,8 @@ std::vector<float> draw(int honest, int liars, bool far) {
   return out;
 }
 template <class F>
-void holds(const F& fuser, int honest, int liars, bool far, float tolerance = 0) {
-  const auto values = draw(honest, liars, far);
+void holds(const F& fuser, int honest, int byzantines, bool far, float tolerance = 0) {
+  const auto values = draw(honest, byzantines, far);
   const auto [low, high] = std::minmax_element(values.begin(), values.begin() + honest);
   const float out = of_values(fuser, values);
   RC_ASSERT(out >= *low - tolerance);
@@ -197,10 +197,10 @@ TEST_CASE("each robust rule fails one beyond its bound") {
     RC_ASSERT(of_values(kvmeld::TrimmedMean{.f = f}, values) == 1000.0F);
     RC_ASSERT(of_values(kvmeld::Cluster{.threshold = 1.0F, .k = 2}, values) == 1000.0F);
   });
-  // Two of five: 25 twice, beside 0, 10 and 20. Scores 500, 200, 50 and, for the liars, 25.
+  // Two of five: 25 twice, beside 0, 10 and 20. Scores 500, 200, 50 and, for the Byzantine peers, 25.
   CHECK(of_values(kvmeld::Krum{.f = 1}, {0, 10, 20, 25, 25}) == 25.0F);
   CHECK(of_values(kvmeld::MultiKrum{.f = 1, .m = 4}, {0, 1, 2, 1000, 1000}) > 200.0F);
   // Two of seven: the rounds keep both, and two of the three values nearest to the median 20 are a
-  // liar's and beyond all others.
+  // Byzantine peer's and beyond all others.
   CHECK(of_values(kvmeld::Bulyan{.f = 1}, {8, 8, 8, 20, 20, 30, 30}) > 20.0F);
 }

@@ -2,8 +2,7 @@
 #include <cstring>
 #include <vector>
 
-#include <kvmeld/cache/host_cache.hpp>
-#include <kvmeld/cache/seal.hpp>
+#include <kvmeld/fragment.hpp>
 
 #include "support/catch.hpp"
 #include "support/law.hpp"
@@ -87,7 +86,7 @@ TEST_CASE("a fragment's id does not depend on layout, block table or slot list")
         *rc::gen::resize(rc::kNominalSize, rc::gen::arbitrary<std::uint32_t>());
     const std::int64_t tokens = *rc::gen::inRange<std::int64_t>(0, 20),
                        heads = *rc::gen::inRange<std::int64_t>(1, 4);
-    std::uint32_t turn = seed;
+    std::uint32_t rotation = seed;
     for (const NamedLayout& layout : every_layout()) {
       std::vector<SlotKind> kinds;
       if (layout.by_block)
@@ -96,14 +95,14 @@ TEST_CASE("a fragment's id does not depend on layout, block table or slot list")
         kinds.insert(kinds.end(),
                      {SlotKind::identity, SlotKind::slot_list_i32, SlotKind::slot_list_i64});
       }
-      turn = turn * 1664525U + 1013904223U;
-      Setup s{.type = types[(turn >> 8) % types.size()],
+      rotation = rotation * 1664525U + 1013904223U;
+      Setup s{.type = types[(rotation >> 8) % types.size()],
               .heads = heads,
-              .channels = 32 * (1 + static_cast<std::int64_t>((turn >> 16) % 3)),
+              .channels = 32 * (1 + static_cast<std::int64_t>((rotation >> 16) % 3)),
               .tokens = tokens,
-              .kind = kinds[(turn >> 24) % kinds.size()],
+              .kind = kinds[(rotation >> 24) % kinds.size()],
               .holes = false,
-              .seed = turn};
+              .seed = rotation};
       if (!layout.block_types && s.type == ElementType::q8_0) s.type = ElementType::f16;
       RC_LOG() << layout.name << ", " << kvmeld::to_string(s.type) << ", slot kind "
                << static_cast<int>(s.kind) << "\n";

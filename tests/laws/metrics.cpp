@@ -6,13 +6,13 @@
 #include <random>
 #include <vector>
 
-#include <kvmeld/metrics/histogram.hpp>
+#include <kvmeld/metrics/metrics.hpp>
 
 #include "support/law.hpp"
 
 namespace {
 
-using kvmeld::HistogramCounts;
+using kvmeld::metrics::HistogramCounts;
 
 HistogramCounts counts_of(const std::vector<double>& values) {
   HistogramCounts out;
@@ -112,7 +112,7 @@ TEST_CASE("a merge of histograms is the histogram of all samples, whatever the c
 TEST_CASE("what a live histogram reads is what plain counts record") {
   test::law("any samples", [] {
     const auto values = any_samples();
-    kvmeld::Histogram live;
+    kvmeld::metrics::Histogram live;
     for (const double v : values) live.record(v);
     same_but_for_the_sum(live.read(), counts_of(values));
   });
@@ -134,7 +134,7 @@ TEST_CASE("bounds of buckets belong to what is below them") {
 
 TEST_CASE(
     "what has no bucket is counted as refused, and what is beyond the range keeps its extremes") {
-  kvmeld::Histogram live;
+  kvmeld::metrics::Histogram live;
   for (const double bad : {-1.0, -1e-300, std::nan(""), HUGE_VAL, -HUGE_VAL}) live.record(bad);
   auto counts = live.read();
   CHECK(counts.refused() == 5);

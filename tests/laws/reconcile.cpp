@@ -1,7 +1,7 @@
 // Anti-entropy finds exactly what differs, and sends little beside the ids that do.
 #include <map>
 
-#include <kvmeld/state/reconcile.hpp>
+#include <kvmeld/replica/reconcile.hpp>
 
 #include "support/law.hpp"
 #include "support/reconcile_sets.hpp"
@@ -65,9 +65,9 @@ void check_field(const Product& product) {
 }  // namespace
 
 TEST_CASE("both products of the field are the product") {
-  check_field(detail::PortableProduct{});
+  check_field(replica::detail::PortableProduct{});
 #if KVMELD_X86_DISPATCH
-  if (detail::has_carryless_product()) check_field(detail::CarrylessProduct{});
+  if (replica::detail::has_carryless_product()) check_field(replica::detail::CarrylessProduct{});
 #endif
 }
 
@@ -83,21 +83,21 @@ TEST_CASE("a sketch gives back every set smaller than it, and no other") {
     }
     std::vector<std::uint32_t> sums(capacity);
     const std::size_t first = capacity / 3;  // sums in two parts, as they come
-    detail::sketch_add(set, 0, std::span(sums).first(first));
-    detail::sketch_add(set, first, std::span(sums).subspan(first));
+    replica::detail::sketch_add(set, 0, std::span(sums).first(first));
+    replica::detail::sketch_add(set, first, std::span(sums).subspan(first));
     const auto portable =
-        detail::sketch_solve(detail::PortableProduct{}, std::span<const std::uint32_t>(sums));
-    auto locator = detail::sketch_solve(std::span<const std::uint32_t>(sums));
+        replica::detail::sketch_solve(replica::detail::PortableProduct{}, std::span<const std::uint32_t>(sums));
+    auto locator = replica::detail::sketch_solve(std::span<const std::uint32_t>(sums));
     RC_ASSERT(portable == locator);
     RC_ASSERT(locator.has_value() == (size < capacity));
     if (!locator) return;
     RC_ASSERT(locator->size() == size);
-    RC_ASSERT(detail::sketch_roots(*locator, set).size() == size);
+    RC_ASSERT(replica::detail::sketch_roots(*locator, set).size() == size);
     const std::vector<std::uint32_t> none{1, 2, 3};
-    for (const std::uint32_t i : detail::sketch_roots(*locator, none))
+    for (const std::uint32_t i : replica::detail::sketch_roots(*locator, none))
       RC_ASSERT(std::find(set.begin(), set.end(), none[i]) != set.end());
-    for (std::size_t i = size / 2; i < size; ++i) detail::sketch_divide(*locator, set[i]);
-    RC_ASSERT(detail::sketch_roots(*locator, set).size() == size / 2);
+    for (std::size_t i = size / 2; i < size; ++i) replica::detail::sketch_divide(*locator, set[i]);
+    RC_ASSERT(replica::detail::sketch_roots(*locator, set).size() == size / 2);
   });
 }
 
@@ -174,7 +174,7 @@ TEST_CASE("lost and repeated messages are sent again and change nothing") {
   for (const Differ how : all_ways) {
     const auto pair = test::set_pair(300, 40, how, false, 3);
     const test::SessionTrace plain = test::reconcile(pair, 4);
-    Reconciliation a(pair.a), b(pair.b);
+    replica::Reconciliation a(pair.a), b(pair.b);
     std::vector<std::vector<std::byte>> sent{*a.start(4)};
     for (bool to_b = true;; to_b = !to_b) {
       auto& receiver = to_b ? b : a;
@@ -212,7 +212,7 @@ TEST_CASE("ids whose short hashes meet are salted anew") {
   while (meeting.size() < 3) {
     const FragmentId id = test::random_id(random);
     const auto [at, fresh] =
-        seen.emplace(static_cast<std::uint32_t>(detail::id_hash(id, salt)), id);
+        seen.emplace(static_cast<std::uint32_t>(replica::detail::id_hash(id, salt)), id);
     if (!fresh && at->second != id) meeting.emplace_back(at->second, id);
   }
   // Where the two ids are: 0 nowhere, 1 in a, 2 in b, 3 in both.

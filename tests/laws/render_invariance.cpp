@@ -16,7 +16,7 @@ using test::Sealed;
 using test::TestCache;
 
 const auto mean = kvmeld::merger(Aligner{TokenMatch{}});
-const auto holes = kvmeld::merger(kvmeld::ByProvenance{}, kvmeld::SeamShare{.share = 0.4F});
+const auto holes = kvmeld::merger(kvmeld::ByDot{}, kvmeld::SeamShare{.share = 0.4F});
 
 std::shared_ptr<const kvmeld::Geometry> draw_model() {
   test::Model m;
@@ -197,7 +197,7 @@ TEST_CASE("laws of rendering") {
   });
   // Fragments that say the same under other ids. Of f16, bf16 and 8-bit floats, at most 64
   // significands of at most 11 bits add up in 17 bits and divide back: exact, where keys need not
-  // be turned. f32 sums round n − 1 times and divide once.
+  // be rotated. f32 sums round n − 1 times and divide once.
   test::law(
       "equal fragments fuse to themselves: exactly for narrow floats, within n roundings for f32",
       [] {

@@ -3,8 +3,7 @@
 #include <cstring>
 #include <vector>
 
-#include <kvmeld/cache/rope_rotate.hpp>
-#include <kvmeld/cache/rope_table.hpp>
+#include <kvmeld/rope.hpp>
 
 #include "support/identity_rope.hpp"
 #include "support/law.hpp"
@@ -35,7 +34,7 @@ Case draw() {
   return c;
 }
 
-std::vector<float> turned(const Case& c, std::vector<float> row, std::int64_t shift) {
+std::vector<float> rotated(const Case& c, std::vector<float> row, std::int64_t shift) {
   const std::int64_t shifts[] = {shift};
   const auto table = RopeTable::build(c.rope, shifts, 5000);
   RC_ASSERT(table.ok());
@@ -69,17 +68,17 @@ TEST_CASE("laws of rotation") {
   test::law("turning by a and back by a returns within two turns' roundings", [] {
     const Case c = draw();
     const std::int64_t a = draw_shift();
-    RC_ASSERT(distance(turned(c, turned(c, c.key, a), -a), c.key) <= 4.4e-7 * norm(c.key));
+    RC_ASSERT(distance(rotated(c, rotated(c, c.key, a), -a), c.key) <= 4.4e-7 * norm(c.key));
   });
   test::law("turning by a and by b is turning by a + b within three turns' roundings", [] {
     const Case c = draw();
     const std::int64_t a = draw_shift(), b = draw_shift();
-    RC_ASSERT(distance(turned(c, turned(c, c.key, a), b), turned(c, c.key, a + b)) <=
+    RC_ASSERT(distance(rotated(c, rotated(c, c.key, a), b), rotated(c, c.key, a + b)) <=
               6.6e-7 * norm(c.key));
   });
   test::law("turning keeps the norm, whatever the scaling", [] {
     const Case c = draw();
-    RC_ASSERT(std::abs(norm(turned(c, c.key, draw_shift())) - norm(c.key)) <= 2.2e-7 * norm(c.key));
+    RC_ASSERT(std::abs(norm(rotated(c, c.key, draw_shift())) - norm(c.key)) <= 2.2e-7 * norm(c.key));
   });
   test::law("scores depend on the distance alone", [] {
     const Case c = draw();
@@ -93,8 +92,8 @@ TEST_CASE("laws of rotation") {
         sum += static_cast<double>(x[i]) * static_cast<double>(y[i]);
       return sum;
     };
-    const double near = dot(turned(c, query, a), turned(c, c.key, b));
-    const double far = dot(turned(c, query, a + by), turned(c, c.key, b + by));
+    const double near = dot(rotated(c, query, a), rotated(c, c.key, b));
+    const double far = dot(rotated(c, query, a + by), rotated(c, c.key, b + by));
     RC_ASSERT(std::abs(near - far) <= 8.8e-7 * norm(query) * norm(c.key));
   });
   test::law("pairs are mutual, pass-through channels keep their bytes, lanes and rows agree", [] {
@@ -102,7 +101,7 @@ TEST_CASE("laws of rotation") {
     const std::int64_t shifts[] = {draw_shift()};
     const auto table = RopeTable::build(c.rope, shifts, 5000);
     RC_ASSERT(table.ok());
-    const auto row = turned(c, c.key, shifts[0]);
+    const auto row = rotated(c, c.key, shifts[0]);
     const int first = c.rope.first_channel, rotary = c.rope.rotary_channels;
     for (int i = 0; i < c.channels; ++i) {
       const auto pair = kvmeld::rope_pair(c.rope.pairing, first, rotary, i);

@@ -11,7 +11,7 @@ namespace {
 
 using kvmeld::FragmentId;
 using kvmeld::FragmentSet;
-using kvmeld::Provenance;
+using kvmeld::Dot;
 
 const std::shared_ptr<const kvmeld::Geometry>& model() {
   static const std::shared_ptr<const kvmeld::Geometry> g =
@@ -53,7 +53,7 @@ std::vector<kvmeld::Digest128> rendered(const FragmentSet& set) {
                      Fuser{kvmeld::WeightedMean{.weighting = kvmeld::Weighting::confidence}}),
       kvmeld::merger(Aligner{TokenMatch{.mode = kvmeld::MatchMode::common_prefix}},
                      Fuser{kvmeld::Max{}}),
-      kvmeld::merger(kvmeld::ByProvenance{}, kvmeld::SeamShare{.share = 0.3F}));
+      kvmeld::merger(kvmeld::ByDot{}, kvmeld::SeamShare{.share = 0.3F}));
   std::vector<kvmeld::Digest128> out;
   kvmeld::Target target;
   target.geometry = *model();
@@ -90,11 +90,11 @@ std::vector<FragmentSet> every_tree(const std::vector<FragmentSet>& parts, std::
 // What somebody did, written down apart from the library: the reference is "in force = inserted and
 // not removed".
 struct Operation {
-  Provenance dot;
+  Dot dot;
   FragmentId id;
   std::optional<float> confidence;
   FragmentId superseded_by;
-  std::vector<Provenance> removed;
+  std::vector<Dot> removed;
   bool removal = false;
 };
 
@@ -102,7 +102,7 @@ struct Operation {
 // those seen whose removals are not, and every removal seen stands in the log of removals, word for
 // word, or is compacted away.
 bool matches_reference(const FragmentSet& set, const std::vector<Operation>& done) {
-  const auto gone = [&](const Provenance& dot) {
+  const auto gone = [&](const Dot& dot) {
     return std::any_of(done.begin(), done.end(), [&](const Operation& other) {
       return set.context().contains(other.dot) &&
              std::find(other.removed.begin(), other.removed.end(), dot) != other.removed.end();
@@ -115,7 +115,7 @@ bool matches_reference(const FragmentSet& set, const std::vector<Operation>& don
     if (op.removal && !set.compacted().contains(op.dot)) {
       removals.push_back({op.dot, op.id, op.removed});
     } else if (op.removal) {
-      for (const Provenance& dot : op.removed) {
+      for (const Dot& dot : op.removed) {
         if (!set.compacted().contains(dot)) return false;
       }
     } else if (!gone(op.dot)) {
@@ -203,7 +203,7 @@ struct History {
     for (const kvmeld::Removal& removal : before.removals()) {
       if (!stable.contains(removal.dot)) continue;
       gone.add(removal.dot);
-      for (const Provenance& dot : removal.removed) gone.add(dot);
+      for (const Dot& dot : removal.removed) gone.add(dot);
     }
     REQUIRE(set.compacted() == gone);
     REQUIRE(matches_reference(set, done));

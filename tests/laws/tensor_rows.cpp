@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include <kvmeld/tensor/rows.hpp>
+#include <kvmeld/extend/rows.hpp>
 
 #include "support/law.hpp"
 #include "support/tensor_forms.hpp"

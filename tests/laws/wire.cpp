@@ -2,9 +2,8 @@
 // bent on the way is an error or the same fragment, never another one.
 #include <algorithm>
 
-#include <kvmeld/cache/verify_fragment.hpp>
-#include <kvmeld/codec/assembler.hpp>
-#include <kvmeld/codec/frame.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/replica/wire.hpp>
 
 #include "support/law.hpp"
 #include "support/random_cache.hpp"
@@ -56,20 +55,20 @@ TEST_CASE("what was sealed is what arrives") {
     const Fragment fragment = random_fragment();
     const kvmeld::Payload& payload = fragment.payloads()[0];
     const std::size_t cut =
-        *rc::gen::element<std::size_t>(1, 7, 64, 1000, kvmeld::default_chunk_bytes);
+        *rc::gen::element<std::size_t>(1, 7, 64, 1000, kvmeld::replica::default_chunk_bytes);
     RC_PRE(payload.byte_count / cut < 2000);
-    const kvmeld::FrameOptions<> options{
-        .name_space = kvmeld::frame_namespace(fragment.geometry().tenant, "m", "t")};
-    const auto wire = kvmeld::encode_manifest(fragment, cut);
+    const kvmeld::replica::FrameOptions<> options{
+        .scope = kvmeld::replica::frame_namespace(fragment.geometry().tenant, "m", "t")};
+    const auto wire = kvmeld::replica::encode_manifest(fragment, cut);
     RC_ASSERT(wire.ok());
-    const auto frame = kvmeld::encode_frame(1, *wire, options);
+    const auto frame = kvmeld::replica::encode_frame(1, *wire, options);
     RC_ASSERT(frame.ok());
-    const auto view = kvmeld::decode_frame(*frame, options);
+    const auto view = kvmeld::replica::decode_frame(*frame, options);
     RC_ASSERT(view.ok());
-    const auto manifest = kvmeld::decode_manifest(view->body);
+    const auto manifest = kvmeld::replica::decode_manifest(view->body);
     RC_ASSERT(manifest.ok());
-    RC_ASSERT(kvmeld::encode_manifest(*manifest) == *wire);
-    kvmeld::Assembler assembler(*manifest);
+    RC_ASSERT(kvmeld::replica::encode_manifest(*manifest) == *wire);
+    kvmeld::replica::Assembler assembler(*manifest);
     const std::size_t chunks = manifest->chunks[0].size();
     std::vector<std::size_t> order;
     for (std::size_t c = 0; c < chunks; ++c) order.insert(order.end(), {c, c});
@@ -78,7 +77,7 @@ TEST_CASE("what was sealed is what arrives") {
     for (const std::size_t c : order) {
       RC_ASSERT(
           assembler
-              .add(manifest->chunks[0][c], kvmeld::encode_chunk(kvmeld::raw_chunk(payload, c, cut)))
+              .add(manifest->chunks[0][c], kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(payload, c, cut)))
               .ok());
     }
     RC_ASSERT(assembler.complete());
@@ -96,7 +95,7 @@ TEST_CASE("what was sealed is what arrives") {
   });
   test::law("a bent manifest, its checksum mended, names the same fragment or none", [] {
     const Fragment fragment = random_fragment();
-    auto bytes = *kvmeld::encode_manifest(fragment, 64);
+    auto bytes = *kvmeld::replica::encode_manifest(fragment, 64);
     test::Random random(*rc::gen::arbitrary<std::uint64_t>());
     for (int round = 0; round < 20; ++round) {
       auto bent = bytes;
@@ -104,9 +103,9 @@ TEST_CASE("what was sealed is what arrives") {
         bent[random.below(bent.size() - 8)] = static_cast<std::byte>(random.next());
       }
       const std::uint64_t sum =
-          kvmeld::detail::accident_sum(std::span(bent).first(bent.size() - 8));
+          kvmeld::replica::detail::accident_sum(std::span(bent).first(bent.size() - 8));
       std::memcpy(bent.data() + bent.size() - 8, &sum, 8);
-      const auto got = kvmeld::decode_manifest(bent);
+      const auto got = kvmeld::replica::decode_manifest(bent);
       if (got.ok()) RC_ASSERT(got->fragment.id() == fragment.id());
     }
   });

@@ -6,22 +6,22 @@
 #include <cstdio>
 #include <string>
 
-#include <kvmeld/cache/verify_fragment.hpp>
+#include <kvmeld/fragment.hpp>
 #include <kvmeld/kvmeld.hpp>
-#include <kvmeld/session/round_cut.hpp>
-#include <kvmeld/transport/memory_store.hpp>
-#include <kvmeld/transport/mpi_all_merge.hpp>
+#include <kvmeld/replica/rounds.hpp>
+#include <kvmeld/stores/memory.hpp>
+#include <kvmeld/mpi/all_merge.hpp>
 
 #include "support/random_cache.hpp"
 
 namespace {
 
-using kvmeld::AllMergeReport;
+using kvmeld::mpi::AllMergeReport;
 using kvmeld::Digest128;
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::FragmentSet;
-using kvmeld::Provenance;
+using kvmeld::Dot;
 
 int rank_number = 0;
 int ranks = 0;
@@ -45,7 +45,7 @@ Fragment fragment(std::uint64_t seed, std::int64_t tokens = 9) {
                       {.tokens = test::token_ids(tokens)})
       .fragment;
 }
-Provenance dot(std::uint64_t sequence) {
+Dot dot(std::uint64_t sequence) {
   return {static_cast<std::uint64_t>(rank_number) + 1, sequence, 1};
 }
 
@@ -88,9 +88,9 @@ void merges_everything(std::size_t message_bytes) {
     if (rank_number > 0) CHECK_OK(set.insert(fragment(2), dot(2)));
     if (rank_number == 0) CHECK_OK(set.insert(fragment(3, 0), dot(3)));  // no tokens, no bytes
   }
-  kvmeld::AllMergeOptions<> options;
+  kvmeld::mpi::AllMergeOptions<> options;
   options.message_bytes = message_bytes;
-  const auto report = kvmeld::all_merge(MPI_COMM_WORLD, set, {4, 2}, options);
+  const auto report = kvmeld::mpi::all_merge(MPI_COMM_WORLD, set, {4, 2}, options);
   CHECK_OK(report.status());
   if (!report) return;
   CHECK(set.size() == static_cast<std::size_t>(ranks - 1) + 3);
@@ -98,7 +98,7 @@ void merges_everything(std::size_t message_bytes) {
     return e.complete() && kvmeld::verify_fragment(e.fragment).ok();
   }));
   CHECK(equal_on_all(set.digest()));
-  const auto cut = kvmeld::make_cut(set, {4, 2}, 1, 1, 0);
+  const auto cut = kvmeld::replica::make_cut(set, {4, 2}, 1, 1, 0);
   CHECK(cut.ok() && equal_on_all(cut->set.digest()));
   CHECK(equal_on_all(content_digest(set)));
 
@@ -118,18 +118,18 @@ void merges_everything(std::size_t message_bytes) {
   if (rank_number == 0) CHECK(report->dedup_hits == 0);
 
   // What all have, nobody sends again.
-  const auto again = kvmeld::all_merge(MPI_COMM_WORLD, set, {4, 2}, options);
+  const auto again = kvmeld::mpi::all_merge(MPI_COMM_WORLD, set, {4, 2}, options);
   CHECK(again.ok() && again->sent_bytes + again->received_bytes == 0);
   CHECK(equal_on_all(set.digest()));
 }
 
 void removals_and_evictions() {
   FragmentSet set;
-  CHECK_OK(set.insert(fragment(1), Provenance{99, 0, 1}));
-  CHECK_OK(set.insert(fragment(2), Provenance{99, 1, 1}));
+  CHECK_OK(set.insert(fragment(1), Dot{99, 0, 1}));
+  CHECK_OK(set.insert(fragment(2), Dot{99, 1, 1}));
   if (rank_number == 1) CHECK_OK(set.remove(fragment(1).id(), dot(0)));
   CHECK_OK(set.evict(fragment(2).id()));
-  const auto report = kvmeld::all_merge(MPI_COMM_WORLD, set, {});
+  const auto report = kvmeld::mpi::all_merge(MPI_COMM_WORLD, set, {});
   CHECK_OK(report.status());
   CHECK(report && report->still_missing == 1);  // no rank has it: an id without bytes, as before
   CHECK(set.size() == 1);
@@ -142,10 +142,10 @@ void fails_everywhere(ErrorCode code, const Prepare& prepare, const char* what) 
   FragmentSet set;
   CHECK_OK(set.insert(fragment(10 + static_cast<std::uint64_t>(rank_number)), dot(0)));
   Digest128 merger{4, 2};
-  kvmeld::AllMergeOptions<> options;
+  kvmeld::mpi::AllMergeOptions<> options;
   prepare(set, merger, options);
   const kvmeld::Digest256 before = set.digest();
-  const auto report = kvmeld::all_merge(MPI_COMM_WORLD, set, merger, options);
+  const auto report = kvmeld::mpi::all_merge(MPI_COMM_WORLD, set, merger, options);
   check(report.status().code() == code, what, __LINE__, report.status().message());
   CHECK(report.status().message().find("rank ") == 0);
   CHECK(set.digest() == before);
@@ -162,13 +162,13 @@ void errors() {
   fails_everywhere(
       ErrorCode::unauthenticated,
       [&](auto&, auto&, auto& options) {
-        if (odd) options.name_space = {1, 0};
+        if (odd) options.scope = {1, 0};
       },
       "another name space");
   fails_everywhere(
       ErrorCode::unauthenticated,
       [&](auto&, auto&, auto& options) {
-        if (odd) options.name_space = {0, 1};
+        if (odd) options.scope = {0, 1};
       },
       "the other half of one");
   fails_everywhere(
@@ -216,23 +216,23 @@ void errors() {
 /// would leave the rest waiting.
 void absurd_sizes() {
   namespace detail = kvmeld::detail;
-  detail::MpiComm comm(MPI_COMM_WORLD, 1 << 16);
+  kvmeld::mpi::detail::MpiComm comm(MPI_COMM_WORLD, 1 << 16);
   CHECK_OK(comm.set_aside());
   constexpr std::uint64_t much = std::uint64_t{1} << 63;
-  const detail::PieceHead heads[] = {{much, {}},
+  const kvmeld::mpi::detail::PieceHead heads[] = {{much, {}},
                                      {~std::uint64_t{0}, {1, 0}},
                                      {10, {much, much}},
-                                     {10, {0, detail::max_piece_bytes + 1}}};
+                                     {10, {0, kvmeld::mpi::detail::max_piece_bytes + 1}}};
   for (const bool broadcast : {true, false}) {
     std::vector<int> lacking;
     for (int r = broadcast ? 1 : 2; r < ranks; ++r) lacking.push_back(r);
-    for (detail::PieceHead head : heads) {
-      detail::PieceRoute route(comm, 0, lacking);
+    for (kvmeld::mpi::detail::PieceHead head : heads) {
+      kvmeld::mpi::detail::PieceRoute route(comm, 0, lacking);
       kvmeld::Status status;
-      kvmeld::AllMergeReport report;
-      if (route.sends()) route.move(detail::raw_of(head));
+      kvmeld::mpi::AllMergeReport report;
+      if (route.sends()) route.move(kvmeld::mpi::detail::raw_of(head));
       if (route.receives())
-        status = detail::take_fragment<kvmeld::Xxh3_128>(route, fragment(1).id(), 1 << 20, report)
+        status = kvmeld::mpi::detail::take_fragment<kvmeld::Xxh3_128>(route, fragment(1).id(), 1 << 20, report)
                      .status();
       CHECK(route.receives() == (status.code() == ErrorCode::oversized));
       CHECK(comm.agree(status).code() == ErrorCode::oversized);
@@ -240,7 +240,7 @@ void absurd_sizes() {
   }
   // More than any rank has memory for, or the numbers have bits.
   for (const std::uint64_t size : {std::uint64_t{1} << 56, much}) {
-    detail::Gathered out;
+    kvmeld::mpi::detail::Gathered out;
     CHECK(
         comm.all_gather({}, std::vector<std::uint64_t>(static_cast<std::size_t>(ranks), size), out)
             .code() == ErrorCode::store_full);
@@ -248,19 +248,19 @@ void absurd_sizes() {
 }
 
 void replicas() {
-  kvmeld::MemoryStore store(rank_number == 1 ? 40'000 : ~std::size_t{0});
-  kvmeld::ReplicaOptions<> options{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
+  kvmeld::stores::MemoryStore store(rank_number == 1 ? 40'000 : ~std::size_t{0});
+  kvmeld::replica::ReplicaOptions<> options{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
   options.self = static_cast<std::uint64_t>(rank_number) + 1;
   options.epoch = 1;
-  kvmeld::Replica<kvmeld::MemoryStore> replica(store, options);
+  kvmeld::replica::Replica<kvmeld::stores::MemoryStore> replica(store, options);
   CHECK_OK(replica.insert(fragment(20 + static_cast<std::uint64_t>(rank_number), 10)).status());
-  const auto report = kvmeld::all_merge(MPI_COMM_WORLD, replica, store);
+  const auto report = kvmeld::mpi::all_merge(MPI_COMM_WORLD, replica, store);
   // 10 KiB each: rank 1's store is full with the fourth.
   CHECK(report.status().code() == ErrorCode::store_full);
-  kvmeld::MemoryStore larger;
-  kvmeld::Replica<kvmeld::MemoryStore> second(larger, options);
+  kvmeld::stores::MemoryStore larger;
+  kvmeld::replica::Replica<kvmeld::stores::MemoryStore> second(larger, options);
   CHECK_OK(second.insert(fragment(20 + static_cast<std::uint64_t>(rank_number), 10)).status());
-  CHECK_OK(kvmeld::all_merge(MPI_COMM_WORLD, second, larger).status());
+  CHECK_OK(kvmeld::mpi::all_merge(MPI_COMM_WORLD, second, larger).status());
   CHECK_OK(second.tick(1));
   CHECK(second.wanted() == 0);
   CHECK(second.set().size() == static_cast<std::size_t>(ranks));

@@ -2,8 +2,7 @@
 // from a store that they share.
 #include <thread>
 
-#include <kvmeld/transport/redis_store.hpp>
-#include <kvmeld/transport/redis_transport.hpp>
+#include <kvmeld/stores/redis.hpp>
 
 #include "support/anchor_peers.hpp"
 #include "support/catch.hpp"
@@ -12,17 +11,17 @@
 namespace {
 
 using kvmeld::ErrorCode;
-using kvmeld::MemberId;
-using kvmeld::RedisStore;
-using kvmeld::RedisTransport;
+using kvmeld::replica::MemberId;
+using kvmeld::stores::RedisStore;
+using kvmeld::stores::RedisTransport;
 
 template <class Store>
 struct Peer {
   Store store;
   RedisTransport transport;
-  test::Pool pool{kvmeld::AnchorSpace::of(*test::anchor_geometry()), {}};
-  kvmeld::AnchorExchange<Store> exchange;
-  std::vector<kvmeld::PulledAnchor> pulled;
+  test::Pool pool{kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()), {}};
+  kvmeld::anchors::AnchorExchange<Store> exchange;
+  std::vector<kvmeld::anchors::PulledAnchor> pulled;
 
   Peer(const Peer&) = delete;  // the exchange points to the store
   Peer& operator=(const Peer&) = delete;
@@ -31,12 +30,12 @@ struct Peer {
         transport(std::move(carrier)),
         exchange(store, options(self, shared)) {}
 
-  static typename kvmeld::AnchorExchange<Store>::Options options(MemberId self, bool shared) {
-    typename kvmeld::AnchorExchange<Store>::Options out;
+  static typename kvmeld::anchors::AnchorExchange<Store>::Options options(MemberId self, bool shared) {
+    typename kvmeld::anchors::AnchorExchange<Store>::Options out;
     out.self = self;
     out.members = {1, 2, 3};
-    out.frame.name_space = kvmeld::anchor_namespace(
-        kvmeld::AnchorSpace::of(*test::anchor_geometry()), kvmeld::SimHash{});
+    out.frame.scope = kvmeld::anchors::anchor_namespace(
+        kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()), kvmeld::anchors::SimHash{});
     out.format.chunk_bytes = 256;
     out.shared_store = shared;
     out.round_ms = 20;
@@ -45,13 +44,13 @@ struct Peer {
     return out;
   }
   void run() {
-    CHECK(kvmeld::publish_pool(exchange, pool).ok());
-    CHECK(exchange.tick(kvmeld::detail::monotonic_ms()).ok());
-    for (const kvmeld::Outgoing& out : exchange.take_outbox())
+    CHECK(kvmeld::anchors::publish_pool(exchange, pool).ok());
+    CHECK(exchange.tick(kvmeld::stores::detail::monotonic_ms()).ok());
+    for (const kvmeld::replica::Outgoing& out : exchange.take_outbox())
       CHECK(transport.send(out.to, out.bytes).ok());
     for (auto got = transport.receive(0); got && got->has_value(); got = transport.receive(0))
       CHECK(exchange.receive((*got)->from, (*got)->bytes).ok());
-    for (kvmeld::PulledAnchor& p : exchange.take_pulled()) pulled.push_back(std::move(p));
+    for (kvmeld::anchors::PulledAnchor& p : exchange.take_pulled()) pulled.push_back(std::move(p));
   }
 };
 
@@ -70,7 +69,7 @@ bool until(std::deque<Peer<Store>>& peers, const Done& done) {
 }
 template <class Store>
 std::uint64_t fetches(const Peer<Store>& peer) {
-  return peer.exchange.counters().sent[static_cast<std::size_t>(kvmeld::AnchorMessage::fetch)];
+  return peer.exchange.counters().sent[static_cast<std::size_t>(kvmeld::anchors::AnchorMessage::fetch)];
 }
 
 }  // namespace
@@ -78,20 +77,20 @@ std::uint64_t fetches(const Peer<Store>& peer) {
 TEST_CASE("an anchor goes from a peer's pool through a server's channels into another's pool") {
   const test::RedisServer server;
   REQUIRE(server.running());
-  std::deque<Peer<kvmeld::MemoryStore>> peers;
+  std::deque<Peer<kvmeld::stores::MemoryStore>> peers;
   for (MemberId self = 1; self <= 3; ++self)
-    peers.emplace_back(kvmeld::MemoryStore(), transport(server, self), self, false);
-  const kvmeld::Anchor anchor = test::anchor(1, {1, 2}, 40);
+    peers.emplace_back(kvmeld::stores::MemoryStore(), transport(server, self), self, false);
+  const kvmeld::anchors::Anchor anchor = test::anchor(1, {1, 2}, 40);
   REQUIRE(peers[0].pool.commit(anchor).ok());
-  const auto key = kvmeld::record_key(anchor.id, test::place(2));
+  const auto key = kvmeld::anchors::record_key(anchor.id, test::place(2));
   REQUIRE(until(peers, [&] { return peers[2].exchange.directory().size() == 2; }));
   REQUIRE(peers[2].exchange.pull(key).ok());
   REQUIRE(until(peers, [&] { return !peers[2].pulled.empty(); }));
   REQUIRE(peers[2].pulled[0].anchor.ok());
   CHECK(fetches(peers[2]) > 0);
   CHECK(test::same_anchor(*peers[2].pulled[0].anchor, anchor, test::place(2)));
-  CHECK(*kvmeld::commit_pulled(peers[2].pool, peers[2].pulled[0]) ==
-        kvmeld::CommitResult::inserted);
+  CHECK(*kvmeld::anchors::commit_pulled(peers[2].pool, peers[2].pulled[0]) ==
+        kvmeld::anchors::CommitResult::inserted);
 }
 
 TEST_CASE(
@@ -104,9 +103,9 @@ TEST_CASE(
     REQUIRE(store.ok());
     peers.emplace_back(*std::move(store), transport(server, self), self, true);
   }
-  const kvmeld::Anchor anchor = test::anchor(2, {1}, 40);
+  const kvmeld::anchors::Anchor anchor = test::anchor(2, {1}, 40);
   REQUIRE(peers[0].pool.commit(anchor).ok());
-  const auto key = kvmeld::record_key(anchor.id, test::place(1));
+  const auto key = kvmeld::anchors::record_key(anchor.id, test::place(1));
   REQUIRE(until(peers, [&] {
     return peers[1].exchange.directory().size() == 1 && peers[2].exchange.directory().size() == 1;
   }));

@@ -1,6 +1,6 @@
 // The connection itself: any bytes both ways, many commands at once, backoff, and servers that talk
 // nonsense; also built under the address and undefined-behaviour sanitizers.
-#include <kvmeld/transport/redis_store.hpp>
+#include <kvmeld/stores/redis.hpp>
 
 #include <dlfcn.h>
 
@@ -11,8 +11,8 @@
 #include "support/redis_server.hpp"
 
 using kvmeld::ErrorCode;
-using kvmeld::RedisArgument;
-using kvmeld::RedisConnection;
+using kvmeld::stores::RedisArgument;
+using kvmeld::stores::RedisConnection;
 
 namespace {
 
@@ -107,7 +107,7 @@ class Stranger {
     thread_.join();
     close(listener_);
   }
-  kvmeld::RedisOptions options;
+  kvmeld::stores::RedisOptions options;
   const int drip_ms;  // between two bytes of an answer
 
  private:
@@ -122,7 +122,7 @@ TEST_CASE("keys and values are any bytes, of any length") {
   const test::RedisServer server({}, true);
   REQUIRE(server.running());
   std::mt19937_64 random(1);
-  for (const kvmeld::RedisOptions& options : {server.client(), server.client_by_port()}) {
+  for (const kvmeld::stores::RedisOptions& options : {server.client(), server.client_by_port()}) {
     RedisConnection connection(options);
     for (const std::size_t size : {0U, 1U, 4095U, 4096U, 4097U, 300'000U, 8U << 20U}) {
       const std::string key = random_text(random, 1 + random() % 40);
@@ -171,7 +171,7 @@ TEST_CASE(
   REQUIRE(server.running());
   RedisConnection connection(server.client());
   REQUIRE(connection.command({"CONFIG", "RESETSTAT"}).ok());
-  const kvmeld::RedisTraffic start = connection.traffic();
+  const kvmeld::stores::RedisTraffic start = connection.traffic();
   std::mt19937_64 random(2);
   std::vector<std::string> values;
   for (int i = 0; i < 24; ++i)
@@ -191,11 +191,11 @@ TEST_CASE(
     if (at == 17) ++at;
     CHECK(((*replies)[at].text() == values[i]));
   }
-  const kvmeld::RedisTraffic before = connection.traffic();
+  const kvmeld::stores::RedisTraffic before = connection.traffic();
   const auto info = connection.command({"INFO", "stats"});
   REQUIRE(info.ok());
   const auto stat = [&](const char* name) {
-    return std::stoull(kvmeld::detail::redis_info(info->text(), name));
+    return std::stoull(kvmeld::stores::detail::redis_info(info->text(), name));
   };
   CHECK(stat("total_net_input_bytes") == connection.traffic().bytes_sent - start.bytes_sent);
   // the answer to RESETSTAT
@@ -207,7 +207,7 @@ TEST_CASE(
 TEST_CASE(
     "attempts to connect wait longer and longer, by a factor that the seed fixes, and no longer "
     "than the limit") {
-  kvmeld::RedisOptions nowhere;
+  kvmeld::stores::RedisOptions nowhere;
   nowhere.unix_socket = "/nonexistent/kvmeld/socket";
   nowhere.backoff_ms = 8;
   nowhere.backoff_limit_ms = 40;
@@ -242,7 +242,7 @@ TEST_CASE(
 TEST_CASE(
     "whatever length a server announces, and however slowly it goes on, a call ends within its "
     "time and keeps what came") {
-  const std::int64_t begin = kvmeld::detail::monotonic_ms();
+  const std::int64_t begin = kvmeld::stores::detail::monotonic_ms();
   for (const char* announced :
        {"*1000000000", "*4294967295", "*2147483647", "*65537", "*9223372036854775807",
         "*99999999999999999999", "*-2", "*1\r\n*1000000000", "*2\r\n$3\r\n*9\n\r\n*1000000000",
@@ -252,13 +252,13 @@ TEST_CASE(
     RedisConnection connection(stranger.options);
     CHECK(connection.command({"GET", "a"}).error().code() == ErrorCode::unavailable);
   }
-  CHECK(kvmeld::detail::monotonic_ms() - begin < 5000);
+  CHECK(kvmeld::stores::detail::monotonic_ms() - begin < 5000);
   // A later hiredis reads aggregates of the third protocol, and allocates them by their announced
   // length, too.
   for (const char* third : {"%1000000000\r\n", "~1000000000\r\n", ">1000000000\r\n",
                             "|1000000000\r\n", "*1\r\n%5\r\n", "=9\r\n"}) {
     INFO(third);
-    CHECK_FALSE(kvmeld::detail::RedisBounds().take(third));
+    CHECK_FALSE(kvmeld::stores::detail::RedisBounds().take(third));
   }
   // What looks like a header within a string is none.
   const Stranger quoting({"+PONG\r\n", "*2\r\n$13\r\n*1000000000\r\n\r\n+*1000000000\r\n"});
@@ -272,11 +272,11 @@ TEST_CASE(
   for (int i = 0; i < 200; ++i) endless += ":1\r\n";
   const Stranger dripping({"+PONG\r\n", endless}, 10);
   RedisConnection slow(dripping.options);
-  const std::int64_t asked = kvmeld::detail::monotonic_ms();
+  const std::int64_t asked = kvmeld::stores::detail::monotonic_ms();
   const auto reply = slow.command({"GET", "a"});
   REQUIRE_FALSE(reply.ok());
   CHECK(reply.error().code() == ErrorCode::timed_out);
-  CHECK(kvmeld::detail::monotonic_ms() - asked < 1500);
+  CHECK(kvmeld::stores::detail::monotonic_ms() - asked < 1500);
   // 512 MiB that do not come take no memory.
   const Stranger large({"+PONG\r\n", "$536870912\r\nabc"});
   RedisConnection waiting(large.options);
@@ -348,7 +348,7 @@ TEST_CASE("a server that talks nonsense is an error, and harms nobody") {
                                        "$-1\r\n$-1\r\n+x\r\n"};
   for (const std::string& answer : kinds) {
     const Stranger stranger({"+PONG\r\n", answer, ":1\r\n*-1\r\n$1\r\na\r\n*1\r\n:1\r\n+x\r\n"});
-    auto store = kvmeld::RedisStore::open({.server = stranger.options});
+    auto store = kvmeld::stores::RedisStore::open({.server = stranger.options});
     if (store) CHECK_FALSE(store->records(7).ok());
   }
 }

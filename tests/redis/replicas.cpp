@@ -3,11 +3,10 @@
 #include <deque>
 #include <thread>
 
-#include <kvmeld/cache/verify_fragment.hpp>
-#include <kvmeld/session/replica.hpp>
-#include <kvmeld/transport/memory_store.hpp>
-#include <kvmeld/transport/redis_store.hpp>
-#include <kvmeld/transport/redis_transport.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/replica/replica.hpp>
+#include <kvmeld/stores/memory.hpp>
+#include <kvmeld/stores/redis.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -16,9 +15,9 @@
 namespace {
 
 using kvmeld::Fragment;
-using kvmeld::MemberId;
-using kvmeld::RedisStore;
-using kvmeld::RedisTransport;
+using kvmeld::replica::MemberId;
+using kvmeld::stores::RedisStore;
+using kvmeld::stores::RedisTransport;
 
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 5) {
   return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed,
@@ -31,7 +30,7 @@ template <class Store>
 struct Member {
   Store store;
   RedisTransport transport;
-  kvmeld::Replica<Store> replica;
+  kvmeld::replica::Replica<Store> replica;
 
   Member(const Member&) = delete;  // the replica points to the store
   Member& operator=(const Member&) = delete;
@@ -40,9 +39,9 @@ struct Member {
         transport(std::move(carrier)),
         replica(store, options(transport, self, shared)) {}
 
-  static typename kvmeld::Replica<Store>::Options options(const RedisTransport& transport,
+  static typename kvmeld::replica::Replica<Store>::Options options(const RedisTransport& transport,
                                                           MemberId self, bool shared) {
-    typename kvmeld::Replica<Store>::Options options{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
+    typename kvmeld::replica::Replica<Store>::Options options{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
     options.self = self;
     options.epoch = 1;
     options.members = {1, 2, 3};
@@ -57,7 +56,7 @@ struct Member {
   /// A round of its loop; what the server refuses meanwhile is tried again in the next.
   void run(std::int64_t now_ms) {
     (void)replica.tick(now_ms);
-    for (const kvmeld::Outgoing& out : replica.take_outbox())
+    for (const kvmeld::replica::Outgoing& out : replica.take_outbox())
       (void)transport.send(out.to, out.bytes);
     for (auto got = transport.receive(0); got && got->has_value(); got = transport.receive(0))
       REQUIRE(replica.receive((*got)->from, (*got)->bytes).ok());
@@ -87,7 +86,7 @@ void join(std::deque<Member<RedisStore>>& members, const test::RedisServer& serv
 template <class Members>
 bool converge(Members& members, std::size_t fragments) {
   for (int i = 0; i < 1000; ++i) {
-    for (auto& member : members) member.run(kvmeld::detail::monotonic_ms());
+    for (auto& member : members) member.run(kvmeld::stores::detail::monotonic_ms());
     const bool all = std::all_of(members.begin(), members.end(), [&](const auto& member) {
       return member.has(fragments) &&
              member.replica.set().digest() == members.front().replica.set().digest();
@@ -117,7 +116,7 @@ TEST_CASE(
   server.kill();
   CHECK(members[0].replica.insert(fragment(100)).error().code() == kvmeld::ErrorCode::unavailable);
   CHECK(members[0].replica.set().size() == 12);
-  for (auto& member : members) member.run(kvmeld::detail::monotonic_ms());
+  for (auto& member : members) member.run(kvmeld::stores::detail::monotonic_ms());
   REQUIRE(server.restart_empty());
   for (auto& member : members) {  // back when its backoff is over
     for (int i = 0; i < 200 && !member.store.contains({}).ok(); ++i)
@@ -138,15 +137,15 @@ TEST_CASE(
     "away") {
   test::RedisServer server;
   REQUIRE(server.running());
-  std::deque<Member<kvmeld::MemoryStore>> members;
+  std::deque<Member<kvmeld::stores::MemoryStore>> members;
   for (MemberId self = 1; self <= 3; ++self)
-    members.emplace_back(kvmeld::MemoryStore(), transport(server, self), self, false);
+    members.emplace_back(kvmeld::stores::MemoryStore(), transport(server, self), self, false);
   for (auto& member : members) REQUIRE(member.replica.open().ok());
   insert(members, 0, 6);
   REQUIRE(converge(members, 6));
   server.kill();
   insert(members, 6, 12);  // needs no server; the news of it is lost
-  for (auto& member : members) member.run(kvmeld::detail::monotonic_ms());
+  for (auto& member : members) member.run(kvmeld::stores::detail::monotonic_ms());
   REQUIRE(server.restart());
   REQUIRE(converge(members, 12));
 }

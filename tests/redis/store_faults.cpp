@@ -1,7 +1,6 @@
 // What becomes of a Redis store when its server dies, fills up, forgets, refuses or stands still.
 // All servers are real.
-#include <kvmeld/transport/redis_store.hpp>
-#include <kvmeld/transport/redis_transport.hpp>
+#include <kvmeld/stores/redis.hpp>
 
 #include <atomic>
 #include <thread>
@@ -10,15 +9,15 @@
 #include "support/store_laws.hpp"
 
 using kvmeld::ErrorCode;
-using kvmeld::RedisStore;
-using kvmeld::RedisTransport;
+using kvmeld::stores::RedisStore;
+using kvmeld::stores::RedisTransport;
 using test::Bytes;
 
 namespace {
 
 RedisStore open(const test::RedisServer& server) {
   REQUIRE(server.running());
-  auto store = RedisStore::open({.server = server.client(), .name_space = "faults"});
+  auto store = RedisStore::open({.server = server.client(), .scope = "faults"});
   INFO(store.error().message());
   REQUIRE(store.ok());
   return *std::move(store);
@@ -91,7 +90,7 @@ TEST_CASE("a full server refuses, keeps what it has, and goes on when there is r
   RedisStore store = open(server);
   REQUIRE(store.add_record(test::number_record(1, {1})).ok());
   std::vector<Bytes> bytes;
-  std::vector<kvmeld::RedisBlob> blobs;
+  std::vector<kvmeld::stores::RedisBlob> blobs;
   for (std::uint64_t n = 0; n < 20; ++n) bytes.push_back(test::blob_bytes(n, 500'000));
   for (std::uint64_t n = 0; n < 20; ++n) blobs.push_back({test::blob_key(2, n), bytes[n]});
   const auto some = store.put_all(blobs);
@@ -159,7 +158,7 @@ TEST_CASE("who may not in learns why") {
   test::RedisServer server;
   server.set_password("sesame \0 open");
   REQUIRE(server.restart());
-  kvmeld::RedisOptions client = server.client();
+  kvmeld::stores::RedisOptions client = server.client();
   CHECK(RedisStore::open({.server = client}).ok());
   const auto code = [&] { return RedisStore::open({.server = client}).error().code(); };
   client.password = "wrong";
@@ -170,7 +169,7 @@ TEST_CASE("who may not in learns why") {
                      "+info", "+set"}) == "OK");
   client.user = "reader";
   client.password = "pass";
-  auto reader = RedisStore::open({.server = client, .name_space = "faults"});
+  auto reader = RedisStore::open({.server = client, .scope = "faults"});
   REQUIRE(reader.ok());
   CHECK(reader->contains(test::blob_key(1, 1)).ok());
   CHECK(reader->erase(test::blob_key(1, 1)).code() == ErrorCode::unauthenticated);
@@ -184,20 +183,20 @@ TEST_CASE("who may not in learns why") {
                      "+exec",       "+publish",      "+subscribe"}) == "OK");
   client.user = "agent";
   client.database = 1;
-  auto agent = RedisStore::open({.server = client, .name_space = "faults"});
+  auto agent = RedisStore::open({.server = client, .scope = "faults"});
   REQUIRE(agent.ok());
   test::store_laws(*agent, *agent, 4, false);
-  CHECK(RedisTransport::open({.server = client, .name_space = "faults", .self = 1})
+  CHECK(RedisTransport::open({.server = client, .scope = "faults", .self = 1})
             ->send(2, test::blob_bytes(1, 10))
             .ok());
   CHECK(
-      RedisTransport::open({.server = client, .name_space = "others", .self = 1}).error().code() ==
+      RedisTransport::open({.server = client, .scope = "others", .self = 1}).error().code() ==
       ErrorCode::unauthenticated);
   client.database = 0;
   client.user = "nobody";
   CHECK(code() == ErrorCode::unauthenticated);
   const test::RedisServer free;  // it asks for none
-  kvmeld::RedisOptions needless = free.client();
+  kvmeld::stores::RedisOptions needless = free.client();
   needless.password = "x";
   CHECK(RedisStore::open({.server = needless}).error().code() == ErrorCode::unauthenticated);
 }
@@ -207,14 +206,14 @@ TEST_CASE("a server that is gone costs no more than was said, and is found again
   RedisStore store = open(server);
   REQUIRE(store.put(test::blob_key(1, 1), test::blob_bytes(1, 100)).ok());
   server.kill();
-  const std::int64_t begin = kvmeld::detail::monotonic_ms();
+  const std::int64_t begin = kvmeld::stores::detail::monotonic_ms();
   for (int i = 0; i < 20; ++i) {
     const auto gone = store.get(test::blob_key(1, 1));
     REQUIRE_FALSE(gone.ok());
     CHECK(gone.error().code() == ErrorCode::unavailable);
     CHECK(gone.error().message().find("errno") != std::string::npos);
   }
-  CHECK(kvmeld::detail::monotonic_ms() - begin < 2000);  // most of them did not even try
+  CHECK(kvmeld::stores::detail::monotonic_ms() - begin < 2000);  // most of them did not even try
   CHECK(RedisStore::open({.server = server.client()}).error().code() == ErrorCode::unavailable);
   CHECK(RedisStore::open({.server = server.client_by_port()})
             .error()
@@ -224,18 +223,18 @@ TEST_CASE("a server that is gone costs no more than was said, and is found again
   CHECK(in_the_end([&] { return store.get(test::blob_key(1, 1)).ok(); }));
 
   // Standing still: the call ends after the command's time, and the next ones as soon.
-  kvmeld::RedisOptions impatient = server.client();
+  kvmeld::stores::RedisOptions impatient = server.client();
   impatient.command_timeout_ms = 150;
-  auto brief = RedisStore::open({.server = impatient, .name_space = "faults"});
+  auto brief = RedisStore::open({.server = impatient, .scope = "faults"});
   REQUIRE(brief.ok());
   server.pause();
-  const std::int64_t paused = kvmeld::detail::monotonic_ms();
+  const std::int64_t paused = kvmeld::stores::detail::monotonic_ms();
   const auto still = brief->get(test::blob_key(1, 1));
   REQUIRE_FALSE(still.ok());
   CHECK(still.error().code() == ErrorCode::unavailable);
   CHECK(still.error().message().find("150 ms") != std::string::npos);
-  CHECK(kvmeld::detail::monotonic_ms() - paused >= 149);
-  CHECK(kvmeld::detail::monotonic_ms() - paused < 2300);
+  CHECK(kvmeld::stores::detail::monotonic_ms() - paused >= 149);
+  CHECK(kvmeld::stores::detail::monotonic_ms() - paused < 2300);
   server.go_on();
   CHECK(in_the_end([&] { return brief->get(test::blob_key(1, 1)).ok(); }));
 }
@@ -333,12 +332,12 @@ TEST_CASE("a store says what is wrong with its options, and what is no redis ser
   const test::RedisServer server;
   REQUIRE(server.running());
   const auto refused = [&](auto change) {
-    kvmeld::RedisStoreOptions options{.server = server.client()};
+    kvmeld::stores::RedisStoreOptions options{.server = server.client()};
     change(options);
     return RedisStore::open(options).error();
   };
-  CHECK(refused([](auto& o) { o.name_space = ""; }).code() == ErrorCode::invalid_argument);
-  CHECK(refused([](auto& o) { o.name_space = "a}"; }).message().find("a}") != std::string::npos);
+  CHECK(refused([](auto& o) { o.scope = ""; }).code() == ErrorCode::invalid_argument);
+  CHECK(refused([](auto& o) { o.scope = "a}"; }).message().find("a}") != std::string::npos);
   CHECK(refused([](auto& o) { o.server.unix_socket.assign(108, 'x'); }).message().find("108") !=
         std::string::npos);
   CHECK(refused([](auto& o) { o.server.unix_socket.clear(), o.server.port = 65536; })
@@ -394,12 +393,12 @@ TEST_CASE("numbers in the namespace that no store wrote are corrupt, at once") {
         "", "x", "1x", "01", " 1", "1e3", "99999999999999999999"}) {
     INFO("records:base is '" << base << "'");
     CHECK(server.tell({"SET", "{faults}:records:base", base}) == "OK");
-    const std::int64_t begin = kvmeld::detail::monotonic_ms();
+    const std::int64_t begin = kvmeld::stores::detail::monotonic_ms();
     CHECK(store.records(0).error().code() == ErrorCode::corrupt);
     CHECK(store.records(seen->cursor).error().code() == ErrorCode::corrupt);
     CHECK(store.replace_records(seen->cursor, test::number_record(1, {1})).code() ==
           ErrorCode::corrupt);
-    CHECK(kvmeld::detail::monotonic_ms() - begin < 2000);
+    CHECK(kvmeld::stores::detail::monotonic_ms() - begin < 2000);
   }
   // the last that there is
   CHECK(server.tell({"SET", "{faults}:records:base", "17592186044414"}) == "OK");

@@ -1,7 +1,6 @@
 // Processes that share nothing but a server: fragments of 8 MiB, records and messages cross between
 // them.
-#include <kvmeld/transport/redis_store.hpp>
-#include <kvmeld/transport/redis_transport.hpp>
+#include <kvmeld/stores/redis.hpp>
 
 #include <numeric>
 
@@ -9,8 +8,8 @@
 #include "support/store_laws.hpp"
 #include "support/transport_laws.hpp"
 
-using kvmeld::RedisStore;
-using kvmeld::RedisTransport;
+using kvmeld::stores::RedisStore;
+using kvmeld::stores::RedisTransport;
 using test::Bytes;
 
 namespace {
@@ -19,7 +18,7 @@ constexpr std::size_t chunk_bytes = std::size_t{1} << 20U;
 
 struct Chunks {
   std::vector<Bytes> bytes;
-  std::vector<kvmeld::RedisBlob> blobs;
+  std::vector<kvmeld::stores::RedisBlob> blobs;
   std::vector<kvmeld::BlobKey> keys;
 
   explicit Chunks(std::uint64_t seed, std::size_t count = 8) {
@@ -104,11 +103,11 @@ TEST_CASE("what is known is not sent again, whoever brought it") {
   })));
   auto store = RedisStore::open({.server = server.client()});
   REQUIRE(store.ok());
-  const kvmeld::RedisStoreCounters start = store->counters();
+  const kvmeld::stores::RedisStoreCounters start = store->counters();
   const auto known = store->put_all(fragment.blobs);
   REQUIRE(known.ok());
   CHECK(std::count(known->begin(), known->end(), true) == 0);
-  kvmeld::RedisStoreCounters now = store->counters();
+  kvmeld::stores::RedisStoreCounters now = store->counters();
   CHECK(now.dedup_hits - start.dedup_hits == 8);
   CHECK(now.dedup_bytes - start.dedup_bytes == 8 * chunk_bytes);
   CHECK(now.bytes_sent - start.bytes_sent < 8 * 200);
@@ -116,7 +115,7 @@ TEST_CASE("what is known is not sent again, whoever brought it") {
   CHECK(now.round_trips - start.round_trips == 1 + 8);  // all lengths, then about a MiB each
   // One new among them, and small ones, which are not asked for.
   const Chunks other(40, 1);
-  std::vector<kvmeld::RedisBlob> mixed = fragment.blobs;
+  std::vector<kvmeld::stores::RedisBlob> mixed = fragment.blobs;
   mixed.insert(mixed.begin() + 3, other.blobs[0]);
   mixed.push_back({test::blob_key(50, 0), std::span(fragment.bytes[0]).first(100)});
   mixed.push_back(mixed.back());
@@ -124,7 +123,7 @@ TEST_CASE("what is known is not sent again, whoever brought it") {
   REQUIRE(some.ok());
   CHECK((*some == std::vector<bool>{false, false, false, true, false, false, false, false, false,
                                     true, false}));
-  const kvmeld::RedisStoreCounters last = store->counters();
+  const kvmeld::stores::RedisStoreCounters last = store->counters();
   // what is missing, and the small one that was there then
   CHECK(last.round_trips - now.round_trips == 1 + 8 + 1 + 1);
   CHECK(last.bytes_sent - now.bytes_sent < chunk_bytes + 3000);
@@ -199,10 +198,10 @@ TEST_CASE("a cluster takes a namespace in one slot, and says when nobody serves 
   REQUIRE(server.running());
   CHECK(server.tell({"CLUSTER", "ADDSLOTSRANGE", "0", "16383"}) == "OK");
   kvmeld::Result<RedisStore> store =
-      RedisStore::open({.server = server.client(), .name_space = "team a"});
+      RedisStore::open({.server = server.client(), .scope = "team a"});
   for (int i = 0; i < 500 && !store; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    store = RedisStore::open({.server = server.client(), .name_space = "team a"});
+    store = RedisStore::open({.server = server.client(), .scope = "team a"});
   }
   INFO(store.error().message());
   REQUIRE(store.ok());

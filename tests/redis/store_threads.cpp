@@ -1,15 +1,15 @@
 // The Redis store against the laws of BlobStore, on a real server; also built under the thread
 // sanitizer.
-#include <kvmeld/transport/redis_store.hpp>
+#include <kvmeld/stores/redis.hpp>
 
 #include "support/redis_server.hpp"
 #include "support/store_laws.hpp"
 
 namespace {
 
-kvmeld::Result<kvmeld::RedisStore> open(const test::RedisServer& server,
+kvmeld::Result<kvmeld::stores::RedisStore> open(const test::RedisServer& server,
                                         const std::string& name = "laws") {
-  return kvmeld::RedisStore::open({.server = server.client(), .name_space = name});
+  return kvmeld::stores::RedisStore::open({.server = server.client(), .scope = name});
 }
 
 }  // namespace
@@ -21,7 +21,7 @@ TEST_CASE(
   auto store = open(server);
   REQUIRE(store.ok());
   test::store_laws(*store, *store, 1);
-  auto other = kvmeld::RedisStore::open({.server = server.client_by_port(), .name_space = "laws"});
+  auto other = kvmeld::stores::RedisStore::open({.server = server.client_by_port(), .scope = "laws"});
   REQUIRE(other.ok());
   CHECK(store->generation() == other->generation());
   test::store_laws(*store, *other, 2);

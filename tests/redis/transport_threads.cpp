@@ -1,19 +1,19 @@
 // Messages over a real server's channels against the laws of Transport; also built under the thread
 // sanitizer.
-#include <kvmeld/transport/redis_transport.hpp>
+#include <kvmeld/stores/redis.hpp>
 
 #include "support/redis_server.hpp"
 #include "support/transport_laws.hpp"
 
 using kvmeld::ErrorCode;
-using kvmeld::RedisTransport;
+using kvmeld::stores::RedisTransport;
 
 namespace {
 
-RedisTransport join(const test::RedisServer& server, kvmeld::MemberId member,
+RedisTransport join(const test::RedisServer& server, kvmeld::replica::MemberId member,
                     const std::string& name = "room") {
   auto transport = RedisTransport::open({.server = server.client(),
-                                         .name_space = name,
+                                         .scope = name,
                                          .self = member,
                                          .max_message_bytes = 1U << 20U});
   INFO(transport.error().message());
@@ -34,7 +34,7 @@ TEST_CASE("other namespaces, and what is no message, stay outside") {
   const test::RedisServer server;
   REQUIRE(server.running());
   RedisTransport a = join(server, 1), stranger = join(server, 2, "other");
-  REQUIRE(stranger.send(kvmeld::everyone, test::message(1, 8)).ok());
+  REQUIRE(stranger.send(kvmeld::replica::everyone, test::message(1, 8)).ok());
   for (const std::string& noise :
        {std::string(), std::string("kvm1"), std::string("kvm1\0\0\0\0\0\0\0", 11),
         std::string("kvm2\0\0\0\0\0\0\0\0x", 13), "kvm1" + std::string((1U << 20U) + 9, 'x')}) {
@@ -61,13 +61,13 @@ TEST_CASE("a subscription comes back after the server's restart, and says that t
   CHECK(test::carries(a, b, 2, test::message(1, 100)));
   server.kill();
   CHECK(a.send(2, test::message(2, 100)).code() == ErrorCode::unavailable);
-  const std::int64_t begin = kvmeld::detail::monotonic_ms();
+  const std::int64_t begin = kvmeld::stores::detail::monotonic_ms();
   const auto lost = b.receive(200);
   REQUIRE_FALSE(lost.ok());
   CHECK(lost.error().code() == ErrorCode::unavailable);
   CHECK(lost.error().message().find(server.socket()) != std::string::npos);
-  CHECK(kvmeld::detail::monotonic_ms() - begin >= 199);  // a loop around it does not spin
-  CHECK(kvmeld::detail::monotonic_ms() - begin < 2000);
+  CHECK(kvmeld::stores::detail::monotonic_ms() - begin >= 199);  // a loop around it does not spin
+  CHECK(kvmeld::stores::detail::monotonic_ms() - begin < 2000);
 
   // Waiting through the restart.
   std::atomic<int> heard{0}, errors{0};
@@ -82,7 +82,7 @@ TEST_CASE("a subscription comes back after the server's restart, and says that t
   });
   REQUIRE(server.restart());
   for (int i = 0; i < 200 && heard == 0; ++i) {
-    (void)a.send(kvmeld::everyone, test::message(3, 100));
+    (void)a.send(kvmeld::replica::everyone, test::message(3, 100));
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   listener.join();
@@ -96,7 +96,7 @@ TEST_CASE("a subscription comes back after the server's restart, and says that t
 TEST_CASE("a server that stands still is noticed by who sends and by who listens") {
   const test::RedisServer server;
   REQUIRE(server.running());
-  kvmeld::RedisOptions client = server.client();
+  kvmeld::stores::RedisOptions client = server.client();
   client.command_timeout_ms = 400;
   auto a = RedisTransport::open({.server = client, .self = 1, .silence_ms = 100});
   REQUIRE(a.ok());
@@ -125,17 +125,17 @@ TEST_CASE("a server that stands still is noticed by who sends and by who listens
 TEST_CASE("a transport says what is wrong with its options") {
   const test::RedisServer server;
   REQUIRE(server.running());
-  const auto refused = [](const kvmeld::RedisTransportOptions& options) {
+  const auto refused = [](const kvmeld::stores::RedisTransportOptions& options) {
     return RedisTransport::open(options).error();
   };
-  CHECK(refused({.server = server.client(), .self = kvmeld::everyone}).code() ==
+  CHECK(refused({.server = server.client(), .self = kvmeld::replica::everyone}).code() ==
         ErrorCode::invalid_argument);
-  CHECK(refused({.server = server.client(), .name_space = "a{b"}).code() ==
+  CHECK(refused({.server = server.client(), .scope = "a{b"}).code() ==
         ErrorCode::invalid_argument);
   CHECK(refused({.server = server.client(), .max_message_bytes = std::size_t{1} << 40U})
             .message()
             .find("1099511627776") != std::string::npos);
-  kvmeld::RedisOptions nowhere = server.client();
+  kvmeld::stores::RedisOptions nowhere = server.client();
   nowhere.unix_socket = server.socket() + "-none";
   CHECK(refused({.server = nowhere}).code() == ErrorCode::unavailable);
 }

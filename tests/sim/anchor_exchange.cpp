@@ -34,16 +34,16 @@ Outcome run(std::size_t n, std::uint64_t seed) {
   Peers net(n, seed);
   net.network.faults = bad_network();
   kvmeld::testing::Random random(seed + 1);
-  std::map<FragmentId, kvmeld::Anchor> made;  // by key: what was ever committed
+  std::map<FragmentId, kvmeld::anchors::Anchor> made;  // by key: what was ever committed
   std::map<FragmentId, kvmeld::Digest128> context;
   const auto commit = [&](std::size_t i, std::uint64_t number) {
     const std::vector<std::uint64_t> places = number % 5 == 0
                                                   ? std::vector<std::uint64_t>{}
                                                   : std::vector<std::uint64_t>{number % 3 + 1, 9};
-    const kvmeld::Anchor a = test::anchor(number, places);
+    const kvmeld::anchors::Anchor a = test::anchor(number, places);
     REQUIRE(net.peers[i].pool->commit(a).ok());
     const auto note = [&](const kvmeld::Digest128& at) {
-      made[kvmeld::record_key(a.id, at)] = a, context[kvmeld::record_key(a.id, at)] = at;
+      made[kvmeld::anchors::record_key(a.id, at)] = a, context[kvmeld::anchors::record_key(a.id, at)] = at;
     };
     if (places.empty()) note({});
     for (const auto& offset : a.offsets) note(offset.context);
@@ -65,14 +65,14 @@ Outcome run(std::size_t n, std::uint64_t seed) {
     if (random.chance(0.04) && net.peers[i].pool->size() > 0)
       net.peers[i].pool->erase(net.peers[i].pool->snapshot()->table.anchor(0)->id);
     if (random.chance(0.2))
-      REQUIRE(kvmeld::publish_pool(*net.peers[i].exchange, *net.peers[i].pool).ok());
+      REQUIRE(kvmeld::anchors::publish_pool(*net.peers[i].exchange, *net.peers[i].pool).ok());
     if (random.chance(0.02)) {
       ++restarts;
       net.start(i, random.chance(0.5), random.chance(0.5));
     }
     if (step == 150 || step == 350) {
       ++cuts;
-      for (const kvmeld::MemberId member : net.members)
+      for (const kvmeld::replica::MemberId member : net.members)
         net.network.set_side(member, random.chance(0.5));
     }
     if (step == 250 || step == 450) net.network.heal();
@@ -87,7 +87,7 @@ Outcome run(std::size_t n, std::uint64_t seed) {
   net.network.faults = kvmeld::testing::Faults::none();
   for (int round = 0; round < 6; ++round) {
     for (Peers::Peer& peer : net.peers)
-      REQUIRE(kvmeld::publish_pool(*peer.exchange, *peer.pool).ok());
+      REQUIRE(kvmeld::anchors::publish_pool(*peer.exchange, *peer.pool).ok());
     for (int step = 0; step < 200; ++step) net.step();
   }
   INFO("seed " << seed);
@@ -101,20 +101,20 @@ Outcome run(std::size_t n, std::uint64_t seed) {
   if (n > 16) CHECK(sessions > 0);
   if (n > 8) CHECK(adopted > 0);
   REQUIRE(net.agree());
-  const kvmeld::AnchorDirectory& directory = net.peers[0].exchange->directory();
+  const kvmeld::anchors::AnchorDirectory& directory = net.peers[0].exchange->directory();
   for (const auto& [key, entry] : directory.entries()) CHECK(made.count(key) == 1);
   for (const auto& [key, a] : made) {
-    const kvmeld::AnchorRecord* const record = directory.find(key);
+    const kvmeld::anchors::AnchorRecord* const record = directory.find(key);
     CHECK((record != nullptr || !in_some_pool(key)));
     if (record == nullptr) continue;
     CHECK(net.peers[record->owner - 1].exchange->holds(key));
     CHECK(record->tokens == a.base.token_count());
-    CHECK(record->signature == *kvmeld::SimHash{}.sign({a.base.tokens(), {}}));
+    CHECK(record->signature == *kvmeld::anchors::SimHash{}.sign({a.base.tokens(), {}}));
   }
   // What came over is what was committed, byte for byte.
   std::size_t pulled = 0;
   for (Peers::Peer& peer : net.peers) {
-    for (const kvmeld::PulledAnchor& p : peer.pulled) {
+    for (const kvmeld::anchors::PulledAnchor& p : peer.pulled) {
       if (!p.anchor) {
         CHECK((p.anchor.error().code() == ErrorCode::not_found ||
                p.anchor.error().code() == ErrorCode::unavailable));
@@ -178,7 +178,7 @@ TEST_CASE("what a peer sends until all know all grows with log n") {
         if (lossy) net.network.faults = bad_network();
         for (std::size_t i = 0; i < n; ++i) {
           REQUIRE(net.peers[i].pool->commit(test::anchor(i + 1)).ok());
-          REQUIRE(kvmeld::publish_pool(*net.peers[i].exchange, *net.peers[i].pool).ok());
+          REQUIRE(kvmeld::anchors::publish_pool(*net.peers[i].exchange, *net.peers[i].pool).ok());
         }
         int steps = 0;
         const auto done = [&] {
@@ -212,7 +212,7 @@ TEST_CASE("what a peer sends until all know all grows with log n") {
 namespace {
 
 /// Steps until a peer has one more answer to a pull, which is given.
-kvmeld::PulledAnchor pulled(Peers& net, std::size_t by, const FragmentId& key) {
+kvmeld::anchors::PulledAnchor pulled(Peers& net, std::size_t by, const FragmentId& key) {
   const std::size_t before = net.peers[by].pulled.size();
   REQUIRE(net.peers[by].exchange->pull(key).ok());
   for (int step = 0; step < 2000 && net.peers[by].pulled.size() == before; ++step) net.step();
@@ -225,27 +225,27 @@ void settle(Peers& net, int steps = 300) {
 }
 std::uint64_t pieces(const Peers& net, std::size_t i) {
   return net.peers[i].exchange->counters().sent[static_cast<std::size_t>(
-      kvmeld::AnchorMessage::piece)];
+      kvmeld::anchors::AnchorMessage::piece)];
 }
 
 /// An anchor that peer 0 publishes and that belongs to another; `rank` are peers as the key is
 /// drawn to them, peer 0 left out.
 struct Published {
-  kvmeld::Anchor anchor;
+  kvmeld::anchors::Anchor anchor;
   FragmentId key;
   std::vector<std::size_t> rank;
 };
 Published published(Peers& net) {
   for (std::uint64_t number = 1;; ++number) {
     Published out{test::anchor(number, {2}), {}, {}};
-    out.key = kvmeld::record_key(out.anchor.id, test::place(2));
-    const auto rank = kvmeld::rendezvous_rank(out.key, net.members);
+    out.key = kvmeld::anchors::record_key(out.anchor.id, test::place(2));
+    const auto rank = kvmeld::replica::rendezvous_rank(out.key, net.members);
     if (std::find(rank.begin(), rank.begin() + 4, net.members[0]) != rank.begin() + 4) continue;
-    for (const kvmeld::MemberId member : rank) out.rank.push_back(member - 1);
+    for (const kvmeld::replica::MemberId member : rank) out.rank.push_back(member - 1);
     std::erase(out.rank, std::size_t{0});
     REQUIRE(net.peers[0].pool->commit(out.anchor).ok());
-    REQUIRE(*kvmeld::publish_pool(*net.peers[0].exchange, *net.peers[0].pool) == 1);
-    REQUIRE(*kvmeld::publish_pool(*net.peers[0].exchange, *net.peers[0].pool) == 0);
+    REQUIRE(*kvmeld::anchors::publish_pool(*net.peers[0].exchange, *net.peers[0].pool) == 1);
+    REQUIRE(*kvmeld::anchors::publish_pool(*net.peers[0].exchange, *net.peers[0].pool) == 0);
     settle(net);
     return out;
   }
@@ -258,11 +258,11 @@ TEST_CASE(
   Peers net(8, 1);
   const Published p = published(net);
   const std::size_t owner = p.rank[0], a = p.rank[5], b = p.rank[6];
-  kvmeld::DirectoryQuery query;
-  query.signature = *kvmeld::SimHash{}.sign({p.anchor.base.tokens(), {}});
+  kvmeld::anchors::DirectoryQuery query;
+  query.signature = *kvmeld::anchors::SimHash{}.sign({p.anchor.base.tokens(), {}});
   query.tokens = 3;
   query.context = test::place(2);
-  const kvmeld::RemoteAnchors hit = net.peers[a].exchange->look_up(query);
+  const kvmeld::anchors::RemoteAnchors hit = net.peers[a].exchange->look_up(query);
   REQUIRE(hit.remote());
   REQUIRE(hit.records.size() == 1);
   CHECK(hit.records[0].owner == net.members[0]);
@@ -271,7 +271,7 @@ TEST_CASE(
   const auto first = pulled(net, a, p.key);
   REQUIRE(first.anchor.ok());
   CHECK(test::same_anchor(*first.anchor, p.anchor, test::place(2)));
-  CHECK(*kvmeld::commit_pulled(*net.peers[a].pool, first) == kvmeld::CommitResult::inserted);
+  CHECK(*kvmeld::anchors::commit_pulled(*net.peers[a].pool, first) == kvmeld::anchors::CommitResult::inserted);
   CHECK(net.peers[a].pool->snapshot()->table.anchor(0)->find(test::place(2)) != nullptr);
   settle(net);
   CHECK(net.peers[owner].exchange->holds(p.key));
@@ -286,7 +286,7 @@ TEST_CASE(
   CHECK(pieces(net, owner) > of_owner);
   // The writer's eviction ends nothing now, the owner's does.
   REQUIRE(net.peers[0].pool->erase(p.anchor.id));
-  REQUIRE(kvmeld::publish_pool(*net.peers[0].exchange, *net.peers[0].pool).ok());
+  REQUIRE(kvmeld::anchors::publish_pool(*net.peers[0].exchange, *net.peers[0].pool).ok());
   CHECK(net.peers[0].store.blob_count() == 0);
   settle(net);
   REQUIRE(net.peers[a].exchange->directory().find(p.key) != nullptr);
@@ -299,7 +299,7 @@ TEST_CASE(
   }
   CHECK(net.peers[b].exchange->pull(p.key).code() == ErrorCode::not_found);
   // Whose pool still has it tells of it again, over the tombstone.
-  CHECK(*kvmeld::publish_pool(*net.peers[a].exchange, *net.peers[a].pool) == 1);
+  CHECK(*kvmeld::anchors::publish_pool(*net.peers[a].exchange, *net.peers[a].pool) == 1);
   settle(net);
   CHECK(net.peers[b].exchange->directory().find(p.key)->owner == net.members[a]);
 }
@@ -318,13 +318,13 @@ TEST_CASE(
   CHECK(test::same_anchor(*got.anchor, p.anchor, test::place(2)));
   CHECK(pieces(net, second) > 0);
   const std::size_t b = p.rank[5];
-  for (const kvmeld::MemberId member : net.members)
+  for (const kvmeld::replica::MemberId member : net.members)
     net.network.set_side(member, member != net.members[b]);
   CHECK(pulled(net, b, p.key).anchor.error().code() == ErrorCode::unavailable);
   // Those that had it are gone, and everybody knows who lives.
   net.network.heal();
-  std::vector<kvmeld::MemberId> left;
-  for (const kvmeld::MemberId member : net.members) {
+  std::vector<kvmeld::replica::MemberId> left;
+  for (const kvmeld::replica::MemberId member : net.members) {
     if (member != net.members[0] && member != net.members[second] && member != net.members[a])
       left.push_back(member);
   }
@@ -334,7 +334,7 @@ TEST_CASE(
   CHECK(pulled(net, b, p.key).anchor.error().code() == ErrorCode::not_found);
   for (int step = 0; step < 300; ++step) net.step();
   // buried for all
-  for (const kvmeld::MemberId member : left)
+  for (const kvmeld::replica::MemberId member : left)
     CHECK(net.peers[member - 1].exchange->directory().find(p.key) == nullptr);
 }
 
@@ -342,28 +342,28 @@ TEST_CASE("a damaged blob is refused, its sender is struck, and the next one is 
   Peers net(8, 3);
   const Published p = published(net);
   const std::size_t a = p.rank[2];
-  kvmeld::MemoryStore& store = net.peers[a].store;
+  kvmeld::stores::MemoryStore& store = net.peers[a].store;
   REQUIRE(net.peers[a].exchange->pull(p.key).ok());
   // By hand from here: the first that is asked sends every blob with one bit wrong.
-  const auto deliver = [&](std::size_t from, std::size_t to, const kvmeld::Outgoing& out,
+  const auto deliver = [&](std::size_t from, std::size_t to, const kvmeld::replica::Outgoing& out,
                            bool damage) {
     std::vector<std::byte> bytes = out.bytes;
     const auto& frame = net.peers[to].exchange->options().frame;
     if (damage) {
-      const auto view = kvmeld::decode_frame(bytes, frame);
+      const auto view = kvmeld::replica::decode_frame(bytes, frame);
       std::vector<std::byte> body(view->body.begin(), view->body.end());
       body.back() ^= std::byte{4};
-      bytes = *kvmeld::encode_frame(view->type, body, frame);
+      bytes = *kvmeld::replica::encode_frame(view->type, body, frame);
     }
     return net.peers[to].exchange->receive(net.members[from], bytes);
   };
   const auto asked = [&] {
     const auto out = net.peers[a].exchange->take_outbox();
     REQUIRE(out.size() == 1);
-    CHECK(out[0].type == static_cast<std::uint8_t>(kvmeld::AnchorMessage::fetch));
+    CHECK(out[0].type == static_cast<std::uint8_t>(kvmeld::anchors::AnchorMessage::fetch));
     return out[0];
   };
-  kvmeld::Outgoing fetch = asked();
+  kvmeld::replica::Outgoing fetch = asked();
   CHECK(fetch.to == net.members[p.rank[0]]);
   REQUIRE(net.peers[p.rank[0]].exchange->pull(p.key).ok());  // the owner gets it, and then lies
   for (int step = 0; step < 100; ++step) {
@@ -379,7 +379,7 @@ TEST_CASE("a damaged blob is refused, its sender is struck, and the next one is 
   int lies = 0;
   for (const auto& out : net.peers[p.rank[0]].exchange->take_outbox()) {
     if (out.to != net.members[a] ||
-        out.type != static_cast<std::uint8_t>(kvmeld::AnchorMessage::piece))
+        out.type != static_cast<std::uint8_t>(kvmeld::anchors::AnchorMessage::piece))
       continue;
     CHECK(deliver(p.rank[0], a, out, true).code() == ErrorCode::id_mismatch);
     ++lies;
@@ -402,7 +402,7 @@ TEST_CASE("a damaged blob is refused, its sender is struck, and the next one is 
 }
 
 TEST_CASE("tombstones are bounded by number and age, and errors leave an exchange as it was") {
-  kvmeld::MemoryStore store;
+  kvmeld::stores::MemoryStore store;
   test::Exchange::Options options;
   options.self = 1;
   options.members = {1, 2};
@@ -415,7 +415,7 @@ TEST_CASE("tombstones are bounded by number and age, and errors leave an exchang
     const auto record = exchange.publish(test::anchor(n), test::place(1), n);
     REQUIRE(record.ok());
     CHECK(record->version == 1);
-    keys.push_back(kvmeld::record_key(*record));
+    keys.push_back(kvmeld::anchors::record_key(*record));
   }
   for (const FragmentId& key : keys) REQUIRE(exchange.withdraw(key).ok());
   CHECK(store.used_bytes() == 0);
@@ -426,10 +426,10 @@ TEST_CASE("tombstones are bounded by number and age, and errors leave an exchang
   CHECK(exchange.directory().tombstones() == 0);
   CHECK(exchange.directory().digest() == kvmeld::Digest256{});
 
-  const kvmeld::Anchor whole = test::anchor(11, {1, 2});
+  const kvmeld::anchors::Anchor whole = test::anchor(11, {1, 2});
   // no such Δ
   CHECK(exchange.publish(whole, test::place(3), 1).error().code() == ErrorCode::not_found);
-  kvmeld::MemoryStore small(100);
+  kvmeld::stores::MemoryStore small(100);
   test::Exchange other(small, options);
   CHECK(other.publish(whole, test::place(1), 1).error().code() == ErrorCode::store_full);
   CHECK(other.directory().size() == 0);
@@ -441,9 +441,9 @@ TEST_CASE("tombstones are bounded by number and age, and errors leave an exchang
   CHECK(full.publish(whole, test::place(2), 1).error().code() == ErrorCode::quota_exceeded);
   CHECK(full.directory().size() == 1);
   CHECK(store.blob_count() == blobs);  // the base, which both would need, stays
-  const kvmeld::AnchorRecord record =
-      *full.directory().find(kvmeld::record_key(whole.id, test::place(1)));
-  const auto again = kvmeld::load_anchor(store, record, options.format);
+  const kvmeld::anchors::AnchorRecord record =
+      *full.directory().find(kvmeld::anchors::record_key(whole.id, test::place(1)));
+  const auto again = kvmeld::anchors::load_anchor(store, record, options.format);
   REQUIRE(again.ok());
   CHECK(test::same_anchor(*again, whole, test::place(1)));
 }
@@ -456,7 +456,7 @@ TEST_CASE(
   for (const std::int64_t step : {1, 250, 1000, 3000}) {
     for (const std::int64_t after : {0, 1, 500, 999}) {
       CAPTURE(step, after);
-      kvmeld::MemoryStore store, far;
+      kvmeld::stores::MemoryStore store, far;
       test::Exchange::Options options;
       options.self = 1;
       options.members = {1, 2};
@@ -467,7 +467,7 @@ TEST_CASE(
       options.self = 2;
       test::Exchange other(far, options);
       const FragmentId key =
-          kvmeld::record_key(*exchange.publish(test::anchor(1), test::place(1), 1));
+          kvmeld::anchors::record_key(*exchange.publish(test::anchor(1), test::place(1), 1));
       REQUIRE(exchange.tick(0).ok());
       REQUIRE(other.tick(0).ok());
       // Withdrawn `after` thousandths of a step behind a tick.
@@ -478,10 +478,10 @@ TEST_CASE(
       }
       const std::int64_t withdrawn = tick + after * step / 1000;
       REQUIRE(exchange.withdraw(key).ok());
-      const kvmeld::AnchorRecord grave = *exchange.directory().newest(key);
-      const auto body = kvmeld::encode_records(options.frame.name_space, std::span(&grave, 1));
-      const auto message = kvmeld::encode_frame(
-          static_cast<std::uint8_t>(kvmeld::AnchorMessage::records), body, options.frame);
+      const kvmeld::anchors::AnchorRecord tombstone = *exchange.directory().newest(key);
+      const auto body = kvmeld::anchors::encode_records(options.frame.scope, std::span(&tombstone, 1));
+      const auto message = kvmeld::replica::encode_frame(
+          static_cast<std::uint8_t>(kvmeld::anchors::AnchorMessage::records), body, options.frame);
       REQUIRE(other.receive(1, *message).ok());
       for (const auto* peer : {&exchange, &other}) REQUIRE(peer->directory().tombstones() == 1);
       for (tick += step; tick - withdrawn < 5000; tick += step) {
@@ -505,12 +505,12 @@ TEST_CASE(
     "approximate anchors say so in their record, give way to exact ones, and answer no exact "
     "look-up") {
   Peers net(3, 4);
-  kvmeld::Anchor blended = test::anchor(1);
+  kvmeld::anchors::Anchor blended = test::anchor(1);
   blended.approximate = true;
   REQUIRE(net.peers[0].pool->commit(blended).ok());
-  REQUIRE(kvmeld::publish_pool(*net.peers[0].exchange, *net.peers[0].pool).ok());
+  REQUIRE(kvmeld::anchors::publish_pool(*net.peers[0].exchange, *net.peers[0].pool).ok());
   settle(net);
-  const FragmentId key = kvmeld::record_key(blended.id, test::place(1));
+  const FragmentId key = kvmeld::anchors::record_key(blended.id, test::place(1));
   const auto& there = net.peers[2].exchange->directory();
   REQUIRE(there.find(key) != nullptr);
   CHECK(there.find(key)->approximate);
@@ -518,10 +518,10 @@ TEST_CASE(
   const auto got = pulled(net, 2, key);
   REQUIRE(got.anchor.ok());
   CHECK(got.anchor->approximate);
-  REQUIRE(kvmeld::commit_pulled(*net.peers[2].pool, got).ok());
+  REQUIRE(kvmeld::anchors::commit_pulled(*net.peers[2].pool, got).ok());
   CHECK(net.peers[2].pool->find_exact({blended.base.tokens(), {}}, test::place(1)) == nullptr);
   REQUIRE(net.peers[1].pool->commit(test::anchor(1)).ok());
-  CHECK(*kvmeld::publish_pool(*net.peers[1].exchange, *net.peers[1].pool) == 1);
+  CHECK(*kvmeld::anchors::publish_pool(*net.peers[1].exchange, *net.peers[1].pool) == 1);
   settle(net);
   REQUIRE(there.find_exact(blended.base.tokens(), test::place(1)) != nullptr);
   CHECK(there.find_exact(blended.base.tokens(), test::place(1))->owner == net.members[1]);
@@ -531,7 +531,7 @@ namespace {
 
 /// A store that can be out of reach for those who read, or full for those who write.
 struct Moody {
-  kvmeld::MemoryStore inner{};
+  kvmeld::stores::MemoryStore inner{};
   bool away = false;
   bool full = false;
 
@@ -550,7 +550,7 @@ struct Moody {
   }
   kvmeld::Status erase(const kvmeld::BlobKey& key) { return inner.erase(key); }
   kvmeld::Status add_record(std::span<const std::byte> bytes) { return inner.add_record(bytes); }
-  kvmeld::Result<kvmeld::RecordBatch> records(std::uint64_t cursor) {
+  kvmeld::Result<kvmeld::replica::RecordBatch> records(std::uint64_t cursor) {
     return inner.records(cursor);
   }
   kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
@@ -561,13 +561,13 @@ struct Moody {
 /// Member 1, whose store has moods, and member 2, by hand.
 struct Two {
   Moody store;
-  kvmeld::MemoryStore theirs;
-  kvmeld::AnchorExchange<Moody> one;
+  kvmeld::stores::MemoryStore theirs;
+  kvmeld::anchors::AnchorExchange<Moody> one;
   test::Exchange two;
   std::int64_t now = 0;
 
   template <class Exchange>
-  static typename Exchange::Options options(kvmeld::MemberId self) {
+  static typename Exchange::Options options(kvmeld::replica::MemberId self) {
     typename Exchange::Options out;
     out.self = self;
     out.members = {1, 2};
@@ -577,7 +577,7 @@ struct Two {
     return out;
   }
   Two()
-      : one(store, options<kvmeld::AnchorExchange<Moody>>(1)),
+      : one(store, options<kvmeld::anchors::AnchorExchange<Moody>>(1)),
         two(theirs, options<test::Exchange>(2)) {}
 
   void to_two() {
@@ -594,21 +594,21 @@ struct Two {
       to_one();
     }
   }
-  kvmeld::Status tell_one(std::vector<kvmeld::AnchorRecord> records) {
-    const auto body = kvmeld::encode_records(one.options().frame.name_space, records);
+  kvmeld::Status tell_one(std::vector<kvmeld::anchors::AnchorRecord> records) {
+    const auto body = kvmeld::anchors::encode_records(one.options().frame.scope, records);
     return one.receive(
-        2, *kvmeld::encode_frame(static_cast<std::uint8_t>(kvmeld::AnchorMessage::records), body,
+        2, *kvmeld::replica::encode_frame(static_cast<std::uint8_t>(kvmeld::anchors::AnchorMessage::records), body,
                                  one.options().frame));
   }
   /// The list of what member 2 published, sent on request and not yet delivered.
-  std::vector<kvmeld::Outgoing> list_on_the_way(const FragmentId& key) {
+  std::vector<kvmeld::replica::Outgoing> list_on_the_way(const FragmentId& key) {
     run(300);
     REQUIRE(one.directory().find(key) != nullptr);
     REQUIRE(one.pull(key).ok());
     to_two();
     auto out = two.take_outbox();
     REQUIRE(out.size() == 1);
-    REQUIRE(out[0].type == static_cast<std::uint8_t>(kvmeld::AnchorMessage::piece));
+    REQUIRE(out[0].type == static_cast<std::uint8_t>(kvmeld::anchors::AnchorMessage::piece));
     return out;
   }
 };
@@ -619,26 +619,26 @@ TEST_CASE(
     "a pulled anchor that the pool cannot have yet is not withdrawn, whichever is done first") {
   for (const bool publish_first : {true, false}) {
     Two net;
-    test::Pool pool(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {});
+    test::Pool pool(kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()), {});
     std::uint64_t number = 1;
-    while (net.one.owner(kvmeld::record_key(test::anchor(number).id, test::place(1))) != 2)
+    while (net.one.owner(kvmeld::anchors::record_key(test::anchor(number).id, test::place(1))) != 2)
       ++number;
-    const kvmeld::Anchor a = test::anchor(number);
-    const FragmentId key = kvmeld::record_key(a.id, test::place(1));
+    const kvmeld::anchors::Anchor a = test::anchor(number);
+    const FragmentId key = kvmeld::anchors::record_key(a.id, test::place(1));
     REQUIRE(net.two.publish(a, test::place(1), 1).ok());
     net.run(300);
     REQUIRE(net.one.pull(key).ok());
     net.run(300);
-    if (publish_first) REQUIRE(*kvmeld::publish_pool(net.one, pool) == 0);
+    if (publish_first) REQUIRE(*kvmeld::anchors::publish_pool(net.one, pool) == 0);
     const auto done = net.one.take_pulled();
     REQUIRE(done.size() == 1);
-    REQUIRE(kvmeld::commit_pulled(pool, done[0]).ok());
-    REQUIRE(*kvmeld::publish_pool(net.one, pool) == 0);
+    REQUIRE(kvmeld::anchors::commit_pulled(pool, done[0]).ok());
+    REQUIRE(*kvmeld::anchors::publish_pool(net.one, pool) == 0);
     CHECK(net.one.holds(key));
-    CHECK(kvmeld::load_anchor(net.store, *net.one.directory().find(key), net.one.options().format)
+    CHECK(kvmeld::anchors::load_anchor(net.store, *net.one.directory().find(key), net.one.options().format)
               .ok());
     REQUIRE(pool.erase(a.id));
-    REQUIRE(*kvmeld::publish_pool(net.one, pool) == 0);
+    REQUIRE(*kvmeld::anchors::publish_pool(net.one, pool) == 0);
     CHECK_FALSE(net.one.holds(key));
     CHECK(net.store.inner.blob_count() == 0);
   }
@@ -648,10 +648,10 @@ TEST_CASE(
     "a pull whose record changes ends with a result, through a store that was out of reach as "
     "well") {
   Two net;
-  kvmeld::Anchor blended = test::anchor(1, {1}, 9);
+  kvmeld::anchors::Anchor blended = test::anchor(1, {1}, 9);
   blended.approximate = true;
-  const kvmeld::Anchor exact = test::anchor(1, {1}, 9);
-  const FragmentId key = kvmeld::record_key(exact.id, test::place(1));
+  const kvmeld::anchors::Anchor exact = test::anchor(1, {1}, 9);
+  const FragmentId key = kvmeld::anchors::record_key(exact.id, test::place(1));
   REQUIRE(net.two.publish(blended, test::place(1), 1).ok());
   const auto list = net.list_on_the_way(key);
   REQUIRE(net.two.publish(exact, test::place(1), 1).ok());
@@ -677,11 +677,11 @@ TEST_CASE("a pull whose record comes to name another anchor's list ends with tha
   const auto mine = net.one.publish(test::anchor(2), test::place(1), 1);
   REQUIRE(mine.ok());
   const std::size_t blobs = net.store.inner.blob_count();
-  const kvmeld::Anchor a = test::anchor(1);
-  const FragmentId key = kvmeld::record_key(a.id, test::place(1));
+  const kvmeld::anchors::Anchor a = test::anchor(1);
+  const FragmentId key = kvmeld::anchors::record_key(a.id, test::place(1));
   REQUIRE(net.two.publish(a, test::place(1), 1).ok());
   const auto list = net.list_on_the_way(key);
-  kvmeld::AnchorRecord lie = *net.two.directory().find(key);
+  kvmeld::anchors::AnchorRecord lie = *net.two.directory().find(key);
   ++lie.version;
   lie.payload = mine->payload;
   REQUIRE(net.tell_one({lie}).ok());
@@ -700,14 +700,14 @@ TEST_CASE(
   const auto mine = net.one.publish(test::anchor(1, {1}, 9), test::place(1), 1);
   REQUIRE(mine.ok());
   const std::size_t own = net.store.inner.blob_count();
-  const kvmeld::Anchor a = test::anchor(1, {3, 5, 7}, 9);  // of the same base
+  const kvmeld::anchors::Anchor a = test::anchor(1, {3, 5, 7}, 9);  // of the same base
   std::vector<FragmentId> keys;
   for (const std::uint64_t at : {3U, 5U, 7U}) {
     const auto record = net.two.publish(a, test::place(at), 1);
     REQUIRE(record.ok());
-    keys.push_back(kvmeld::record_key(*record));
+    keys.push_back(kvmeld::anchors::record_key(*record));
     if (at == 7) continue;
-    const auto list = kvmeld::detail::load_list(net.theirs, *record, net.two.options().format);
+    const auto list = kvmeld::anchors::detail::load_list(net.theirs, *record, net.two.options().format);
     REQUIRE(list.ok());
     REQUIRE(list->chunks[1].size() > 2);
     REQUIRE(net.theirs.erase(list->chunks[1].back()).ok());
@@ -719,9 +719,9 @@ TEST_CASE(
   REQUIRE(done.size() == 1);
   CHECK(done[0].anchor.error().code() == ErrorCode::not_found);
   CHECK(net.store.inner.blob_count() == own);
-  CHECK(kvmeld::load_anchor(net.store, *mine, net.one.options().format).ok());
+  CHECK(kvmeld::anchors::load_anchor(net.store, *mine, net.one.options().format).ok());
   // Two at once, which share the base: one ends well, and has all that it needs.
-  REQUIRE(net.one.withdraw(kvmeld::record_key(*mine)).ok());
+  REQUIRE(net.one.withdraw(kvmeld::anchors::record_key(*mine)).ok());
   CHECK(net.store.inner.blob_count() == 0);
   REQUIRE(net.one.pull(keys[1]).ok());
   REQUIRE(net.one.pull(keys[2]).ok());
@@ -730,7 +730,7 @@ TEST_CASE(
   REQUIRE(done.size() == 2);
   CHECK(std::count_if(done.begin(), done.end(), [](const auto& d) { return d.anchor.ok(); }) == 1);
   REQUIRE(net.one.holds(keys[2]));
-  CHECK(kvmeld::load_anchor(net.store, *net.one.directory().find(keys[2]), net.one.options().format)
+  CHECK(kvmeld::anchors::load_anchor(net.store, *net.one.directory().find(keys[2]), net.one.options().format)
             .ok());
   REQUIRE(net.one.withdraw(keys[2]).ok());
   CHECK(net.store.inner.blob_count() == 0);
@@ -742,10 +742,10 @@ TEST_CASE(
   for (const bool rotten : {false, true}) {
     Two net;
     std::uint64_t number = 1;
-    while (net.one.owner(kvmeld::record_key(test::anchor(number).id, test::place(1))) != 2)
+    while (net.one.owner(kvmeld::anchors::record_key(test::anchor(number).id, test::place(1))) != 2)
       ++number;
-    const kvmeld::Anchor a = test::anchor(number, {1}, 9);
-    const FragmentId key = kvmeld::record_key(a.id, test::place(1));
+    const kvmeld::anchors::Anchor a = test::anchor(number, {1}, 9);
+    const FragmentId key = kvmeld::anchors::record_key(a.id, test::place(1));
     REQUIRE(net.two.publish(a, test::place(1), 1).ok());
     const std::size_t all = net.theirs.blob_count();
     REQUIRE(all > 6);
@@ -758,21 +758,21 @@ TEST_CASE(
     REQUIRE(net.store.inner.blob_count() == 4);
 
     net.one =
-        kvmeld::AnchorExchange<Moody>(net.store, Two::options<kvmeld::AnchorExchange<Moody>>(1));
+        kvmeld::anchors::AnchorExchange<Moody>(net.store, Two::options<kvmeld::anchors::AnchorExchange<Moody>>(1));
     for (int i = 0; i < 20 && net.one.directory().find(key) == nullptr; ++i) net.run(500);
     REQUIRE(net.one.directory().find(key) != nullptr);
     CHECK_FALSE(net.one.holds(key));
     CHECK(net.store.inner.blob_count() == 4);
     if (rotten) {  // while nobody looked
-      const auto piece = kvmeld::detail::decode_piece(
-          kvmeld::decode_frame(pieces[0].bytes, net.one.options().frame)->body);
+      const auto piece = kvmeld::replica::messages::decode_piece(
+          kvmeld::replica::decode_frame(pieces[0].bytes, net.one.options().frame)->body);
       REQUIRE(piece.ok());
       REQUIRE(net.store.inner.erase(piece->key).ok());
       REQUIRE(*net.store.inner.put(piece->key,
-                                   kvmeld::encode_chunk(std::as_bytes(std::span("other bytes")))));
+                                   kvmeld::replica::encode_chunk(std::as_bytes(std::span("other bytes")))));
     }
     const std::uint64_t before =
-        net.two.counters().sent[static_cast<std::size_t>(kvmeld::AnchorMessage::piece)];
+        net.two.counters().sent[static_cast<std::size_t>(kvmeld::anchors::AnchorMessage::piece)];
     REQUIRE(net.one.pull(key).ok());
     net.run(3000);
     auto done = net.one.take_pulled();
@@ -780,7 +780,7 @@ TEST_CASE(
     INFO(done[0].anchor.status().message());
     REQUIRE(done[0].anchor.ok());
     CHECK(test::same_anchor(*done[0].anchor, a, test::place(1)));
-    CHECK(net.two.counters().sent[static_cast<std::size_t>(kvmeld::AnchorMessage::piece)] -
+    CHECK(net.two.counters().sent[static_cast<std::size_t>(kvmeld::anchors::AnchorMessage::piece)] -
               before ==
           all - 4 + (rotten ? 1 : 0));
     REQUIRE(net.one.withdraw(key).ok());
@@ -790,8 +790,8 @@ TEST_CASE(
 
 TEST_CASE("a full store is no refused message; damage is") {
   Two net;
-  const kvmeld::Anchor a = test::anchor(1);
-  const FragmentId key = kvmeld::record_key(a.id, test::place(1));
+  const kvmeld::anchors::Anchor a = test::anchor(1);
+  const FragmentId key = kvmeld::anchors::record_key(a.id, test::place(1));
   REQUIRE(net.two.publish(a, test::place(1), 1).ok());
   const auto list = net.list_on_the_way(key);
   net.store.full = true;
@@ -809,19 +809,19 @@ TEST_CASE("a full store is no refused message; damage is") {
 }
 
 TEST_CASE("a key that is removed again and again has one grave") {
-  kvmeld::detail::AnchorGraves graves;
-  const FragmentId a = kvmeld::record_key({}, test::place(1)),
-                   b = kvmeld::record_key({}, test::place(2));
+  kvmeld::anchors::detail::AnchorTombstones tombstones;
+  const FragmentId a = kvmeld::anchors::record_key({}, test::place(1)),
+                   b = kvmeld::anchors::record_key({}, test::place(2));
   for (std::int64_t now = 0; now < 100; ++now) {
-    graves.dig(a);
-    if (now == 50) graves.dig(b);
-    graves.date(now);
+    tombstones.dig(a);
+    if (now == 50) tombstones.dig(b);
+    tombstones.date(now);
   }
-  CHECK(graves.size() == 2);
-  CHECK(graves.oldest().key == b);
-  graves.fill(b);
-  CHECK(graves.oldest().since == 99);
-  graves.fill(a);
-  graves.fill(a);
-  CHECK(graves.size() == 0);
+  CHECK(tombstones.size() == 2);
+  CHECK(tombstones.oldest().key == b);
+  tombstones.fill(b);
+  CHECK(tombstones.oldest().since == 99);
+  tombstones.fill(a);
+  tombstones.fill(a);
+  CHECK(tombstones.size() == 0);
 }

@@ -12,30 +12,30 @@ namespace {
 using kvmeld::CausalContext;
 using kvmeld::FragmentSet;
 using kvmeld::Mark;
-using kvmeld::MemberId;
+using kvmeld::replica::MemberId;
 using kvmeld::testing::CheckOptions;
 using kvmeld::testing::Report;
 using kvmeld::testing::SimulatedStore;
 
 // A replica that joins something else than it was sent.
 template <class Change>
-class Tampered : public kvmeld::Replica<SimulatedStore> {
+class Tampered : public kvmeld::replica::Replica<SimulatedStore> {
  public:
   using Replica::Replica;
 
-  kvmeld::Result<std::optional<kvmeld::FrameView>> receive(MemberId from,
+  kvmeld::Result<std::optional<kvmeld::replica::FrameView>> receive(MemberId from,
                                                            std::span<const std::byte> bytes) {
-    const auto frame = kvmeld::decode_frame(bytes);
-    if (!frame || frame->type != static_cast<std::uint8_t>(kvmeld::ReplicaMessage::delta))
+    const auto frame = kvmeld::replica::decode_frame(bytes);
+    if (!frame || frame->type != static_cast<std::uint8_t>(kvmeld::replica::ReplicaMessage::delta))
       return Replica::receive(from, bytes);
-    const auto body = kvmeld::detail::decode_body(frame->body);
+    const auto body = kvmeld::replica::messages::decode_body(frame->body);
     if (!body) return Replica::receive(from, bytes);
-    const auto delta = kvmeld::decode_set(body->rest);
+    const auto delta = kvmeld::replica::decode_set(body->rest);
     if (!delta) return Replica::receive(from, bytes);
     const auto changed = change_(*delta);
     return changed ? Replica::receive(
-                         from, *kvmeld::encode_replica_frame(kvmeld::ReplicaMessage::delta,
-                                                             body->merger, encode_set(*changed)))
+                         from, *kvmeld::replica::encode_replica_frame(kvmeld::replica::ReplicaMessage::delta,
+                                                             body->merger, kvmeld::replica::encode_set(*changed)))
                    : Replica::receive(from, bytes);
   }
 
@@ -103,7 +103,7 @@ struct LazyStore {
   kvmeld::Status add_record(std::span<const std::byte> bytes) {
     return ++records_added % 7 == 0 ? kvmeld::Status() : store->add_record(bytes);
   }
-  kvmeld::Result<kvmeld::RecordBatch> records(std::uint64_t cursor) {
+  kvmeld::Result<kvmeld::replica::RecordBatch> records(std::uint64_t cursor) {
     return store->records(cursor);
   }
   kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
@@ -113,7 +113,7 @@ struct LazyStore {
 struct HasLazyStore {
   LazyStore lazy;
 };
-class Lazy : HasLazyStore, public kvmeld::Replica<LazyStore> {
+class Lazy : HasLazyStore, public kvmeld::replica::Replica<LazyStore> {
  public:
   Lazy(SimulatedStore& store, Options options)
       : HasLazyStore{{&store}}, Replica(lazy, std::move(options)) {}

@@ -29,7 +29,7 @@ bool is_set(const char* name) {
 
 TEST_CASE("every seed ends in one state with nothing lost, and every kind of fault did happen") {
   const auto merger =
-      kvmeld::merger(kvmeld::ByProvenance{},
+      kvmeld::merger(kvmeld::ByDot{},
                      kvmeld::Aligner{kvmeld::TokenMatch{.mode = kvmeld::MatchMode::common_prefix}},
                      kvmeld::Fuser{kvmeld::Max{}});
   CheckOptions options;

@@ -1,6 +1,6 @@
 // The simulated disk keeps the contract that it simulates, also where the process ends in the
 // middle of a write.
-#include <kvmeld/testing/simulated_store.hpp>
+#include <kvmeld/testing/world.hpp>
 
 #include "support/store_laws.hpp"
 

@@ -10,16 +10,16 @@
 #include <span>
 #include <vector>
 
-#include <kvmeld/testing/simulated_network.hpp>
-#include <kvmeld/transport/anchor_exchange_pool.hpp>
-#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/testing/world.hpp>
+#include <kvmeld/anchors/exchange.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "random_cache.hpp"
 
 namespace test {
 
-using Pool = kvmeld::AnchorPool<kvmeld::SimHash, kvmeld::LRU>;
-using Exchange = kvmeld::AnchorExchange<kvmeld::MemoryStore>;
+using Pool = kvmeld::anchors::AnchorPool<kvmeld::anchors::SimHash, kvmeld::anchors::LRU>;
+using Exchange = kvmeld::anchors::AnchorExchange<kvmeld::stores::MemoryStore>;
 
 inline const std::shared_ptr<const kvmeld::Geometry>& anchor_geometry() {
   static const std::shared_ptr<const kvmeld::Geometry> shape =
@@ -36,7 +36,7 @@ inline std::vector<kvmeld::TokenId> words(std::uint64_t n, std::int64_t tokens) 
 
 /// Anchor n, of tokens of its own, with a Δ for each of some places; its K/V is numbers that depend
 /// on n and the place.
-inline kvmeld::Anchor anchor(
+inline kvmeld::anchors::Anchor anchor(
     std::uint64_t n, const std::vector<std::uint64_t>& places = {1}, std::int64_t tokens = 3,
     const std::shared_ptr<const kvmeld::Geometry>& shape = anchor_geometry()) {
   const auto ids = words(n, tokens);
@@ -48,13 +48,13 @@ inline kvmeld::Anchor anchor(
     return *kvmeld::seal(cache.ref(), {.tokens = ids, .positions = positions});
   };
   const kvmeld::Fragment alone = sealed_at(n, 0);
-  auto out = *kvmeld::make_anchor(alone, {static_cast<float>(n), 1});
+  auto out = *kvmeld::anchors::make_anchor(alone, {static_cast<float>(n), 1});
   for (const std::uint64_t at : places) {
-    const auto segment = *kvmeld::measure_offset(sealed_at(n * 31 + at, 100), alone);
+    const auto segment = *kvmeld::anchors::measure_offset(sealed_at(n * 31 + at, 100), alone);
     // Some contexts have text behind the slot, which has a Δ of its own.
-    const auto following = at % 2 == 0 ? *kvmeld::measure_offset(sealed_at(n * 37 + at, 200), alone)
+    const auto following = at % 2 == 0 ? *kvmeld::anchors::measure_offset(sealed_at(n * 37 + at, 200), alone)
                                        : kvmeld::Fragment{};
-    if (!*kvmeld::add_offset(out, {place(at), segment, following})) std::abort();
+    if (!*kvmeld::anchors::add_offset(out, {place(at), segment, following})) std::abort();
   }
   return out;
 }
@@ -70,15 +70,15 @@ inline bool same_bytes(const kvmeld::Fragment& a, const kvmeld::Fragment& b) {
          std::memcmp(x.bytes.get(), y.bytes.get(), x.byte_count) == 0;
 }
 /// Whether an anchor that arrived is the one that was published, with the Δ of one place.
-inline bool same_anchor(const kvmeld::Anchor& got, const kvmeld::Anchor& published,
+inline bool same_anchor(const kvmeld::anchors::Anchor& got, const kvmeld::anchors::Anchor& published,
                         const kvmeld::Digest128& context) {
   if (got.id != published.id || got.vector != published.vector ||
       got.embedding != published.embedding || got.approximate != published.approximate)
     return false;
   if (!same_bytes(got.base, published.base)) return false;
   if (context == kvmeld::Digest128{}) return got.offsets.empty();
-  const kvmeld::ContextOffset* const one = got.find(context);
-  const kvmeld::ContextOffset* const other = published.find(context);
+  const kvmeld::anchors::ContextOffset* const one = got.find(context);
+  const kvmeld::anchors::ContextOffset* const other = published.find(context);
   return got.offsets.size() == 1 && one != nullptr && other != nullptr &&
          same_bytes(one->segment, other->segment) && same_bytes(one->following, other->following);
 }
@@ -87,10 +87,10 @@ inline bool same_anchor(const kvmeld::Anchor& got, const kvmeld::Anchor& publish
 class Peers {
  public:
   struct Peer {
-    kvmeld::MemoryStore store;
+    kvmeld::stores::MemoryStore store;
     std::unique_ptr<Pool> pool;
     std::unique_ptr<Exchange> exchange;
-    std::vector<kvmeld::PulledAnchor> pulled;
+    std::vector<kvmeld::anchors::PulledAnchor> pulled;
     std::uint64_t messages = 0;  // of earlier lives
   };
 
@@ -103,15 +103,15 @@ class Peers {
   void start(std::size_t i, bool new_pool, bool new_store) {
     Peer& peer = peers[i];
     if (new_pool)
-      peer.pool = std::make_unique<Pool>(kvmeld::AnchorSpace::of(*anchor_geometry()),
-                                         kvmeld::AnchorCapacity{});
-    if (new_store) peer.store = kvmeld::MemoryStore();
+      peer.pool = std::make_unique<Pool>(kvmeld::anchors::AnchorSpace::of(*anchor_geometry()),
+                                         kvmeld::anchors::AnchorCapacity{});
+    if (new_store) peer.store = kvmeld::stores::MemoryStore();
     if (peer.exchange) peer.messages += peer.exchange->counters().messages();
     Exchange::Options options;
     options.self = members[i];
     options.members = members;
-    options.frame.name_space =
-        kvmeld::anchor_namespace(kvmeld::AnchorSpace::of(*anchor_geometry()), kvmeld::SimHash{});
+    options.frame.scope =
+        kvmeld::anchors::anchor_namespace(kvmeld::anchors::AnchorSpace::of(*anchor_geometry()), kvmeld::anchors::SimHash{});
     options.format.chunk_bytes = 64;
     options.round_ms = 100;
     options.retry_ms = 60;
@@ -129,7 +129,7 @@ class Peers {
       trace_.value(delivery->from);
       trace_.value(delivery->to);
       trace_.bytes(delivery->bytes);
-      const kvmeld::AnchorDirectory before = to.exchange->directory();
+      const kvmeld::anchors::AnchorDirectory before = to.exchange->directory();
       const kvmeld::Status status = to.exchange->receive(delivery->from, delivery->bytes);
       if (!status) ++refused;
       if (!status && !(to.exchange->directory() == before)) broken = true;
@@ -138,7 +138,7 @@ class Peers {
     for (Peer& peer : peers) {
       if (!peer.exchange->tick(now)) broken = true;
       send(peer);
-      for (kvmeld::PulledAnchor& pulled : peer.exchange->take_pulled())
+      for (kvmeld::anchors::PulledAnchor& pulled : peer.exchange->take_pulled())
         peer.pulled.push_back(std::move(pulled));
     }
   }
@@ -158,7 +158,7 @@ class Peers {
 
   kvmeld::testing::FaultCounts faults;
   kvmeld::testing::SimulatedNetwork network;
-  std::vector<kvmeld::MemberId> members;
+  std::vector<kvmeld::replica::MemberId> members;
   std::deque<Peer> peers;
   std::int64_t now = 0;
   std::uint64_t refused = 0;
@@ -166,7 +166,7 @@ class Peers {
 
  private:
   void send(Peer& peer) {
-    for (const kvmeld::Outgoing& out : peer.exchange->take_outbox())
+    for (const kvmeld::replica::Outgoing& out : peer.exchange->take_outbox())
       network.send(now, peer.exchange->options().self, out.to, out.bytes);
   }
 

@@ -8,9 +8,9 @@
 #include <span>
 #include <vector>
 
-#include <kvmeld/anchor/offset.hpp>
-#include <kvmeld/state/anchor_plan.hpp>
-#include <kvmeld/state/render.hpp>
+#include <kvmeld/anchors/anchor.hpp>
+#include <kvmeld/anchors/reuse.hpp>
+#include <kvmeld/render.hpp>
 
 #include "random_cache.hpp"
 #include "reference.hpp"
@@ -45,7 +45,7 @@ struct Segment {
     }
     return out;
   }
-  /// Writes the segment with its keys turned in double to `position`, `position + 1`, ….
+  /// Writes the segment with its keys rotated in double to `position`, `position + 1`, ….
   void write(TestCache& cache, std::int64_t position) const {
     for (std::size_t p = 0; p < cache.planes(); ++p) {
       const kvmeld::PlaneShape& shape = cache.shape(p);
@@ -56,7 +56,7 @@ struct Segment {
           for (std::size_t c = 0; c < static_cast<std::size_t>(shape.channels); ++c)
             row.push_back(values[p][begin + c]);
           const kvmeld::RopeSpec& rope = geometry->layers[cache.layer_of(p)].rope;
-          if (shape.rotary) reference::turn(rope, static_cast<double>(position + t), row);
+          if (shape.rotary) reference::rotation(rope, static_cast<double>(position + t), row);
           for (std::size_t c = 0; c < row.size(); ++c)
             cache.set(p, t, h, static_cast<std::int64_t>(c), static_cast<float>(row[c]));
         }
@@ -85,11 +85,11 @@ inline kvmeld::FragmentId anchor_id(std::uint8_t n) {
 
 /// Renders parts into a fresh cache of `tokens` tokens; empty where anything was refused.
 template <class Exec = kvmeld::exec::Sequential>
-std::vector<std::vector<std::byte>> rendered(std::span<const kvmeld::ReusePart> parts,
+std::vector<std::vector<std::byte>> rendered(std::span<const kvmeld::anchors::ReusePart> parts,
                                              const std::shared_ptr<const kvmeld::Geometry>& g,
-                                             kvmeld::ReuseOptions options = {.compute_last = false},
+                                             kvmeld::anchors::ReuseOptions options = {.compute_last = false},
                                              const Exec& exec = kvmeld::exec::seq) {
-  const auto plan = kvmeld::plan_reuse(parts, *g, options);
+  const auto plan = kvmeld::anchors::plan_reuse(parts, *g, options);
   if (!plan) return {};
   TestCache out(g, plan->tokens());
   std::vector<std::byte> workspace(plan->workspace_bytes());

@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/align/alignment.hpp>
-#include <kvmeld/align/edit_script.hpp>
+#include <kvmeld/policy.hpp>
+#include <kvmeld/policies/token_match.hpp>
 
 #include "random_cache.hpp"
 

@@ -8,8 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include <kvmeld/cache/rope_rotate.hpp>
-#include <kvmeld/cache/rope_table.hpp>
+#include <kvmeld/rope.hpp>
 
 namespace identity_rope {
 

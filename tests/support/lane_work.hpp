@@ -3,9 +3,8 @@
 
 #include <cstdint>
 
-#include <kvmeld/align/alignment.hpp>
-#include <kvmeld/exec/row_work.hpp>
-#include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/policy.hpp>
+#include <kvmeld/exec.hpp>
 
 namespace test {
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/cache/layout.hpp>
+#include <kvmeld/layouts.hpp>
 
 namespace test {
 

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include <kvmeld/engine/llama_state.hpp>
+#include <kvmeld/engine/detail/llama_state.hpp>
 
 namespace test {
 

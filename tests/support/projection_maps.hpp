@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include <kvmeld/align/projection.hpp>
-#include <kvmeld/align/source_layers.hpp>
+#include <kvmeld/policies/projection.hpp>
+#include <kvmeld/policies/projection_map.hpp>
 
 #include "reference.hpp"
 
@@ -42,22 +42,22 @@ inline kvmeld::ProjectionParts random_parts(const kvmeld::Geometry& from,
   for (std::size_t l = 0; l < to.layers.size(); ++l) {
     LayerMap& layer = parts.layers.emplace_back();
     const auto layers =
-        k_nearest(static_cast<std::int32_t>(l), static_cast<std::int32_t>(to.layers.size()),
+        kvmeld::k_nearest(static_cast<std::int32_t>(l), static_cast<std::int32_t>(to.layers.size()),
                   static_cast<std::int32_t>(from.layers.size()), k);
     for (const PlaneShape& shape : to.layers[l].planes) {
       std::vector<MapBlock>& blocks = shape.plane == Plane::key ? layer.key : layer.value;
       for (std::int32_t h = 0; h < (sharing == Sharing::head ? shape.heads : 1); ++h) {
-        std::vector<HeadRef> inputs = heads_of(from, shape.plane, layers);
+        std::vector<HeadRef> inputs = kvmeld::heads_of(from, shape.plane, layers);
         if (sharing == Sharing::head) {
           std::erase_if(inputs, [&](const HeadRef& in) {
-            return in.head != h % detail::find_plane(
+            return in.head != h % extend::find_plane(
                                       from.layers[static_cast<std::size_t>(in.layer)], shape.plane)
                                       ->heads;
           });
         }
         std::int32_t width = 0;
         for (const HeadRef& in : inputs)
-          width += detail::find_plane(from.layers[static_cast<std::size_t>(in.layer)], shape.plane)
+          width += extend::find_plane(from.layers[static_cast<std::size_t>(in.layer)], shape.plane)
                        ->channels;
         const std::int32_t outputs =
             sharing == Sharing::head ? shape.channels : shape.heads * shape.channels;
@@ -84,7 +84,7 @@ struct Mapped {
 inline Mapped mapped(const kvmeld::ProjectionMap& map, const kvmeld::Geometry& from,
                      const Sealed& source, std::size_t layer, kvmeld::Plane plane) {
   using namespace kvmeld;
-  const PlaneShape& shape = *detail::find_plane(map.target().layers[layer], plane);
+  const PlaneShape& shape = *extend::find_plane(map.target().layers[layer], plane);
   const std::size_t tokens = source.positions.size();
   const auto row = static_cast<std::size_t>(shape.heads) * static_cast<std::size_t>(shape.channels);
   Mapped out{std::vector<double>(tokens * row), std::vector<double>(tokens * row)};
@@ -115,7 +115,7 @@ inline Mapped mapped(const kvmeld::ProjectionMap& map, const kvmeld::Geometry& f
         std::vector<double> head(source.values[p].begin() + at,
                                  source.values[p].begin() + at + s.channels);
         if (s.rotary && l.key_form == KeyForm::post_rope && l.rope.kind == RopeKind::rotary)
-          reference::turn(l.rope, -static_cast<double>(source.positions[t]), head);
+          reference::rotation(l.rope, -static_cast<double>(source.positions[t]), head);
         x.insert(x.end(), head.begin(), head.end());
       }
       const LinearMap& m = map.matrices()[block.matrix];

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/cache/seal.hpp>
-#include <kvmeld/exec/exec.hpp>
-#include <kvmeld/tensor/rows.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/exec.hpp>
+#include <kvmeld/extend/rows.hpp>
 
 namespace test {
 
@@ -200,7 +200,7 @@ class TestCache {
           for (float& x : row) x = random.value();
           if (!holds(p, t)) continue;
           if (kvmeld::block_elements(shape(p).type) > 1) {
-            kvmeld::detail::store_row<kvmeld::Isa::baseline>(shape(p).type, row.data(),
+            kvmeld::extend::store_row<kvmeld::Isa::baseline>(shape(p).type, row.data(),
                                                              std::ssize(row), bytes(p, t, h, 0));
           } else {
             for (std::size_t c = 0; c < row.size(); ++c) {

@@ -9,22 +9,22 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/state/reconcile.hpp>
+#include <kvmeld/replica/reconcile.hpp>
 
 namespace test {
 
-using ReconcileItems = std::vector<kvmeld::ReconcileItem>;
+using ReconcileItems = std::vector<kvmeld::replica::ReconcileItem>;
 
 /// How ids that differ do so.
 enum class Differ { either_side, one_side, tags, mixed };
 
 struct SetPair {
   ReconcileItems a, b;
-  kvmeld::ReconcileDifference from_a;  // what a side finds that holds `a`
+  kvmeld::replica::ReconcileDifference from_a;  // what a side finds that holds `a`
   std::size_t differing() const {
     return from_a.mine_only.size() + from_a.theirs_only.size() + from_a.different.size();
   }
-  kvmeld::ReconcileDifference from_b() const {
+  kvmeld::replica::ReconcileDifference from_b() const {
     return {from_a.theirs_only, from_a.mine_only, from_a.different};
   }
 };
@@ -38,7 +38,7 @@ inline kvmeld::FragmentId random_id(std::mt19937_64& random, std::size_t prefix 
   return id;
 }
 
-inline bool lower_id(const kvmeld::ReconcileItem& x, const kvmeld::ReconcileItem& y) {
+inline bool lower_id(const kvmeld::replica::ReconcileItem& x, const kvmeld::replica::ReconcileItem& y) {
   return x.id < y.id;
 }
 
@@ -52,14 +52,14 @@ inline SetPair set_pair(std::size_t ids, std::size_t differing, Differ how, bool
   std::vector<bool> differs(ids);
   std::fill_n(differs.begin(), differing, true);
   if (clustered) {
-    const auto turn = static_cast<std::ptrdiff_t>(ids == 0 ? 0 : random() % ids);
-    std::rotate(differs.begin(), differs.begin() + turn, differs.end());
+    const auto rotation = static_cast<std::ptrdiff_t>(ids == 0 ? 0 : random() % ids);
+    std::rotate(differs.begin(), differs.begin() + rotation, differs.end());
   } else {
     std::shuffle(differs.begin(), differs.end(), random);
   }
   SetPair out;
   for (std::size_t i = 0; i < ids; ++i) {
-    kvmeld::ReconcileItem item = all[i];
+    kvmeld::replica::ReconcileItem item = all[i];
     const std::uint64_t choice = how == Differ::either_side ? random() % 2
                                  : how == Differ::one_side  ? 0
                                  : how == Differ::tags      ? 2
@@ -76,7 +76,7 @@ inline SetPair set_pair(std::size_t ids, std::size_t differing, Differ how, bool
   return out;
 }
 
-inline bool same(const kvmeld::ReconcileDifference& x, const kvmeld::ReconcileDifference& y) {
+inline bool same(const kvmeld::replica::ReconcileDifference& x, const kvmeld::replica::ReconcileDifference& y) {
   return x.mine_only == y.mine_only && x.theirs_only == y.theirs_only && x.different == y.different;
 }
 
@@ -99,9 +99,9 @@ struct SessionTrace {
 };
 
 inline SessionTrace reconcile(const SetPair& pair, std::uint64_t salt,
-                              const kvmeld::ReconcileLimits& limits = {}) {
+                              const kvmeld::replica::ReconcileLimits& limits = {}) {
   SessionTrace out;
-  kvmeld::Reconciliation a(pair.a, limits), b(pair.b, limits);
+  kvmeld::replica::Reconciliation a(pair.a, limits), b(pair.b, limits);
   auto first = a.start(salt);
   if (!first) {
     out.status = first.error();

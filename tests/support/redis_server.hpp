@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/transport/redis_connection.hpp>
+#include <kvmeld/stores/detail/redis_connection.hpp>
 
 namespace test {
 
@@ -67,8 +67,8 @@ class RedisServer {
   [[nodiscard]] std::string log() const { return (folder_ / "log").string(); }
 
   /// How a client reaches it; short waits, so that tests of failures are quick.
-  [[nodiscard]] kvmeld::RedisOptions client() const {
-    kvmeld::RedisOptions options;
+  [[nodiscard]] kvmeld::stores::RedisOptions client() const {
+    kvmeld::stores::RedisOptions options;
     options.unix_socket = socket();
     options.password = password_;
     options.connect_timeout_ms = 2000;
@@ -78,8 +78,8 @@ class RedisServer {
     options.backoff_seed = 7;
     return options;
   }
-  [[nodiscard]] kvmeld::RedisOptions client_by_port() const {
-    kvmeld::RedisOptions options = client();
+  [[nodiscard]] kvmeld::stores::RedisOptions client_by_port() const {
+    kvmeld::stores::RedisOptions options = client();
     options.unix_socket.clear();
     options.port = port_;
     return options;
@@ -110,8 +110,8 @@ class RedisServer {
   }
 
   /// A command from outside of what is tested; its answer as text.
-  std::string tell(std::initializer_list<kvmeld::RedisArgument> arguments) const {
-    kvmeld::RedisConnection connection(client());
+  std::string tell(std::initializer_list<kvmeld::stores::RedisArgument> arguments) const {
+    kvmeld::stores::RedisConnection connection(client());
     const auto reply = connection.command(arguments);
     if (!reply) return reply.error().message();
     return reply->is_integer() ? std::to_string(reply->number().value_or(0))
@@ -153,7 +153,7 @@ class RedisServer {
       _exit(127);
     }
     for (int waited_ms = 0; process_ > 0 && waited_ms < 10'000; waited_ms += 5) {
-      kvmeld::RedisConnection connection(client());
+      kvmeld::stores::RedisConnection connection(client());
       if (connection.connect()) return true;
       if (waitpid(process_, nullptr, WNOHANG) == process_) break;
       std::this_thread::sleep_for(std::chrono::milliseconds(5));

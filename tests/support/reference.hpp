@@ -72,9 +72,9 @@ inline std::int64_t common_prefix(const std::vector<Sealed>& spans) {
   }
 }
 
-/// Turns one head's row by `shift` positions: unscaled frequencies base^(−2i / rotary), angles in
+/// Rotates one head's row by `shift` positions: unscaled frequencies base^(−2i / rotary), angles in
 /// double.
-inline void turn(const kvmeld::RopeSpec& rope, double shift, std::vector<double>& row) {
+inline void rotation(const kvmeld::RopeSpec& rope, double shift, std::vector<double>& row) {
   const int pairs = rope.rotary_channels / 2;
   for (int i = 0; i < pairs; ++i) {
     const double angle = shift * std::pow(rope.base, -2.0 * i / rope.rotary_channels);
@@ -91,7 +91,7 @@ inline void turn(const kvmeld::RopeSpec& rope, double shift, std::vector<double>
 struct Row {
   std::vector<double> values;
   double magnitude = 0.0;  // largest over the channels of sum(|w x|), divided as the values are
-  bool exact = true;       // one input, not turned: its very bytes
+  bool exact = true;       // one input, not rotated: its very bytes
   std::size_t inputs = 0;  // that this layer holds; 0: the row is left as it was
 };
 
@@ -100,7 +100,7 @@ inline Row row(const kvmeld::Geometry& g, std::size_t layer, std::size_t plane_i
                const Output& output, Fuse fuse) {
   const kvmeld::LayerShape& shape = g.layers[layer];
   const kvmeld::PlaneShape& p = shape.planes[plane_in_layer];
-  const bool turns = p.rotary && shape.rope.kind == kvmeld::RopeKind::rotary &&
+  const bool rotates = p.rotary && shape.rope.kind == kvmeld::RopeKind::rotary &&
                      shape.key_form == kvmeld::KeyForm::post_rope;
   const auto channels = static_cast<std::size_t>(p.channels);
   Row out;
@@ -118,10 +118,10 @@ inline Row row(const kvmeld::Geometry& g, std::size_t layer, std::size_t plane_i
     const std::int64_t from = span.positions[static_cast<std::size_t>(in.token)];
     original = x;
     out.exact =
-        out.exact && !(turns && from != output.position) && (fuse != Fuse::sum || in.weight == 1.0);
-    if (turns) {
+        out.exact && !(rotates && from != output.position) && (fuse != Fuse::sum || in.weight == 1.0);
+    if (rotates) {
       // un-rotated: in exact arithmetic the frame does not matter
-      turn(shape.rope, -static_cast<double>(from), x);
+      rotation(shape.rope, -static_cast<double>(from), x);
     }
     ++out.inputs;
     total += in.weight;
@@ -138,7 +138,7 @@ inline Row row(const kvmeld::Geometry& g, std::size_t layer, std::size_t plane_i
     out.magnitude =
         std::max(out.magnitude, fuse == Fuse::mean ? size[c] / std::abs(total) : size[c]);
   }
-  if (turns) turn(shape.rope, static_cast<double>(output.position), out.values);
+  if (rotates) rotation(shape.rope, static_cast<double>(output.position), out.values);
   if (out.exact) out.values = original;
   return out;
 }
@@ -146,7 +146,7 @@ inline Row row(const kvmeld::Geometry& g, std::size_t layer, std::size_t plane_i
 /// How far a rendered element may lie from the reference.
 ///
 /// f32 arithmetic: at most two turns (2^-25 a table entry and 2^-24 for each of two roundings on
-/// both members of a pair: below 4 · 2^-24 of the pair's size a turn) and a fold of n contributions
+/// both members of a pair: below 4 · 2^-24 of the pair's size a rotation) and a fold of n contributions
 /// in chunks of 64 (at most 64 + 12 + 2 roundings deep), each 2^-24 of the sum of magnitudes.
 /// Storage: half a unit of the type, and half its smallest subnormal; q8_0: half a step, a step is
 /// the block's largest magnitude / 127, and 127 steps of its f16 scale's error.

@@ -72,7 +72,7 @@ inline kvmeld::FragmentSet set_of(const std::vector<Sealed>& fragments) {
   kvmeld::FragmentSet set;
   std::uint64_t agent = 0;
   for (const Sealed& f : fragments)
-    REQUIRE(set.insert(f.fragment, kvmeld::Provenance{++agent, 0}).ok());
+    REQUIRE(set.insert(f.fragment, kvmeld::Dot{++agent, 0}).ok());
   return set;
 }
 

@@ -11,8 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include <kvmeld/session/blob_store.hpp>
-#include <kvmeld/session/payload_store.hpp>
+#include <kvmeld/replica/stores.hpp>
 
 #include "catch.hpp"
 
@@ -49,7 +48,7 @@ inline Bytes number_record(std::uint64_t seed, const std::set<std::uint64_t>& nu
 }
 
 /// The numbers that the seed's records of a batch hold.
-inline std::set<std::uint64_t> numbers_in(std::uint64_t seed, const kvmeld::RecordBatch& batch) {
+inline std::set<std::uint64_t> numbers_in(std::uint64_t seed, const kvmeld::replica::RecordBatch& batch) {
   std::set<std::uint64_t> numbers;
   for (const Bytes& record : batch.records) {
     std::vector<std::uint64_t> words(record.size() / sizeof(std::uint64_t));
@@ -62,7 +61,7 @@ inline std::set<std::uint64_t> numbers_in(std::uint64_t seed, const kvmeld::Reco
 }
 
 /// Who comes second learns that, and changes nothing.
-template <kvmeld::ArbiterStore Store>
+template <kvmeld::replica::ArbiterStore Store>
 void arbiter_laws(Store& store, Store& other, std::uint64_t seed) {
   for (const std::size_t size : {0U, 7U, 1048593U}) {
     const kvmeld::BlobKey key = blob_key(seed, 1'000'000 + size);
@@ -155,9 +154,9 @@ void blob_laws(Store& store, Store& other, std::uint64_t seed) {
   }
 }
 
-template <kvmeld::BlobStore Store>
+template <kvmeld::replica::BlobStore Store>
 void record_laws(Store& store, Store& other, std::uint64_t seed) {
-  const auto has = [](const kvmeld::RecordBatch& batch, const Bytes& record) {
+  const auto has = [](const kvmeld::replica::RecordBatch& batch, const Bytes& record) {
     return std::find(batch.records.begin(), batch.records.end(), record) != batch.records.end();
   };
   const auto start = store.records(0);
@@ -237,7 +236,7 @@ void record_laws(Store& store, Store& other, std::uint64_t seed) {
 
 /// Threads over two handles; for stores whose calls are thread-safe. Asserts only behind the
 /// threads: Catch is not thread-safe.
-template <kvmeld::BlobStore Store>
+template <kvmeld::replica::BlobStore Store>
 void concurrent_laws(Store& store, Store& other, std::uint64_t seed, int rounds = 40) {
   constexpr int writers = 4;
   const std::uint64_t tag = seed * 16 + 2;
@@ -303,16 +302,16 @@ void concurrent_laws(Store& store, Store& other, std::uint64_t seed, int rounds 
 }
 
 /// All of them. @param other another handle on the same content, or the same store.
-template <kvmeld::BlobStore Store>
+template <kvmeld::replica::BlobStore Store>
 void store_laws(Store& store, Store& other, std::uint64_t seed, bool threads = true) {
   blob_laws(store, other, seed);
-  if constexpr (kvmeld::ArbiterStore<Store>) arbiter_laws(store, other, seed);
+  if constexpr (kvmeld::replica::ArbiterStore<Store>) arbiter_laws(store, other, seed);
   record_laws(store, other, seed);
   if (threads) concurrent_laws(store, other, seed);
 }
 
 /// The payloads of a store under the names that its blobs have.
-template <kvmeld::PayloadStore Store>
+template <kvmeld::replica::PayloadStore Store>
 struct Payloads {
   Store& store;
   auto put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
@@ -323,7 +322,7 @@ struct Payloads {
   kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) { return store.map_payload(key).ok(); }
 };
 
-template <kvmeld::PayloadStore Store>
+template <kvmeld::replica::PayloadStore Store>
 void payload_laws(Store& store, Store& other, std::uint64_t seed) {
   Payloads<Store> payloads{store}, other_payloads{other};
   blob_laws(payloads, other_payloads, seed);
@@ -346,7 +345,7 @@ void payload_laws(Store& store, Store& other, std::uint64_t seed) {
 ///
 /// @param step bytes of each blob put, until one is refused; the store must refuse before `limit`
 /// bytes.
-template <kvmeld::BlobStore Store>
+template <kvmeld::replica::BlobStore Store>
 void full_laws(Store& store, std::uint64_t seed, std::size_t step, std::size_t limit) {
   std::uint64_t number = 0;
   const Bytes early = number_record(seed, {1});

@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <vector>
 
-#include <kvmeld/tensor/isa.hpp>
-#include <kvmeld/tensor/math.hpp>
-#include <kvmeld/tensor/rows.hpp>
+#include <kvmeld/tensor.hpp>
+#include <kvmeld/math.hpp>
+#include <kvmeld/extend/rows.hpp>
 
 namespace tensor_forms {
 
@@ -24,9 +24,9 @@ struct Form {
 
 KVMELD_ALWAYS_INLINE void functions_body(const double* x, std::ptrdiff_t n, double* out) {
   for (std::ptrdiff_t i = 0; i < n; ++i) {
-    const kvmeld::math::SinCos turn = kvmeld::math::sin_cos(x[i]);
-    out[5 * i] = turn.sin;
-    out[5 * i + 1] = turn.cos;
+    const kvmeld::math::SinCos rotation = kvmeld::math::sin_cos(x[i]);
+    out[5 * i] = rotation.sin;
+    out[5 * i + 1] = rotation.cos;
     out[5 * i + 2] = kvmeld::math::exp(x[i]);
     out[5 * i + 3] = kvmeld::math::log(x[i] < 0 ? -x[i] : x[i]);
     out[5 * i + 4] = kvmeld::math::tanh(x[i]);
@@ -36,11 +36,11 @@ KVMELD_ALWAYS_INLINE void functions_body(const double* x, std::ptrdiff_t n, doub
 #define KVMELD_TEST_FORM(ISA, TARGET)                                                            \
   TARGET inline void load_##ISA(kvmeld::ElementType type, const std::byte* in, std::ptrdiff_t n, \
                                 float* out) {                                                    \
-    kvmeld::detail::load_row<kvmeld::Isa::ISA>(type, in, n, out);                                \
+    kvmeld::extend::load_row<kvmeld::Isa::ISA>(type, in, n, out);                                \
   }                                                                                              \
   TARGET inline void store_##ISA(kvmeld::ElementType type, const float* in, std::ptrdiff_t n,    \
                                  std::byte* out) {                                               \
-    kvmeld::detail::store_row<kvmeld::Isa::ISA>(type, in, n, out);                               \
+    kvmeld::extend::store_row<kvmeld::Isa::ISA>(type, in, n, out);                               \
   }                                                                                              \
   TARGET inline void functions_##ISA(const double* x, std::ptrdiff_t n, double* out) {           \
     functions_body(x, n, out);                                                                   \

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include <kvmeld/session/transport.hpp>
+#include <kvmeld/replica/stores.hpp>
 
 #include "catch.hpp"
 
@@ -30,7 +30,7 @@ inline Message message(std::uint64_t number, std::size_t size) {
 /// Sends until it arrives: a transport may lose. False where it has not come within ten seconds, or
 /// something else came.
 template <class From, class To>
-bool carries(From& from, To& to, kvmeld::MemberId address, const Message& bytes) {
+bool carries(From& from, To& to, kvmeld::replica::MemberId address, const Message& bytes) {
   for (int attempt = 0; attempt < 20; ++attempt) {
     if (!from.send(address, bytes)) return false;
     auto got = to.receive(500);
@@ -51,7 +51,7 @@ std::size_t drain(To& to, std::int64_t quiet_ms) {
 }
 
 /// @param quiet_ms after which nothing more of what was sent arrives.
-template <kvmeld::Transport T>
+template <kvmeld::replica::Transport T>
 void transport_laws(T& a, T& b, T& c, std::int64_t quiet_ms = 20) {
   using Clock = std::chrono::steady_clock;
   const auto quiet = [&] {
@@ -97,7 +97,7 @@ void transport_laws(T& a, T& b, T& c, std::int64_t quiet_ms = 20) {
   quiet();
   // To everyone: all but the sender.
   const Message news = message(5, 64);
-  CHECK(carries(a, b, kvmeld::everyone, news));
+  CHECK(carries(a, b, kvmeld::replica::everyone, news));
   auto other = c.receive(5000);
   REQUIRE(other.ok());
   REQUIRE(other->has_value());

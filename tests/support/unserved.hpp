@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/state/fragment_set.hpp>
+#include <kvmeld/fragment_set.hpp>
 
 #include "support/random_cache.hpp"
 
@@ -24,7 +24,7 @@ inline kvmeld::FragmentSet unserved(std::size_t count, std::uint64_t agent,
     id.bytes[0] = kvmeld::Xxh3_128::tag;
     for (std::size_t b = 1; b < 17; ++b) id.bytes[b] = static_cast<std::uint8_t>(random.next());
     entries.push_back({id, {}, {}});
-    const kvmeld::Provenance dot{agent + i / of_each, sequence + i % of_each, 1};
+    const kvmeld::Dot dot{agent + i / of_each, sequence + i % of_each, 1};
     entries.back().metadata.marks.push_back({dot});
   }
   std::sort(entries.begin(), entries.end(),

@@ -7,15 +7,12 @@
 #include <limits>
 #include <set>
 
-#include <kvmeld/anchor/anchor_ref.hpp>
-#include <kvmeld/anchor/decision.hpp>
-#include <kvmeld/anchor/eviction.hpp>
-#include <kvmeld/anchor/hamming_scan.hpp>
-#include <kvmeld/anchor/placement.hpp>
-#include <kvmeld/anchor/reuse_meter.hpp>
-#include <kvmeld/anchor/signature.hpp>
-#include <kvmeld/anchor/temperature.hpp>
-#include <kvmeld/exec/exec.hpp>
+#include <kvmeld/anchors/pool.hpp>
+#include <kvmeld/anchors/decision.hpp>
+#include <kvmeld/anchors/detail/table.hpp>
+#include <kvmeld/anchors/prompt.hpp>
+#include <kvmeld/anchors/signature.hpp>
+#include <kvmeld/exec.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -23,7 +20,7 @@
 namespace {
 
 using kvmeld::ErrorCode;
-using kvmeld::ReuseReason;
+using kvmeld::anchors::ReuseReason;
 using kvmeld::TokenId;
 
 std::vector<TokenId> text(std::size_t tokens, std::uint64_t seed) {
@@ -43,13 +40,13 @@ const double no_number = std::nan("");
 }  // namespace
 
 TEST_CASE("SimHash: golden vectors, ties, insertions") {
-  const kvmeld::SimHash hash;
+  const kvmeld::anchors::SimHash hash;
   const std::vector<TokenId> few{1, 2, 3, 4, 5, 6, 7, 8};
   REQUIRE(*hash.sign({.tokens = few}) == 0x2740883041c11234);
   REQUIRE(*hash.sign({.tokens = text(4100, 1)}) == 0xf42121d47e8e9e82);
   REQUIRE(*hash.sign({}) == 0);
   // One gram: its own hash. Two grams: only bits that both have, since a tie gives 0.
-  const kvmeld::SimHash pairs{.gram_tokens = 2};
+  const kvmeld::anchors::SimHash pairs{.gram_tokens = 2};
   const std::vector<TokenId> one{7, 9}, two{7, 9, 11}, tail{9, 11};
   REQUIRE(*pairs.sign({.tokens = one}) == XXH3_64bits_withSeed(one.data(), 8, pairs.seed));
   REQUIRE(*pairs.sign({.tokens = two}) ==
@@ -61,16 +58,16 @@ TEST_CASE("SimHash: golden vectors, ties, insertions") {
     auto longer = original;
     const std::size_t places[] = {0, 1, 2050, 4099, 4100};
     longer.insert(longer.begin() + static_cast<std::ptrdiff_t>(places[seed % 5]), 17);
-    REQUIRE(kvmeld::similarity(*hash.sign({.tokens = original}), *hash.sign({.tokens = longer})) >
+    REQUIRE(kvmeld::anchors::similarity(*hash.sign({.tokens = original}), *hash.sign({.tokens = longer})) >
             0.85);
-    REQUIRE(kvmeld::similarity(*hash.sign({.tokens = original}),
+    REQUIRE(kvmeld::anchors::similarity(*hash.sign({.tokens = original}),
                                *hash.sign({.tokens = text(4100, seed + 100)})) < 0.85);
   }
-  REQUIRE(kvmeld::SimHash{.gram_tokens = 0}.sign({.tokens = few}).status().code() ==
+  REQUIRE(kvmeld::anchors::SimHash{.gram_tokens = 0}.sign({.tokens = few}).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::SimHash{.gram_tokens = 17}.sign({.tokens = few}).status().code() ==
+  REQUIRE(kvmeld::anchors::SimHash{.gram_tokens = 17}.sign({.tokens = few}).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::SimHash{.first_tokens = 0}.sign({.tokens = few}).status().code() ==
+  REQUIRE(kvmeld::anchors::SimHash{.first_tokens = 0}.sign({.tokens = few}).status().code() ==
           ErrorCode::invalid_argument);
 }
 
@@ -87,7 +84,7 @@ TEST_CASE(
         std::vector<TokenId> all;
         for (std::size_t i = 0; i < tokens; ++i)
           all.push_back(static_cast<TokenId>(random.below(words)));
-        const kvmeld::SimHash hash{.seed = random.next(), .gram_tokens = gram};
+        const kvmeld::anchors::SimHash hash{.seed = random.next(), .gram_tokens = gram};
         const std::size_t read = (std::min)(tokens, std::size_t{4096});
         const std::size_t size = (std::min)(read, static_cast<std::size_t>(gram));
         std::vector<int> ones(64, 0);
@@ -107,7 +104,7 @@ TEST_CASE(
 }
 
 TEST_CASE("EmbeddingHash and XxHash") {
-  const kvmeld::EmbeddingHash hash;
+  const kvmeld::anchors::EmbeddingHash hash;
   std::vector<float> v(256), w(256);
   test::Random random(3);
   for (std::size_t i = 0; i < v.size(); ++i) {
@@ -119,8 +116,8 @@ TEST_CASE("EmbeddingHash and XxHash") {
   for (float& x : scaled) x *= 8;
   for (std::size_t i = 0; i < v.size(); ++i) near[i] += 0.1F * w[i];
   REQUIRE(*hash.sign({.embedding = v}) == *hash.sign({.embedding = scaled}));
-  REQUIRE(kvmeld::similarity(*hash.sign({.embedding = v}), *hash.sign({.embedding = near})) > 0.85);
-  REQUIRE(kvmeld::similarity(*hash.sign({.embedding = v}), *hash.sign({.embedding = w})) < 0.75);
+  REQUIRE(kvmeld::anchors::similarity(*hash.sign({.embedding = v}), *hash.sign({.embedding = near})) > 0.85);
+  REQUIRE(kvmeld::anchors::similarity(*hash.sign({.embedding = v}), *hash.sign({.embedding = w})) < 0.75);
   REQUIRE(*hash.sign({.embedding = std::vector<float>(8, 0.0F)}) == 0);  // on every plane
   REQUIRE(hash.sign({}).status().code() == ErrorCode::invalid_argument);
   v[7] = std::nanf("");
@@ -142,7 +139,7 @@ TEST_CASE("EmbeddingHash and XxHash") {
       for (std::size_t i = 0; i < 64; ++i)
         b[i] = static_cast<float>(std::cos(angle) * static_cast<double>(a[i]) +
                                   std::sin(angle) * std::sqrt(aa / bb) * static_cast<double>(b[i]));
-      const kvmeld::EmbeddingHash seeded{seed};
+      const kvmeld::anchors::EmbeddingHash seeded{seed};
       differing += std::popcount(*seeded.sign({.embedding = a}) ^ *seeded.sign({.embedding = b}));
     }
     REQUIRE(differing / (50 * 64) == Approx(angle / 3.14159265).margin(0.035));
@@ -150,21 +147,21 @@ TEST_CASE("EmbeddingHash and XxHash") {
 
   const auto a = text(50, 1);
   auto b = a;
-  REQUIRE(*kvmeld::XxHash{}.sign({.tokens = a}) == *kvmeld::XxHash{}.sign({.tokens = b}));
+  REQUIRE(*kvmeld::anchors::XxHash{}.sign({.tokens = a}) == *kvmeld::anchors::XxHash{}.sign({.tokens = b}));
   b.back() ^= 1;
-  REQUIRE(*kvmeld::XxHash{}.sign({.tokens = a}) != *kvmeld::XxHash{}.sign({.tokens = b}));
-  REQUIRE(*kvmeld::XxHash{}.sign({.tokens = std::vector<TokenId>{1, 2, 3}}) == 0x6bbf7429332bea48);
+  REQUIRE(*kvmeld::anchors::XxHash{}.sign({.tokens = a}) != *kvmeld::anchors::XxHash{}.sign({.tokens = b}));
+  REQUIRE(*kvmeld::anchors::XxHash{}.sign({.tokens = std::vector<TokenId>{1, 2, 3}}) == 0x6bbf7429332bea48);
 }
 
 TEST_CASE("similarity is 1 − Hamming / 64") {
-  REQUIRE(kvmeld::similarity(0x1FF, 0) == 0.859375);
-  REQUIRE(kvmeld::similarity(0x3FF, 0) == 0.84375);
-  REQUIRE(kvmeld::max_distance(0.85) == 9);
-  REQUIRE(kvmeld::max_distance(0.75) == 16);
-  REQUIRE(kvmeld::max_distance(1.0) == 0);
-  REQUIRE(kvmeld::max_distance(0.0) == 64);
-  REQUIRE(kvmeld::max_distance(1.01) == -1);
-  REQUIRE(kvmeld::max_distance(no_number) == -1);
+  REQUIRE(kvmeld::anchors::similarity(0x1FF, 0) == 0.859375);
+  REQUIRE(kvmeld::anchors::similarity(0x3FF, 0) == 0.84375);
+  REQUIRE(kvmeld::anchors::max_distance(0.85) == 9);
+  REQUIRE(kvmeld::anchors::max_distance(0.75) == 16);
+  REQUIRE(kvmeld::anchors::max_distance(1.0) == 0);
+  REQUIRE(kvmeld::anchors::max_distance(0.0) == 64);
+  REQUIRE(kvmeld::anchors::max_distance(1.01) == -1);
+  REQUIRE(kvmeld::anchors::max_distance(no_number) == -1);
 }
 
 TEST_CASE("a scan finds what a plain loop finds, in every form") {
@@ -182,77 +179,77 @@ TEST_CASE("a scan finds what a plain loop finds, in every form") {
       low[i] = static_cast<std::uint32_t>(s);
       high[i] = static_cast<std::uint32_t>(s >> 32);
     }
-    const kvmeld::SignatureRef run{low.data(), high.data(), count};
+    const kvmeld::anchors::SignatureRef run{low.data(), high.data(), count};
     for (const int distance : {-1, 0, 3, 9, 10, 16, 33, 64, 99}) {
-      std::vector<kvmeld::HammingHit> expected{{7, 7}};
+      std::vector<kvmeld::anchors::HammingHit> expected{{7, 7}};
       for (std::uint32_t i = 0; i < count; ++i) {
         const int d = std::popcount(run.signature(i) ^ query);
         if (d <= distance) expected.push_back({i + 1000, static_cast<std::uint32_t>(d)});
       }
-      for (int isa = 0; isa <= static_cast<int>(kvmeld::best_scan_isa()); ++isa) {
-        std::vector<kvmeld::HammingHit> hits{{7, 7}};
-        kvmeld::hamming_scan(run, query, distance, hits, 1000, low.data(),
-                             static_cast<kvmeld::ScanIsa>(isa));
+      for (int isa = 0; isa <= static_cast<int>(kvmeld::anchors::best_scan_isa()); ++isa) {
+        std::vector<kvmeld::anchors::HammingHit> hits{{7, 7}};
+        kvmeld::anchors::hamming_scan(run, query, distance, hits, 1000, low.data(),
+                             static_cast<kvmeld::anchors::ScanIsa>(isa));
         REQUIRE(hits == expected);
       }
     }
   }
-  std::vector<kvmeld::HammingHit> hits{{0, 5}, {1, 2}, {2, 5}, {3, 1}, {4, 2}};
-  kvmeld::keep_nearest(hits, 3);
-  REQUIRE(hits == std::vector<kvmeld::HammingHit>{{3, 1}, {1, 2}, {4, 2}});
+  std::vector<kvmeld::anchors::HammingHit> hits{{0, 5}, {1, 2}, {2, 5}, {3, 1}, {4, 2}};
+  kvmeld::anchors::keep_nearest(hits, 3);
+  REQUIRE(hits == std::vector<kvmeld::anchors::HammingHit>{{3, 1}, {1, 2}, {4, 2}});
 }
 
 TEST_CASE("evictions choose by use") {
-  const std::vector<kvmeld::AnchorUse> uses{{1, 9, 5}, {2, 4, 1}, {3, 3, 7}, {4, 8, 0}};
-  REQUIRE(kvmeld::LRU{}.victim(uses) == 2);
-  REQUIRE(kvmeld::LFU{}.victim(uses) == 3);
-  REQUIRE(kvmeld::WindowLFU{3}.victim(uses) == 1);  // the newest is spared
-  REQUIRE(kvmeld::WindowLFU{1}.victim(uses) == 0);
-  REQUIRE(kvmeld::WindowLFU{0}.victim(uses) == 0);
-  REQUIRE(kvmeld::WindowLFU{100}.victim(uses) == 3);
-  const std::vector<kvmeld::AnchorUse> ties{{2, 5, 1}, {1, 5, 1}, {3, 5, 1}};
-  REQUIRE(kvmeld::LRU{}.victim(ties) == 1);
-  REQUIRE(kvmeld::LFU{}.victim(ties) == 1);
-  REQUIRE(kvmeld::WindowLFU{2}.victim(ties) == 1);
+  const std::vector<kvmeld::anchors::AnchorUse> uses{{1, 9, 5}, {2, 4, 1}, {3, 3, 7}, {4, 8, 0}};
+  REQUIRE(kvmeld::anchors::LRU{}.victim(uses) == 2);
+  REQUIRE(kvmeld::anchors::LFU{}.victim(uses) == 3);
+  REQUIRE(kvmeld::anchors::WindowLFU{3}.victim(uses) == 1);  // the newest is spared
+  REQUIRE(kvmeld::anchors::WindowLFU{1}.victim(uses) == 0);
+  REQUIRE(kvmeld::anchors::WindowLFU{0}.victim(uses) == 0);
+  REQUIRE(kvmeld::anchors::WindowLFU{100}.victim(uses) == 3);
+  const std::vector<kvmeld::anchors::AnchorUse> ties{{2, 5, 1}, {1, 5, 1}, {3, 5, 1}};
+  REQUIRE(kvmeld::anchors::LRU{}.victim(ties) == 1);
+  REQUIRE(kvmeld::anchors::LFU{}.victim(ties) == 1);
+  REQUIRE(kvmeld::anchors::WindowLFU{2}.victim(ties) == 1);
 }
 
 TEST_CASE("evictions against plain loops, over uses full of ties") {
   test::Random random(12);
   // The first of all that no other one precedes.
-  const auto first = [](const std::vector<kvmeld::AnchorUse>& uses, const auto& precedes) {
+  const auto first = [](const std::vector<kvmeld::anchors::AnchorUse>& uses, const auto& precedes) {
     std::size_t best = 0;
     for (std::size_t i = 1; i < uses.size(); ++i) {
       if (precedes(uses[i], uses[best])) best = i;
     }
     return best;
   };
-  const auto longest_ago = [](const kvmeld::AnchorUse& a, const kvmeld::AnchorUse& b) {
+  const auto longest_ago = [](const kvmeld::anchors::AnchorUse& a, const kvmeld::anchors::AnchorUse& b) {
     return a.last_used != b.last_used ? a.last_used < b.last_used : a.inserted < b.inserted;
   };
-  const auto least_often = [&](const kvmeld::AnchorUse& a, const kvmeld::AnchorUse& b) {
+  const auto least_often = [&](const kvmeld::anchors::AnchorUse& a, const kvmeld::anchors::AnchorUse& b) {
     return a.uses != b.uses ? a.uses < b.uses : longest_ago(a, b);
   };
   for (int round = 0; round < 2000; ++round) {
-    std::vector<kvmeld::AnchorUse> uses;
+    std::vector<kvmeld::anchors::AnchorUse> uses;
     const std::size_t n = 1 + random.below(12);
     for (std::size_t i = 0; i < n; ++i)
       uses.push_back({i + 1, n + random.below(3), random.below(3)});
     for (std::size_t i = n; i > 1; --i) std::swap(uses[i - 1], uses[random.below(i)]);
-    CHECK(kvmeld::LRU{}.victim(uses) == first(uses, longest_ago));
-    CHECK(kvmeld::LFU{}.victim(uses) == first(uses, least_often));
+    CHECK(kvmeld::anchors::LRU{}.victim(uses) == first(uses, longest_ago));
+    CHECK(kvmeld::anchors::LFU{}.victim(uses) == first(uses, least_often));
     const std::size_t window = random.below(n + 2);
-    std::vector<kvmeld::AnchorUse> oldest = uses;
+    std::vector<kvmeld::anchors::AnchorUse> oldest = uses;
     std::sort(oldest.begin(), oldest.end(),
               [](const auto& a, const auto& b) { return a.inserted < b.inserted; });
     oldest.resize((std::min)(n, (std::max)(window, std::size_t{1})));
     const std::uint64_t want = oldest[first(oldest, least_often)].inserted;
-    CHECK(uses[kvmeld::WindowLFU{window}.victim(uses)].inserted == want);
+    CHECK(uses[kvmeld::anchors::WindowLFU{window}.victim(uses)].inserted == want);
   }
 }
 
 TEST_CASE("distances are f64's: differences, squares and sums that f32 cannot hold") {
   const auto distance = [](std::vector<float> a, std::vector<float> b) {
-    return kvmeld::l2_distance(a, b);
+    return kvmeld::anchors::l2_distance(a, b);
   };
   CHECK(distance({16777216}, {-1}) == 16777217);
   CHECK(distance({4097}, {0}) == 4097);
@@ -276,36 +273,36 @@ TEST_CASE("distances are f64's: differences, squares and sums that f32 cannot ho
 }
 
 TEST_CASE("weights, entropy and nucleus") {
-  const auto w = kvmeld::softmax_weights(std::vector<double>{0, std::log(2), std::log(4)}, 1);
+  const auto w = kvmeld::anchors::softmax_weights(std::vector<double>{0, std::log(2), std::log(4)}, 1);
   REQUIRE(w[0] == Approx(4.0 / 7).epsilon(1e-14));
   REQUIRE(w[1] == Approx(2.0 / 7).epsilon(1e-14));
   REQUIRE(w[2] == Approx(1.0 / 7).epsilon(1e-14));
-  REQUIRE(kvmeld::entropy(w) / std::log(2) == Approx(1.3787834935).epsilon(1e-10));
-  REQUIRE(kvmeld::entropy(w) / std::log(3) == Approx(0.8699155298).epsilon(1e-10));
-  REQUIRE(kvmeld::softmax_weights(std::vector<double>{0, 1}, 1)[0] == Approx(0.7310585786));
-  REQUIRE(kvmeld::softmax_weights(std::vector<double>{3, 3, 3, 3}, 1) ==
+  REQUIRE(kvmeld::anchors::entropy(w) / std::log(2) == Approx(1.3787834935).epsilon(1e-10));
+  REQUIRE(kvmeld::anchors::entropy(w) / std::log(3) == Approx(0.8699155298).epsilon(1e-10));
+  REQUIRE(kvmeld::anchors::softmax_weights(std::vector<double>{0, 1}, 1)[0] == Approx(0.7310585786));
+  REQUIRE(kvmeld::anchors::softmax_weights(std::vector<double>{3, 3, 3, 3}, 1) ==
           std::vector<double>(4, 0.25));
   // underflow is 0, never NaN
-  REQUIRE(kvmeld::softmax_weights(std::vector<double>{5000, 1, 5000}, 1) ==
+  REQUIRE(kvmeld::anchors::softmax_weights(std::vector<double>{5000, 1, 5000}, 1) ==
           std::vector<double>{0, 1, 0});
-  REQUIRE(kvmeld::softmax_weights(std::vector<double>{1e300, 1e300}, 1e-300) ==
+  REQUIRE(kvmeld::anchors::softmax_weights(std::vector<double>{1e300, 1e300}, 1e-300) ==
           std::vector<double>{0.5, 0.5});
-  REQUIRE(kvmeld::softmax_weights(std::vector<double>{2, 1, 1}, 0) ==
+  REQUIRE(kvmeld::anchors::softmax_weights(std::vector<double>{2, 1, 1}, 0) ==
           std::vector<double>{0, 0.5, 0.5});
-  REQUIRE(kvmeld::softmax_weights({}, 1).empty());
-  REQUIRE(kvmeld::entropy(std::vector<double>{1, 0}) == 0);
-  REQUIRE(kvmeld::entropy(std::vector<double>(8, 0.125)) == Approx(std::log(8)));
-  const auto kept = [](std::vector<double> weights) { return kvmeld::nucleus(weights, 0.9); };
+  REQUIRE(kvmeld::anchors::softmax_weights({}, 1).empty());
+  REQUIRE(kvmeld::anchors::entropy(std::vector<double>{1, 0}) == 0);
+  REQUIRE(kvmeld::anchors::entropy(std::vector<double>(8, 0.125)) == Approx(std::log(8)));
+  const auto kept = [](std::vector<double> weights) { return kvmeld::anchors::nucleus(weights, 0.9); };
   REQUIRE(kept({.95, .03, .02}) == std::vector<std::uint32_t>{0});
   REQUIRE(kept({.6, .25, .1, .05}) == std::vector<std::uint32_t>{0, 1, 2});
   REQUIRE(kept({.15, .5, .05, .3}) == std::vector<std::uint32_t>{1, 3, 0});
-  REQUIRE(kvmeld::nucleus(std::vector<double>{1, 0, 0}, 1.0) == std::vector<std::uint32_t>{0});
-  REQUIRE(kvmeld::l2_distance(std::vector<float>{0, 3}, std::vector<float>{4, 0}) == 5);
-  REQUIRE(std::isnan(kvmeld::l2_distance(std::vector<float>{0}, std::vector<float>{4, 0})));
+  REQUIRE(kvmeld::anchors::nucleus(std::vector<double>{1, 0, 0}, 1.0) == std::vector<std::uint32_t>{0});
+  REQUIRE(kvmeld::anchors::l2_distance(std::vector<float>{0, 3}, std::vector<float>{4, 0}) == 5);
+  REQUIRE(std::isnan(kvmeld::anchors::l2_distance(std::vector<float>{0}, std::vector<float>{4, 0})));
   REQUIRE(
-      std::isnan(kvmeld::l2_distance(std::vector<float>{std::nanf("")}, std::vector<float>{1})));
+      std::isnan(kvmeld::anchors::l2_distance(std::vector<float>{std::nanf("")}, std::vector<float>{1})));
   const auto by_token =
-      kvmeld::token_weights(std::vector<double>{0, std::log(3), std::log(3), 0}, 2, 1);
+      kvmeld::anchors::token_weights(std::vector<double>{0, std::log(3), std::log(3), 0}, 2, 1);
   REQUIRE(by_token[0] == Approx(0.75));
   REQUIRE(by_token[1] == Approx(0.25));
   REQUIRE(by_token[2] == Approx(0.25));
@@ -313,28 +310,28 @@ TEST_CASE("weights, entropy and nucleus") {
 }
 
 TEST_CASE("every decision has its reason") {
-  const kvmeld::ReuseRule rule;
-  const kvmeld::ReuseRequest request{.tokens = 5};
-  using Candidates = std::vector<kvmeld::ReuseCandidate>;
-  const kvmeld::ReuseCandidate good{id(1), 0.5, 9, true, true};
-  const auto reason = [&](const Candidates& c, kvmeld::ReuseRequest r = {.tokens = 5},
-                          kvmeld::ReuseRule by = {}) { return kvmeld::decide(by, r, c).reason; };
+  const kvmeld::anchors::ReuseRule rule;
+  const kvmeld::anchors::ReuseRequest request{.tokens = 5};
+  using Candidates = std::vector<kvmeld::anchors::ReuseCandidate>;
+  const kvmeld::anchors::ReuseCandidate good{id(1), 0.5, 9, true, true};
+  const auto reason = [&](const Candidates& c, kvmeld::anchors::ReuseRequest r = {.tokens = 5},
+                          kvmeld::anchors::ReuseRule by = {}) { return kvmeld::anchors::decide(by, r, c).reason; };
 
-  const auto sole = kvmeld::decide(rule, request, Candidates{good});
+  const auto sole = kvmeld::anchors::decide(rule, request, Candidates{good});
   REQUIRE(sole.reuses());
   REQUIRE(sole.weights == std::vector<float>{1});
   REQUIRE(sole.entropy_nats == 0);
   REQUIRE(reason({good}, {.tokens = 0}) == ReuseReason::empty_segment);
   REQUIRE(reason({good}, {.tokens = -3}) == ReuseReason::empty_segment);
-  for (const kvmeld::ReuseRule& bad :
-       {kvmeld::ReuseRule{.similarity = 1.5}, kvmeld::ReuseRule{.gamma = -1},
-        kvmeld::ReuseRule{.gamma = no_number}, kvmeld::ReuseRule{.temperature = -1},
-        kvmeld::ReuseRule{.temperature = infinite}, kvmeld::ReuseRule{.temperature = no_number},
-        kvmeld::ReuseRule{.min_anchors = 0}, kvmeld::ReuseRule{.nucleus_mass = 0},
-        kvmeld::ReuseRule{.nucleus_mass = 1.5}, kvmeld::ReuseRule{.short_list = 0}}) {
+  for (const kvmeld::anchors::ReuseRule& bad :
+       {kvmeld::anchors::ReuseRule{.similarity = 1.5}, kvmeld::anchors::ReuseRule{.gamma = -1},
+        kvmeld::anchors::ReuseRule{.gamma = no_number}, kvmeld::anchors::ReuseRule{.temperature = -1},
+        kvmeld::anchors::ReuseRule{.temperature = infinite}, kvmeld::anchors::ReuseRule{.temperature = no_number},
+        kvmeld::anchors::ReuseRule{.min_anchors = 0}, kvmeld::anchors::ReuseRule{.nucleus_mass = 0},
+        kvmeld::anchors::ReuseRule{.nucleus_mass = 1.5}, kvmeld::anchors::ReuseRule{.short_list = 0}}) {
     REQUIRE(reason({good}, request, bad) == ReuseReason::invalid_rule);
   }
-  REQUIRE(reason({good}, {.tokens = 5, .consumer = kvmeld::Consumer::never_approximate}) ==
+  REQUIRE(reason({good}, {.tokens = 5, .consumer = kvmeld::anchors::Consumer::never_approximate}) ==
           ReuseReason::exact_required);
   REQUIRE(reason({good}, {.tokens = 5, .last_position = 100, .trained_context = 100}) ==
           ReuseReason::beyond_trained_context);
@@ -355,7 +352,7 @@ TEST_CASE("every decision has its reason") {
   REQUIRE(reason({good, {id(2), 0.5, 5, true, true}}, request, {.gamma = 1}) == ReuseReason::reuse);
   // the other's weight underflows
   REQUIRE(reason({good, {id(2), 5000, 5, true, true}}) == ReuseReason::reuse);
-  REQUIRE(kvmeld::decide(rule, request, Candidates{good, {id(2), 5000, 5, true, true}}).chosen ==
+  REQUIRE(kvmeld::anchors::decide(rule, request, Candidates{good, {id(2), 5000, 5, true, true}}).chosen ==
           std::vector<std::uint32_t>{0});
   REQUIRE(reason({good}, {.tokens = 5, .cost = {2, 1}}) == ReuseReason::not_cheaper);
   REQUIRE(reason({good}, {.tokens = 5, .cost = {1, 1}}) == ReuseReason::not_cheaper);
@@ -367,18 +364,18 @@ TEST_CASE("every decision has its reason") {
                          {id(2), std::log(2), 5, true, true},
                          {id(3), std::log(4), 5, true, true}};
   REQUIRE(reason(three, request, {.gamma = 0.869}) == ReuseReason::uncertain);
-  const auto taken = kvmeld::decide({.gamma = 0.87}, request, three);
+  const auto taken = kvmeld::anchors::decide({.gamma = 0.87}, request, three);
   REQUIRE(taken.reuses());
   REQUIRE(taken.considered == 3);
   REQUIRE(taken.weights[0] == Approx(4.0 / 7));
-  const auto heavy = kvmeld::decide({.gamma = 0.87, .nucleus_mass = 0.8}, request, three);
+  const auto heavy = kvmeld::anchors::decide({.gamma = 0.87, .nucleus_mass = 0.8}, request, three);
   REQUIRE(heavy.chosen == std::vector<std::uint32_t>{0, 1});
   REQUIRE(heavy.weights[0] == Approx(2.0 / 3));
 
   std::set<std::string_view> names;
-  for (std::size_t r = 0; r < kvmeld::reuse_reasons; ++r)
+  for (std::size_t r = 0; r < kvmeld::anchors::reuse_reasons; ++r)
     names.insert(to_string(static_cast<ReuseReason>(r)));
-  REQUIRE(names.size() == kvmeld::reuse_reasons);
+  REQUIRE(names.size() == kvmeld::anchors::reuse_reasons);
   REQUIRE(names.count("unknown") == 0);
   REQUIRE(to_string(ReuseReason::reuse) == "reuse");
   REQUIRE(to_string(ReuseReason::below_threshold) == "below_threshold");
@@ -389,56 +386,56 @@ TEST_CASE("a temperature from measured distances tells like from unlike where 1 
   // Distances of tenths, as embeddings of one model have them: at temperature 1, the rule asks for
   // new anchors for ever.
   const std::vector<double> unlike{.31, .28, .33, .30, .29, .32, .30};
-  std::vector<kvmeld::ReuseCandidate> near, far;
+  std::vector<kvmeld::anchors::ReuseCandidate> near, far;
   for (std::uint8_t i = 0; i < 5; ++i) {
     near.push_back({id(i), i == 2 ? 0.05 : unlike[i], 9, true, true});
     far.push_back({id(i), unlike[i], 9, true, true});
   }
-  REQUIRE(kvmeld::decide({}, {.tokens = 5}, near).reason == ReuseReason::uncertain);
-  const kvmeld::ReuseRule measured{.temperature = kvmeld::spread_temperature(unlike)};
-  const auto taken = kvmeld::decide(measured, {.tokens = 5}, near);
+  REQUIRE(kvmeld::anchors::decide({}, {.tokens = 5}, near).reason == ReuseReason::uncertain);
+  const kvmeld::anchors::ReuseRule measured{.temperature = kvmeld::anchors::spread_temperature(unlike)};
+  const auto taken = kvmeld::anchors::decide(measured, {.tokens = 5}, near);
   REQUIRE(taken.reuses());
   REQUIRE(taken.weights[2] > 0.9F);
-  REQUIRE(kvmeld::decide(measured, {.tokens = 5}, far).reason == ReuseReason::uncertain);
+  REQUIRE(kvmeld::anchors::decide(measured, {.tokens = 5}, far).reason == ReuseReason::uncertain);
   // What it promises, for several γ and numbers of anchors: at `like` medians the rule stands
   // exactly on its edge. And it goes with the unit.
   for (const double gamma : {0.05, 0.3, 0.8}) {
     for (const std::size_t anchors : {std::size_t{2}, std::size_t{5}, std::size_t{64}}) {
       for (const double like : {0.0, 0.5, 0.9}) {
-        const double t = kvmeld::spread_temperature(unlike, gamma, anchors, like);
+        const double t = kvmeld::anchors::spread_temperature(unlike, gamma, anchors, like);
         std::vector<double> distances(anchors, 0.30);  // the median
         distances[0] *= like;
-        REQUIRE(kvmeld::entropy(kvmeld::softmax_weights(distances, t)) ==
+        REQUIRE(kvmeld::anchors::entropy(kvmeld::anchors::softmax_weights(distances, t)) ==
                 Approx(gamma * std::log(anchors)).epsilon(1e-9));
         std::vector<double> scaled;
         for (const double d : unlike) scaled.push_back(1000 * d);
-        REQUIRE(kvmeld::spread_temperature(scaled, gamma, anchors, like) == Approx(1000 * t));
+        REQUIRE(kvmeld::anchors::spread_temperature(scaled, gamma, anchors, like) == Approx(1000 * t));
       }
     }
   }
-  REQUIRE(kvmeld::spread_temperature({}) == 1);
-  REQUIRE(kvmeld::spread_temperature(std::vector<double>{0, 0, no_number, infinite, -1}) == 1);
-  REQUIRE(kvmeld::spread_temperature(unlike, 0) == 0);
-  REQUIRE(kvmeld::spread_temperature(unlike, no_number) == 1);
-  REQUIRE(kvmeld::spread_temperature(unlike, 0.3, 5, 1.0) == 1);
-  REQUIRE(kvmeld::spread_temperature(unlike, 5.0) == kvmeld::spread_temperature(unlike, 0.99));
-  REQUIRE(std::isfinite(kvmeld::spread_temperature(unlike, 1e-300)));
+  REQUIRE(kvmeld::anchors::spread_temperature({}) == 1);
+  REQUIRE(kvmeld::anchors::spread_temperature(std::vector<double>{0, 0, no_number, infinite, -1}) == 1);
+  REQUIRE(kvmeld::anchors::spread_temperature(unlike, 0) == 0);
+  REQUIRE(kvmeld::anchors::spread_temperature(unlike, no_number) == 1);
+  REQUIRE(kvmeld::anchors::spread_temperature(unlike, 0.3, 5, 1.0) == 1);
+  REQUIRE(kvmeld::anchors::spread_temperature(unlike, 5.0) == kvmeld::anchors::spread_temperature(unlike, 0.99));
+  REQUIRE(std::isfinite(kvmeld::anchors::spread_temperature(unlike, 1e-300)));
 
-  kvmeld::AnchorTable table;
+  kvmeld::anchors::AnchorTable table;
   for (const auto& vector : std::vector<std::vector<float>>{{0, 0}, {3, 4}, {}, {0, 1}}) {
-    kvmeld::Anchor anchor;
+    kvmeld::anchors::Anchor anchor;
     anchor.vector = vector;
-    table.push_back(1, {std::make_shared<const kvmeld::Anchor>(std::move(anchor)), nullptr});
+    table.push_back(1, {std::make_shared<const kvmeld::anchors::Anchor>(std::move(anchor)), nullptr});
   }
-  REQUIRE(kvmeld::anchor_distances(table) == std::vector<double>{5, 1, std::sqrt(18.0)});
-  REQUIRE(kvmeld::anchor_distances(table, 2) == std::vector<double>{5});
+  REQUIRE(kvmeld::anchors::anchor_distances(table) == std::vector<double>{5, 1, std::sqrt(18.0)});
+  REQUIRE(kvmeld::anchors::anchor_distances(table, 2) == std::vector<double>{5});
 }
 
 TEST_CASE("costs are learned while a machine serves, and asked once both are known") {
-  kvmeld::ReuseMeter meter;
-  const std::vector<kvmeld::ReuseCandidate> good{{id(1), 0.5, 9, true, true}};
+  kvmeld::anchors::ReuseMeter meter;
+  const std::vector<kvmeld::anchors::ReuseCandidate> good{{id(1), 0.5, 9, true, true}};
   const auto reason = [&](std::int64_t tokens) {
-    return kvmeld::decide({}, {.tokens = tokens, .cost = meter.cost(tokens)}, good).reason;
+    return kvmeld::anchors::decide({}, {.tokens = tokens, .cost = meter.cost(tokens)}, good).reason;
   };
   REQUIRE(meter.cost(5).prefill_seconds == 0);
   meter.blended(100, 0.2);
@@ -464,16 +461,16 @@ TEST_CASE("costs are learned while a machine serves, and asked once both are kno
 TEST_CASE("a pool's version as arrays, searched in the form that devices run") {
   const auto shape = test::geometry({.layers = 1, .heads = 1, .channels = 2});
   test::Random random(8);
-  kvmeld::AnchorTable table;
+  kvmeld::anchors::AnchorTable table;
   for (std::int64_t i = 0; i < 300; ++i) {
     test::TestCache cache(shape, 1 + i % 7);
-    kvmeld::Anchor anchor;
+    kvmeld::anchors::Anchor anchor;
     anchor.base = *kvmeld::seal(cache.ref());
     table.push_back(random.next() & 0xFFFF,
-                    {std::make_shared<const kvmeld::Anchor>(std::move(anchor)), nullptr});
+                    {std::make_shared<const kvmeld::anchors::Anchor>(std::move(anchor)), nullptr});
   }
-  const auto arrays = kvmeld::AnchorPoolArrays::of(table, 42);
-  const kvmeld::AnchorPoolRef ref = arrays.ref();
+  const auto arrays = kvmeld::anchors::AnchorPoolArrays::of(table, 42);
+  const kvmeld::anchors::AnchorPoolRef ref = arrays.ref();
   REQUIRE(ref.version == 42);
   REQUIRE(ref.size() == 300);
   std::vector<std::uint64_t> queries;
@@ -483,18 +480,18 @@ TEST_CASE("a pool's version as arrays, searched in the form that devices run") {
     tokens.push_back(static_cast<std::int32_t>(random.below(9)));  // 8 is longer than every anchor
   }
   for (const std::int32_t limit : {-1, 0, 2, 9, 64}) {
-    std::vector<kvmeld::NearestAnchor> found(queries.size(), {1, 1}), host(queries.size());
+    std::vector<kvmeld::anchors::NearestAnchor> found(queries.size(), {1, 1}), host(queries.size());
     REQUIRE(kvmeld::exec::lanes
-                .bulk(50, kvmeld::FindNearestAnchor{ref, queries.data(), tokens.data(), limit,
+                .bulk(50, kvmeld::anchors::FindNearestAnchor{ref, queries.data(), tokens.data(), limit,
                                                     found.data()})
                 .ok());
     REQUIRE(kvmeld::exec::seq
-                .bulk(50, kvmeld::FindNearestAnchor{ref, queries.data(), tokens.data(), limit,
+                .bulk(50, kvmeld::anchors::FindNearestAnchor{ref, queries.data(), tokens.data(), limit,
                                                     host.data()})
                 .ok());
     REQUIRE(found == host);
     for (std::size_t q = 0; q < queries.size(); ++q) {
-      kvmeld::NearestAnchor best;
+      kvmeld::anchors::NearestAnchor best;
       for (std::uint32_t i = 0; i < 300; ++i) {
         const int d = std::popcount(table.signature(i) ^ queries[q]);
         if (d <= limit && table.anchor(i)->base.token_count() >= tokens[q] &&
@@ -507,12 +504,12 @@ TEST_CASE("a pool's version as arrays, searched in the form that devices run") {
 }
 
 TEST_CASE("places of slots and of the text behind them") {
-  using kvmeld::place;
-  using kvmeld::PlacedRun;
-  using kvmeld::SlotFill;
-  using kvmeld::TemplateSlot;
-  const std::vector<TemplateSlot> two{{5, 9}, {20, 24}};
-  const auto placed = place(30, two, std::vector<SlotFill>{{10, 3}, {2, 0}});
+  using kvmeld::anchors::place;
+  using kvmeld::anchors::PlacedRun;
+  using kvmeld::anchors::PlaceholderFill;
+  using kvmeld::anchors::TemplatePlaceholder;
+  const std::vector<TemplatePlaceholder> two{{5, 9}, {20, 24}};
+  const auto placed = place(30, two, std::vector<PlaceholderFill>{{10, 3}, {2, 0}});
   REQUIRE(placed.ok());
   REQUIRE(*placed ==
           std::vector<PlacedRun>{
@@ -521,19 +518,19 @@ TEST_CASE("places of slots and of the text behind them") {
   for (const PlacedRun& run : *placed) shifts.push_back(run.shift());
   REQUIRE(shifts == std::vector<std::int64_t>{0, 2, 6, 26, 4});
   // Leading, adjacent, empty and trailing slots; a template that is nothing but slots.
-  REQUIRE(*place(10, std::vector<TemplateSlot>{{0, 0}, {0, 4}, {4, 4}, {8, 10}},
-                 std::vector<SlotFill>{{2, 0}, {0, 0}, {3, 7}, {1, 0}}, 100) ==
+  REQUIRE(*place(10, std::vector<TemplatePlaceholder>{{0, 0}, {0, 4}, {4, 4}, {8, 10}},
+                 std::vector<PlaceholderFill>{{2, 0}, {0, 0}, {3, 7}, {1, 0}}, 100) ==
           std::vector<PlacedRun>{{0, 0, 100, 2}, {2, 7, 102, 3}, {-1, 4, 105, 4}, {3, 0, 109, 1}});
-  REQUIRE(place(4, std::vector<TemplateSlot>{{0, 4}}, std::vector<SlotFill>{{0, 0}})->empty());
+  REQUIRE(place(4, std::vector<TemplatePlaceholder>{{0, 4}}, std::vector<PlaceholderFill>{{0, 0}})->empty());
   REQUIRE(*place(3, {}, {}) == std::vector<PlacedRun>{{-1, 0, 0, 3}});
-  REQUIRE(place(30, two, std::vector<SlotFill>{{1, 0}}).status().code() ==
+  REQUIRE(place(30, two, std::vector<PlaceholderFill>{{1, 0}}).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(place(22, two, std::vector<SlotFill>{{1, 0}, {1, 0}}).status().code() ==
+  REQUIRE(place(22, two, std::vector<PlaceholderFill>{{1, 0}, {1, 0}}).status().code() ==
           ErrorCode::invalid_argument);
   REQUIRE(
-      place(30, std::vector<TemplateSlot>{{5, 9}, {8, 10}}, std::vector<SlotFill>{{1, 0}, {1, 0}})
+      place(30, std::vector<TemplatePlaceholder>{{5, 9}, {8, 10}}, std::vector<PlaceholderFill>{{1, 0}, {1, 0}})
           .status()
           .code() == ErrorCode::invalid_argument);
-  REQUIRE(place(30, two, std::vector<SlotFill>{{-1, 0}, {1, 0}}).status().code() ==
+  REQUIRE(place(30, two, std::vector<PlaceholderFill>{{-1, 0}, {1, 0}}).status().code() ==
           ErrorCode::invalid_argument);
 }

@@ -7,21 +7,21 @@
 #include <queue>
 #include <vector>
 
-#include <kvmeld/anchor/balance.hpp>
+#include <kvmeld/anchors/balance.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
 
 namespace {
 
-using kvmeld::AnchorAccess;
-using kvmeld::AnchorPartition;
+using kvmeld::anchors::AnchorAccess;
+using kvmeld::anchors::AnchorPartition;
 using kvmeld::FragmentId;
 
 FragmentId anchor_id(std::uint64_t n) {
   FragmentId id;
   id.bytes[0] = 1;
-  const std::uint64_t name = kvmeld::detail::mix_bits(n + 1);  // as hashes are: in no order
+  const std::uint64_t name = kvmeld::extend::mix_bits(n + 1);  // as hashes are: in no order
   for (std::size_t i = 0; i < 8; ++i) id.bytes[i + 1] = static_cast<std::uint8_t>(name >> (8 * i));
   return id;
 }
@@ -150,7 +150,7 @@ TEST_CASE("the tail of a skewed load falls against a static partition") {
   constexpr std::uint32_t shards = 8;
   const Load load;
   const AnchorPartition fixed = by_hash(load.anchors, shards);
-  const auto balanced = kvmeld::balance(watched(load, 20000, 1), fixed, {.shards = shards});
+  const auto balanced = kvmeld::anchors::balance(watched(load, 20000, 1), fixed, {.shards = shards});
   REQUIRE(balanced.ok());
   std::vector<std::pair<double, std::pair<Tail, Tail>>> runs;
   for (std::uint64_t seed = 10; seed < 15; ++seed) {  // requests that the balance has not seen
@@ -177,25 +177,25 @@ TEST_CASE("the tail of a skewed load falls against a static partition") {
 TEST_CASE("hysteresis: noise moves nothing, a new load moves what pays") {
   constexpr std::uint32_t shards = 8;
   const Load load;
-  const auto first = kvmeld::balance(watched(load, 20000, 1), {}, {.shards = shards});
+  const auto first = kvmeld::anchors::balance(watched(load, 20000, 1), {}, {.shards = shards});
   REQUIRE(first.ok());
   REQUIRE(first->moved.empty());
   std::size_t eager = 0;
   for (std::uint64_t seed = 2; seed < 6; ++seed) {  // the same load, watched again
     const auto again =
-        kvmeld::balance(watched(load, 20000, seed), first->partition, {.shards = shards});
+        kvmeld::anchors::balance(watched(load, 20000, seed), first->partition, {.shards = shards});
     REQUIRE(again->moved.empty());
     REQUIRE(again->partition.find(anchor_id(3)) == first->partition.find(anchor_id(3)));
-    eager += kvmeld::balance(watched(load, 20000, seed), first->partition,
+    eager += kvmeld::anchors::balance(watched(load, 20000, seed), first->partition,
                              {.shards = shards, .move_cost = 0, .hysteresis = 0})
                  ->moved.size();
   }
   const Load drifted(1);
   const auto after =
-      kvmeld::balance(watched(drifted, 20000, 9), first->partition, {.shards = shards});
+      kvmeld::anchors::balance(watched(drifted, 20000, 9), first->partition, {.shards = shards});
   REQUIRE(!after->moved.empty());
   REQUIRE(after->cost_after < after->cost_before);
-  const auto greedy = kvmeld::balance(watched(drifted, 20000, 9), first->partition,
+  const auto greedy = kvmeld::anchors::balance(watched(drifted, 20000, 9), first->partition,
                                       {.shards = shards, .move_cost = 0, .hysteresis = 0});
   std::vector<std::pair<std::uint32_t, std::uint32_t>> moves;
   for (const std::size_t a : after->moved)
@@ -221,7 +221,7 @@ TEST_CASE("what a partition is") {
     for (std::size_t g = 0; g < 2; ++g)
       agents[2 * (a % 2) + g].count(anchor_id(a), 1.0 + static_cast<double>((a * 7 + g) % 5));
   }
-  const auto parts = kvmeld::balance(agents, {}, {.shards = 2, .slack = 0.5});
+  const auto parts = kvmeld::anchors::balance(agents, {}, {.shards = 2, .slack = 0.5});
   REQUIRE(parts.ok());
   REQUIRE(parts->partition.anchors.size() == 20);
   for (std::uint64_t a = 2; a < 20; ++a)
@@ -257,17 +257,17 @@ TEST_CASE("what a partition is") {
   // A newcomer goes to its like and moves nobody; what nobody used stays.
   std::vector<AnchorAccess> more = agents;
   more[0].count(anchor_id(40), 2);
-  const auto grown = kvmeld::balance(more, parts->partition, {.shards = 2, .slack = 0.5});
+  const auto grown = kvmeld::anchors::balance(more, parts->partition, {.shards = 2, .slack = 0.5});
   REQUIRE(grown->moved.empty());
   REQUIRE(grown->partition.find(anchor_id(40), 9) == parts->partition.find(anchor_id(0)));
   for (AnchorAccess& agent : more) agent.decay(0.001);
-  const auto idle = kvmeld::balance(more, grown->partition, {.shards = 2});
+  const auto idle = kvmeld::anchors::balance(more, grown->partition, {.shards = 2});
   REQUIRE(more[0].uses().empty());
   REQUIRE(idle->partition.shards == grown->partition.shards);
   REQUIRE(idle->cost_after == 0);
 
   // Golden: the same bytes on every machine and by every compiler.
-  const auto golden = kvmeld::balance(watched(Load(), 20000, 1), {}, {.shards = 8});
+  const auto golden = kvmeld::anchors::balance(watched(Load(), 20000, 1), {}, {.shards = 8});
   kvmeld::Hasher hasher;
   hasher.values(std::span<const std::uint32_t>(golden->partition.shards));
   hasher.value(golden->cost_after);
@@ -276,16 +276,16 @@ TEST_CASE("what a partition is") {
 
   // Errors.
   using kvmeld::ErrorCode;
-  REQUIRE(kvmeld::balance(agents, {}, {.shards = 0}).status().code() ==
+  REQUIRE(kvmeld::anchors::balance(agents, {}, {.shards = 0}).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::balance(agents, {}, {.shards = 2, .slack = NAN}).status().code() ==
+  REQUIRE(kvmeld::anchors::balance(agents, {}, {.shards = 2, .slack = NAN}).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::balance(agents, {}, {.shards = 2, .hysteresis = -1}).status().code() ==
+  REQUIRE(kvmeld::anchors::balance(agents, {}, {.shards = 2, .hysteresis = -1}).status().code() ==
           ErrorCode::invalid_argument);
   agents[1].count(anchor_id(5), NAN);
-  REQUIRE(kvmeld::balance(agents, {}, {.shards = 2}).status().code() == ErrorCode::non_finite);
-  REQUIRE(kvmeld::balance({}, {}, {.shards = 3})->partition.anchors.empty());
+  REQUIRE(kvmeld::anchors::balance(agents, {}, {.shards = 2}).status().code() == ErrorCode::non_finite);
+  REQUIRE(kvmeld::anchors::balance({}, {}, {.shards = 3})->partition.anchors.empty());
   std::vector<AnchorAccess> one(1);
   one[0].count(anchor_id(1));
-  REQUIRE(kvmeld::balance(one, {}, {.shards = 3})->partition.shards.size() == 1);
+  REQUIRE(kvmeld::anchors::balance(one, {}, {.shards = 3})->partition.shards.size() == 1);
 }

@@ -4,10 +4,8 @@
 #include <string>
 #include <utility>
 
-#include <kvmeld/anchor/anchor_pool.hpp>
-#include <kvmeld/anchor/interpolate_offsets.hpp>
-#include <kvmeld/anchor/temperature.hpp>
-#include <kvmeld/state/anchor_plan.hpp>
+#include <kvmeld/anchors/pool.hpp>
+#include <kvmeld/anchors/reuse.hpp>
 
 #include "support/anchor_segments.hpp"
 #include "support/page_snippets.hpp"
@@ -17,13 +15,13 @@ namespace {
 // example-begin: remember
 /// A segment was prefilled by itself and in a prompt: its base, and what this place does to it,
 /// become an anchor.
-kvmeld::Status remember(kvmeld::AnchorPool<>& pool, const kvmeld::Fragment& alone,
+kvmeld::Status remember(kvmeld::anchors::AnchorPool<>& pool, const kvmeld::Fragment& alone,
                         const kvmeld::Fragment& in_prompt, const kvmeld::Digest128& place) {
-  auto vector = kvmeld::mean_value_row(alone);
+  auto vector = kvmeld::anchors::mean_value_row(alone);
   if (!vector) return vector.error();
-  auto anchor = kvmeld::make_anchor(alone, *std::move(vector));
+  auto anchor = kvmeld::anchors::make_anchor(alone, *std::move(vector));
   if (!anchor) return anchor.error();
-  auto delta = kvmeld::measure_offset(in_prompt, anchor->base);
+  auto delta = kvmeld::anchors::measure_offset(in_prompt, anchor->base);
   if (!delta) return delta.error();
   anchor->offsets.push_back({.context = place, .segment = *std::move(delta), .following = {}});
   return pool.commit(*anchor).status();
@@ -33,13 +31,13 @@ kvmeld::Status remember(kvmeld::AnchorPool<>& pool, const kvmeld::Fragment& alon
 // example-begin: reuse
 /// A segment at a place of a prompt without prefill; `run` writes it. Or the reason why not: then
 /// prefill, and remember.
-kvmeld::Result<kvmeld::ReusePlan> reuse(const kvmeld::AnchorPool<>& pool,
+kvmeld::Result<kvmeld::anchors::ReusePlan> reuse(const kvmeld::anchors::AnchorPool<>& pool,
                                         const kvmeld::Fragment& alone,
                                         const kvmeld::Digest128& place, std::int64_t position) {
-  const auto vector = kvmeld::mean_value_row(alone);
+  const auto vector = kvmeld::anchors::mean_value_row(alone);
   if (!vector) return vector.error();
-  const kvmeld::AnchorSpace space = kvmeld::AnchorSpace::of(alone);
-  const kvmeld::AnchorLookup found =
+  const kvmeld::anchors::AnchorSpace space = kvmeld::anchors::AnchorSpace::of(alone);
+  const kvmeld::anchors::AnchorLookup found =
       pool.look_up({}, {.space = &space,
                         .signature = {alone.tokens(), *vector},
                         .vector = *vector,
@@ -47,21 +45,21 @@ kvmeld::Result<kvmeld::ReusePlan> reuse(const kvmeld::AnchorPool<>& pool,
                         .request = {.tokens = alone.token_count(),
                                     .last_position = position + alone.token_count() - 1}});
   if (!found.decision.reuses())
-    return {kvmeld::ErrorCode::not_found, std::string(kvmeld::to_string(found.decision.reason))};
+    return {kvmeld::ErrorCode::not_found, std::string(to_string(found.decision.reason))};
   auto offsets =
-      kvmeld::aligned_offsets(found.anchors, found.decision.weights, place, alone.tokens());
+      kvmeld::anchors::aligned_offsets(found.anchors, found.decision.weights, place, alone.tokens());
   if (!offsets) return offsets.error();
-  const kvmeld::ReusePart part{.base = alone, .position = position, .offsets = *std::move(offsets)};
-  return kvmeld::plan_reuse({&part, 1}, alone.geometry());
+  const kvmeld::anchors::ReusePart part{.base = alone, .position = position, .offsets = *std::move(offsets)};
+  return kvmeld::anchors::plan_reuse({&part, 1}, alone.geometry());
 }
 // example-end
 
 // example-begin: temperature
 /// A rule in the unit of the distances that a pool has; take it once, when the pool is warm.
-kvmeld::ReuseRule rule_for(const kvmeld::AnchorPool<>& pool) {
-  kvmeld::ReuseRule rule;
+kvmeld::anchors::ReuseRule rule_for(const kvmeld::anchors::AnchorPool<>& pool) {
+  kvmeld::anchors::ReuseRule rule;
   rule.temperature =
-      kvmeld::spread_temperature(kvmeld::anchor_distances(pool.snapshot()->table), rule.gamma);
+      kvmeld::anchors::spread_temperature(kvmeld::anchors::anchor_distances(pool.snapshot()->table), rule.gamma);
   return rule;
 }
 // example-end
@@ -71,7 +69,7 @@ kvmeld::ReuseRule rule_for(const kvmeld::AnchorPool<>& pool) {
 TEST_CASE("a remembered segment is reused at another position, and is the K/V measured there") {
   const auto shape = test::geometry({.layers = 3, .heads = 2, .channels = 8});
   const test::Segment segment(shape, 6, 1);
-  kvmeld::AnchorPool<> pool(kvmeld::AnchorSpace::of(*shape), {.anchors = 10, .bytes = 1 << 20});
+  kvmeld::anchors::AnchorPool<> pool(kvmeld::anchors::AnchorSpace::of(*shape), {.anchors = 10, .bytes = 1 << 20});
   const kvmeld::Digest128 place{1, 2};
   REQUIRE(reuse(pool, segment.at(0), place, 40).status().message().find("empty_pool") !=
           std::string::npos);
@@ -97,13 +95,13 @@ TEST_CASE("a remembered segment is reused at another position, and is the K/V me
 
 TEST_CASE("a rule's temperature follows the distances of the pool") {
   const auto shape = test::geometry({.layers = 3, .heads = 2, .channels = 8});
-  kvmeld::AnchorPool<> pool(kvmeld::AnchorSpace::of(*shape), {.anchors = 10, .bytes = 1 << 20});
+  kvmeld::anchors::AnchorPool<> pool(kvmeld::anchors::AnchorSpace::of(*shape), {.anchors = 10, .bytes = 1 << 20});
   REQUIRE(rule_for(pool).temperature == 1);
   for (std::uint64_t n = 1; n < 6; ++n)
     REQUIRE(remember(pool, test::Segment(shape, 6, n).at(0),
                      test::Segment(shape, 6, n).in_context(7).at(20), {1, 2})
                 .ok());
-  auto distances = kvmeld::anchor_distances(pool.snapshot()->table);
+  auto distances = kvmeld::anchors::anchor_distances(pool.snapshot()->table);
   std::sort(distances.begin(), distances.end());
   REQUIRE(distances.size() == 10);
   REQUIRE(rule_for(pool).temperature == Approx(distances[5] / 7.2).epsilon(0.05));

@@ -3,12 +3,12 @@
 #include <filesystem>
 #include <fstream>
 
-#include <kvmeld/transport/file_store.hpp>
+#include <kvmeld/stores/file.hpp>
 #ifdef KVMELD_TEST_OPENSSL
-#include <kvmeld/codec/sha256.hpp>
+#include <kvmeld/replica/openssl.hpp>
 #endif
 #ifdef KVMELD_TEST_ZSTD
-#include <kvmeld/codec/zstd.hpp>
+#include <kvmeld/replica/zstd.hpp>
 #endif
 
 #include "support/anchor_peers.hpp"
@@ -17,19 +17,19 @@
 
 namespace {
 
-using kvmeld::AnchorMessage;
+using kvmeld::anchors::AnchorMessage;
 using kvmeld::BlobKey;
 using kvmeld::ErrorCode;
 using kvmeld::FragmentId;
-using kvmeld::MemberId;
-using kvmeld::MemoryStore;
+using kvmeld::replica::MemberId;
+using kvmeld::stores::MemoryStore;
 
 /// Members 1 to n over the stores given, in simulated time; `forge` may change a frame on its way.
-template <class Store, class Hash = kvmeld::Xxh3_128, class C = kvmeld::NoCompression>
+template <class Store, class Hash = kvmeld::Xxh3_128, class C = kvmeld::replica::NoCompression>
 struct Net {
-  using Exchange = kvmeld::AnchorExchange<Store, kvmeld::NoAuth, Hash, C>;
+  using Exchange = kvmeld::anchors::AnchorExchange<Store, kvmeld::replica::NoAuth, Hash, C>;
   std::deque<Exchange> peers;
-  std::vector<kvmeld::PulledAnchor> pulled;
+  std::vector<kvmeld::anchors::PulledAnchor> pulled;
   std::int64_t now = 0;
   std::size_t forged = 0;
 
@@ -52,30 +52,30 @@ struct Net {
     now += 10;
     for (Exchange& from : peers) {
       REQUIRE(from.tick(now).ok());
-      for (kvmeld::Outgoing& out : from.take_outbox()) {
+      for (kvmeld::replica::Outgoing& out : from.take_outbox()) {
         if (forge && out.type == static_cast<std::uint8_t>(AnchorMessage::piece)) {
-          const auto frame = kvmeld::decode_frame(out.bytes, from.options().frame);
+          const auto frame = kvmeld::replica::decode_frame(out.bytes, from.options().frame);
           REQUIRE(frame.ok());
-          auto piece = *kvmeld::detail::decode_piece(frame->body);
+          auto piece = *kvmeld::replica::messages::decode_piece(frame->body);
           std::vector<std::byte> bytes(piece.bytes.begin(), piece.bytes.end());
           bytes.back() ^= std::byte{1};
           piece.bytes = bytes;
           out.bytes =
-              *kvmeld::encode_frame(out.type, kvmeld::detail::encode(piece), from.options().frame);
+              *kvmeld::replica::encode_frame(out.type, kvmeld::replica::messages::encode(piece), from.options().frame);
           ++forged;
         }
         (void)peer(out.to).receive(from.options().self, out.bytes);
       }
     }
     for (Exchange& p : peers) {
-      for (kvmeld::PulledAnchor& one : p.take_pulled()) pulled.push_back(std::move(one));
+      for (kvmeld::anchors::PulledAnchor& one : p.take_pulled()) pulled.push_back(std::move(one));
     }
   }
   void run(int steps) {
     while (steps-- > 0) step();
   }
   /// How the pull of one member ends.
-  kvmeld::PulledAnchor pull(MemberId member, const FragmentId& key) {
+  kvmeld::anchors::PulledAnchor pull(MemberId member, const FragmentId& key) {
     pulled.clear();
     REQUIRE(peer(member).pull(key).ok());
     for (int i = 0; i < 1000 && pulled.empty(); ++i) step();
@@ -89,18 +89,18 @@ struct Net {
 
 /// An anchor of which so many members are not the owner by rank, so that nobody adopts it.
 template <class Exchange>
-kvmeld::Anchor owned_by(const Exchange& exchange, MemberId owner, std::int64_t tokens = 9) {
+kvmeld::anchors::Anchor owned_by(const Exchange& exchange, MemberId owner, std::int64_t tokens = 9) {
   for (std::uint64_t number = 1;; ++number) {
-    kvmeld::Anchor out = test::anchor(number, {1, 2}, tokens);
-    if (exchange.owner(kvmeld::record_key(out.id, test::place(2))) == owner) return out;
+    kvmeld::anchors::Anchor out = test::anchor(number, {1, 2}, tokens);
+    if (exchange.owner(kvmeld::anchors::record_key(out.id, test::place(2))) == owner) return out;
   }
 }
 template <class Exchange>
-FragmentId publish(Exchange& exchange, const kvmeld::Anchor& anchor) {
+FragmentId publish(Exchange& exchange, const kvmeld::anchors::Anchor& anchor) {
   const auto record = exchange.publish(anchor, test::place(2), 1);
   INFO(record.status().message());
   REQUIRE(record.ok());
-  return kvmeld::record_key(*record);
+  return kvmeld::anchors::record_key(*record);
 }
 
 void rot(MemoryStore& store, const BlobKey& blob) {
@@ -117,7 +117,7 @@ template <class Hash, class C>
 void go_over() {
   MemoryStore one, two;
   Net<MemoryStore, Hash, C> net({&one, &two}, false, 4096);
-  const kvmeld::Anchor anchor = owned_by(net.peer(1), 1, 300);
+  const kvmeld::anchors::Anchor anchor = owned_by(net.peer(1), 1, 300);
   const FragmentId key = publish(net.peer(1), anchor);
   const auto record = *net.peer(1).directory().find(key);
   CHECK(record.payload.bytes[0] == (Hash::tag | 0x80U));
@@ -141,7 +141,7 @@ void go_over() {
 
   // A blob that rotted where the pull finds it is erased and asked for; one that rotted at its
   // owner's is not sent.
-  const auto chunks = kvmeld::detail::load_list(two, record, net.peer(2).options().format)->chunks;
+  const auto chunks = kvmeld::anchors::detail::load_list(two, record, net.peer(2).options().format)->chunks;
   rot(two, chunks[1][0]);
   const auto again = net.pull(2, key);
   REQUIRE(again.anchor.ok());
@@ -160,20 +160,20 @@ void go_over() {
 }  // namespace
 
 TEST_CASE("K/V goes over as it was, and what is forged or rotted does not") {
-  go_over<kvmeld::Xxh3_128, kvmeld::NoCompression>();
+  go_over<kvmeld::Xxh3_128, kvmeld::replica::NoCompression>();
 }
 
 #ifdef KVMELD_TEST_OPENSSL
 TEST_CASE("K/V goes over under SHA-256 names; who knows other names only takes nothing") {
-  go_over<kvmeld::Sha256, kvmeld::NoCompression>();
+  go_over<kvmeld::replica::Sha256, kvmeld::replica::NoCompression>();
   MemoryStore one, two;
-  Net<MemoryStore, kvmeld::Sha256> net({&one, &two}, true);
-  const kvmeld::Anchor anchor = owned_by(net.peer(1), 1);
+  Net<MemoryStore, kvmeld::replica::Sha256> net({&one, &two}, true);
+  const kvmeld::anchors::Anchor anchor = owned_by(net.peer(1), 1);
   const auto record = *net.peer(1).directory().find(publish(net.peer(1), anchor));
-  kvmeld::FragmentFormat<> other;
-  CHECK(kvmeld::load_anchor(one, record, other).status().code() == ErrorCode::hash_mismatch);
+  kvmeld::replica::FragmentFormat<> other;
+  CHECK(kvmeld::anchors::load_anchor(one, record, other).status().code() == ErrorCode::hash_mismatch);
   // and it is still there
-  CHECK(kvmeld::load_anchor(one, record, net.peer(2).options().format).ok());
+  CHECK(kvmeld::anchors::load_anchor(one, record, net.peer(2).options().format).ok());
 }
 #else
 TEST_CASE("K/V goes over under SHA-256 names") { test::skip("no OpenSSL (Debian: libssl-dev)"); }
@@ -181,14 +181,14 @@ TEST_CASE("K/V goes over under SHA-256 names") { test::skip("no OpenSSL (Debian:
 
 #ifdef KVMELD_TEST_ZSTD
 TEST_CASE("K/V goes over compressed; who cannot read that says so, and keeps it") {
-  go_over<kvmeld::Xxh3_128, kvmeld::Zstd>();
+  go_over<kvmeld::Xxh3_128, kvmeld::replica::Zstd>();
   MemoryStore store;
-  Net<MemoryStore, kvmeld::Xxh3_128, kvmeld::Zstd> net({&store}, false, 4096);
-  const kvmeld::Anchor anchor = test::anchor(1, {2}, 300);
+  Net<MemoryStore, kvmeld::Xxh3_128, kvmeld::replica::Zstd> net({&store}, false, 4096);
+  const kvmeld::anchors::Anchor anchor = test::anchor(1, {2}, 300);
   const auto record = *net.peer(1).directory().find(publish(net.peer(1), anchor));
   const std::size_t blobs = store.blob_count();
-  kvmeld::FragmentFormat<> plain;
-  CHECK(kvmeld::load_anchor(store, record, plain).status().code() == ErrorCode::unsupported);
+  kvmeld::replica::FragmentFormat<> plain;
+  CHECK(kvmeld::anchors::load_anchor(store, record, plain).status().code() == ErrorCode::unsupported);
   CHECK(store.blob_count() == blobs);
 }
 #else
@@ -197,7 +197,7 @@ TEST_CASE("K/V goes over compressed") { test::skip("no zstd (Debian: libzstd-dev
 
 #if defined(KVMELD_TEST_OPENSSL) && defined(KVMELD_TEST_ZSTD)
 TEST_CASE("K/V goes over compressed under SHA-256 names") {
-  go_over<kvmeld::Sha256, kvmeld::Zstd>();
+  go_over<kvmeld::replica::Sha256, kvmeld::replica::Zstd>();
 }
 #endif
 
@@ -205,15 +205,15 @@ TEST_CASE(
     "where three share a folder only records cross, nobody erases for the others, and a rotten "
     "file is found out and mended") {
   const test::TempFolder folder;
-  std::deque<kvmeld::FileStore> stores;
+  std::deque<kvmeld::stores::FileStore> stores;
   for (int i = 0; i < 3; ++i) {
     auto opened =
-        kvmeld::FileStore::open(folder / "store", {.durability = kvmeld::Durability::none});
+        kvmeld::stores::FileStore::open(folder / "store", {.durability = kvmeld::stores::Durability::none});
     REQUIRE(opened.ok());
     stores.push_back(*std::move(opened));
   }
-  Net<kvmeld::FileStore> net({&stores[0], &stores[1], &stores[2]}, true);
-  const kvmeld::Anchor anchor = owned_by(net.peer(1), 1);
+  Net<kvmeld::stores::FileStore> net({&stores[0], &stores[1], &stores[2]}, true);
+  const kvmeld::anchors::Anchor anchor = owned_by(net.peer(1), 1);
   const FragmentId key = publish(net.peer(1), anchor);
   const auto record = *net.peer(1).directory().find(key);
   net.run(60);
@@ -278,7 +278,7 @@ TEST_CASE(
 TEST_CASE("an anchor whose chunks are rotten, absent and equal to each other mends in two rounds") {
   MemoryStore store;
   Net<MemoryStore> net({&store, &store, &store}, true);
-  kvmeld::Anchor anchor = owned_by(net.peer(1), 1);
+  kvmeld::anchors::Anchor anchor = owned_by(net.peer(1), 1);
   // all of its chunks but the last are one blob
   auto blank = std::make_shared<kvmeld::Fragment::Body>(*anchor.base.body());
   blank->payloads[0].bytes =
@@ -287,7 +287,7 @@ TEST_CASE("an anchor whose chunks are rotten, absent and equal to each other men
   const FragmentId key = publish(net.peer(1), anchor);
   const auto record = *net.peer(1).directory().find(key);
   net.run(60);
-  const auto list = *kvmeld::detail::load_list(store, record, net.peer(1).options().format);
+  const auto list = *kvmeld::anchors::detail::load_list(store, record, net.peer(1).options().format);
   REQUIRE(list.chunks.size() == 3);
   REQUIRE(list.chunks[0][0] == list.chunks[0][1]);
   std::set<BlobKey> all{record.payload};

@@ -6,10 +6,9 @@
 #include <cstring>
 #include <string>
 
-#include <kvmeld/anchor/gain_file.hpp>
-#include <kvmeld/anchor/gain_sample.hpp>
+#include <kvmeld/anchors/gain.hpp>
 #ifdef KVMELD_TEST_EIGEN
-#include <kvmeld/anchor/gain_fit.hpp>
+#include <kvmeld/fit/fit.hpp>
 #endif
 
 #include "support/anchor_segments.hpp"
@@ -18,15 +17,15 @@
 namespace {
 
 using kvmeld::ErrorCode;
-using kvmeld::GainKind;
-using kvmeld::GainPredictor;
-using kvmeld::GainQuery;
-using kvmeld::GainReason;
-using kvmeld::GainScore;
-using kvmeld::ReusePart;
+using kvmeld::anchors::GainKind;
+using kvmeld::anchors::GainPredictor;
+using kvmeld::anchors::GainQuery;
+using kvmeld::anchors::GainReason;
+using kvmeld::anchors::GainScore;
+using kvmeld::anchors::ReusePart;
 using test::Segment;
 using Numbers = std::vector<double>;
-constexpr std::size_t features = kvmeld::gain_feature_count;
+constexpr std::size_t features = kvmeld::anchors::gain_feature_count;
 
 const std::shared_ptr<const kvmeld::Geometry> shape =
     test::geometry({.layers = 3, .heads = 2, .channels = 8});
@@ -59,8 +58,8 @@ std::pair<kvmeld::Fragment, kvmeld::Fragment> offsets(std::int64_t tokens, std::
                                                      (first.values[p][i] - alone.values[p][i]);
     }
   }
-  const auto a = kvmeld::measure_offset(first.at(30), alone.at(2)),
-             b = kvmeld::measure_offset(second.at(90), alone.at(2));
+  const auto a = kvmeld::anchors::measure_offset(first.at(30), alone.at(2)),
+             b = kvmeld::anchors::measure_offset(second.at(90), alone.at(2));
   REQUIRE(a.ok());
   REQUIRE(b.ok());
   return {*a, *b};
@@ -69,29 +68,29 @@ std::pair<kvmeld::Fragment, kvmeld::Fragment> offsets(std::int64_t tokens, std::
 }  // namespace
 
 TEST_CASE("features of a token") {
-  const auto x = kvmeld::gain_features({.measured_behind = 3, .placed_behind = 7, .tokens = 2});
+  const auto x = kvmeld::anchors::gain_features({.measured_behind = 3, .placed_behind = 7, .tokens = 2});
   REQUIRE(x->size() == 2 * features);
   const double expected[] = {
       std::log(2), std::log(2),     std::log(4) / 8, 0,   0.75,         0.125, std::log(2),
       std::log(2), std::log(4) / 8, std::log(2) / 8, 0.6, 7.0 / 9 - 0.6};
   for (std::size_t i = 0; i < x->size(); ++i) REQUIRE((*x)[i] == Approx(expected[i]).margin(1e-15));
-  REQUIRE(kvmeld::gain_features({.measured_behind = 9, .placed_behind = 0, .tokens = 1})->at(1) ==
+  REQUIRE(kvmeld::anchors::gain_features({.measured_behind = 9, .placed_behind = 0, .tokens = 1})->at(1) ==
           Approx(std::log(10)));
-  REQUIRE(kvmeld::gain_features({.measured_behind = 0, .placed_behind = 0, .tokens = 1})->at(4) ==
+  REQUIRE(kvmeld::anchors::gain_features({.measured_behind = 0, .placed_behind = 0, .tokens = 1})->at(4) ==
           0);
-  REQUIRE(kvmeld::gain_features({})->empty());
-  REQUIRE(kvmeld::gain_features({.measured_behind = -1}).status().code() ==
+  REQUIRE(kvmeld::anchors::gain_features({})->empty());
+  REQUIRE(kvmeld::anchors::gain_features({.measured_behind = -1}).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::gain_features({.placed_behind = kvmeld::max_position + 1}).status().code() ==
+  REQUIRE(kvmeld::anchors::gain_features({.placed_behind = kvmeld::max_position + 1}).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::gain_features({.tokens = std::int64_t{1} << 40}).status().code() ==
+  REQUIRE(kvmeld::anchors::gain_features({.tokens = std::int64_t{1} << 40}).status().code() ==
           ErrorCode::oversized);
-  REQUIRE(kvmeld::gain_features({.tokens = -5}).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::anchors::gain_features({.tokens = -5}).status().code() == ErrorCode::invalid_argument);
 }
 
 TEST_CASE("ridge and LSTM against plain loops") {
   const GainQuery query{.measured_behind = 12, .placed_behind = 100, .tokens = 9};
-  const auto x = kvmeld::gain_features(query);
+  const auto x = kvmeld::anchors::gain_features(query);
   const auto ridge = made(GainKind::ridge, 0);
   Numbers out(9);
   for (std::size_t l = 0; l < 3; ++l) {
@@ -133,17 +132,17 @@ TEST_CASE("ridge and LSTM against plain loops") {
 }
 
 TEST_CASE("the LSTM's gradient is that of central differences") {
-  const kvmeld::detail::LstmShape lstm{features, 4};
-  const auto x = kvmeld::gain_features({.measured_behind = 5, .placed_behind = 60, .tokens = 7});
+  const kvmeld::anchors::detail::LstmShape lstm{features, 4};
+  const auto x = kvmeld::anchors::gain_features({.measured_behind = 5, .placed_behind = 60, .tokens = 7});
   Numbers parameters, cotangent, gradient(lstm.size()), out(7);
   for (const float p : random_numbers(lstm.size(), 3)) parameters.push_back(static_cast<double>(p));
   for (const float p : random_numbers(7, 4)) cotangent.push_back(static_cast<double>(p));
-  kvmeld::detail::LstmTrace trace;
-  kvmeld::detail::run_lstm(lstm, parameters, *x, out, &trace);
-  kvmeld::detail::lstm_vjp(lstm, parameters, *x, trace, cotangent, gradient);
+  kvmeld::anchors::detail::LstmTrace trace;
+  kvmeld::anchors::detail::run_lstm(lstm, parameters, *x, out, &trace);
+  kvmeld::anchors::detail::lstm_vjp(lstm, parameters, *x, trace, cotangent, gradient);
   const auto loss = [&] {
     Numbers y(7);
-    kvmeld::detail::run_lstm(lstm, parameters, *x, y);
+    kvmeld::anchors::detail::run_lstm(lstm, parameters, *x, y);
     double sum = 0;
     for (std::size_t t = 0; t < 7; ++t) sum += cotangent[t] * y[t];
     return sum;
@@ -172,7 +171,7 @@ TEST_CASE("a layer is trusted where its held-out error beats identity's, and onl
   const auto gains = mixed->gains(query);
   REQUIRE(gains->size() == 12);
   Numbers row(4);
-  mixed->evaluate(0, *kvmeld::gain_features(query), row);
+  mixed->evaluate(0, *kvmeld::anchors::gain_features(query), row);
   for (std::size_t t = 0; t < 4; ++t) {
     REQUIRE((*gains)[t] == static_cast<float>(row[t]));
     REQUIRE((*gains)[t] != 1.0F);
@@ -184,8 +183,8 @@ TEST_CASE("a layer is trusted where its held-out error beats identity's, and onl
   REQUIRE(made(GainKind::identity, 0, {{1, 0}, {1, 0}, {1, 0}})->reason(0) == GainReason::identity);
   REQUIRE(made(GainKind::identity, 0)->gains(query)->empty());
   REQUIRE(mixed->gains({.tokens = -1}).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::to_string(GainReason::not_better) == "not_better");
-  REQUIRE(kvmeld::to_string(static_cast<GainReason>(9)) == "unknown");
+  REQUIRE(to_string(GainReason::not_better) == "not_better");
+  REQUIRE(to_string(static_cast<GainReason>(9)) == "unknown");
 }
 
 TEST_CASE("predictors that mean nothing are refused") {
@@ -217,26 +216,26 @@ TEST_CASE("files read back as what they were, and other files are refused") {
   for (const auto& predictor : {made(GainKind::identity, 0),
                                 made(GainKind::ridge, 0, {{0.5, 0.25}, {0.1, 0.3}, {NAN, NAN}}),
                                 made(GainKind::lstm, 8, {{1, 0.5}, {1, 2}, {1, 0}})}) {
-    const auto file = kvmeld::to_safetensors(*predictor);
+    const auto file = to_safetensors(*predictor);
     REQUIRE(file.ok());
-    const auto back = kvmeld::gain_from_safetensors(*file, *shape);
+    const auto back = kvmeld::anchors::gain_from_safetensors(*file, *shape);
     REQUIRE(back.ok());
     REQUIRE((*back)->kind() == predictor->kind());
     REQUIRE(std::ranges::equal((*back)->parameters(), predictor->parameters()));
     for (std::size_t l = 0; l < 3; ++l) REQUIRE((*back)->reason(l) == predictor->reason(l));
-    REQUIRE(*kvmeld::to_safetensors(**back) == *file);
-    REQUIRE(kvmeld::gain_from_safetensors(*file, *test::geometry({.layers = 2})).ok() == false);
+    REQUIRE(*to_safetensors(**back) == *file);
+    REQUIRE(kvmeld::anchors::gain_from_safetensors(*file, *test::geometry({.layers = 2})).ok() == false);
     auto other = *shape;
     other.model = "another";
-    REQUIRE(kvmeld::gain_from_safetensors(*file, other).status().code() ==
+    REQUIRE(kvmeld::anchors::gain_from_safetensors(*file, other).status().code() ==
             ErrorCode::geometry_mismatch);
     for (std::size_t cut = 0; cut < file->size(); cut += 7)
-      REQUIRE_FALSE(kvmeld::gain_from_safetensors({file->data(), cut}, *shape).ok());
+      REQUIRE_FALSE(kvmeld::anchors::gain_from_safetensors({file->data(), cut}, *shape).ok());
   }
   const auto read = [](const auto& write) {
     kvmeld::SafetensorsWriter writer;
     write(writer);
-    return kvmeld::gain_from_safetensors(*writer.finish(), *shape).status().code();
+    return kvmeld::anchors::gain_from_safetensors(*writer.finish(), *shape).status().code();
   };
   const std::vector<float> numbers(512);
   const auto start = [](kvmeld::SafetensorsWriter& w, const char* kind) {
@@ -289,7 +288,7 @@ TEST_CASE("samples of offsets: sums by layer and token, scores of predictors") {
   const auto [a, b] = offsets(5, 1, [](std::size_t layer, std::size_t token) {
     return 0.5 + 0.25 * static_cast<double>(layer) - 0.1 * static_cast<double>(token);
   });
-  auto sample = kvmeld::gain_sample(a, b, query);
+  auto sample = kvmeld::anchors::gain_sample(a, b, query);
   REQUIRE(sample.ok());
   for (std::size_t l = 1; l < 3; ++l) {
     double total = 0;
@@ -304,10 +303,10 @@ TEST_CASE("samples of offsets: sums by layer and token, scores of predictors") {
   }
   REQUIRE(sample->measured[0] == 0);  // layer 0 has no offset
   const auto ridge = made(GainKind::ridge, 0);
-  const auto scores = kvmeld::held_out_scores(*ridge, {&*sample, 1});
+  const auto scores = kvmeld::anchors::held_out_scores(*ridge, {&*sample, 1});
   REQUIRE(std::isnan((*scores)[0].identity));
   Numbers gains(5);
-  ridge->evaluate(2, *kvmeld::gain_features(query), gains);
+  ridge->evaluate(2, *kvmeld::anchors::gain_features(query), gains);
   double identity = 0, predictor = 0;
   for (std::size_t t = 0; t < 5; ++t) {
     const std::size_t i = 10 + t;
@@ -319,24 +318,24 @@ TEST_CASE("samples of offsets: sums by layer and token, scores of predictors") {
   REQUIRE((*scores)[2].predictor == Approx(predictor).epsilon(1e-9));
   auto twice = *sample;
   twice.add(*sample);
-  REQUIRE((*kvmeld::held_out_scores(*ridge, {&twice, 1}))[2].predictor ==
+  REQUIRE((*kvmeld::anchors::held_out_scores(*ridge, {&twice, 1}))[2].predictor ==
           Approx(predictor).epsilon(1e-9));
-  REQUIRE(kvmeld::gain_sample(a, b, {.tokens = 4}).status().code() ==
+  REQUIRE(kvmeld::anchors::gain_sample(a, b, {.tokens = 4}).status().code() ==
           ErrorCode::token_count_mismatch);
-  REQUIRE(kvmeld::gain_sample(a, Segment(shape, 5, 3).at(4), query).status().code() ==
+  REQUIRE(kvmeld::anchors::gain_sample(a, Segment(shape, 5, 3).at(4), query).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::gain_sample({}, b, query).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::gain_sample(a, b, {.measured_behind = -1, .tokens = 5}).status().code() ==
+  REQUIRE(kvmeld::anchors::gain_sample({}, b, query).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::anchors::gain_sample(a, b, {.measured_behind = -1, .tokens = 5}).status().code() ==
           ErrorCode::invalid_argument);
   sample->layers = 2;
-  REQUIRE(kvmeld::held_out_scores(*ridge, {&*sample, 1}).status().code() ==
+  REQUIRE(kvmeld::anchors::held_out_scores(*ridge, {&*sample, 1}).status().code() ==
           ErrorCode::geometry_mismatch);
 }
 
 TEST_CASE("gains multiply offsets layer by layer and token by token, and 1 changes no byte") {
   const std::int64_t n = 6;
   const Segment query(shape, n, 1), alone(shape, n, 2);
-  const auto delta = kvmeld::measure_offset(alone.in_context(3).at(0), alone.at(0));
+  const auto delta = kvmeld::anchors::measure_offset(alone.in_context(3).at(0), alone.at(0));
   ReusePart part{.base = query.at(0),
                  .position = 50,
                  .offsets = {{.anchor = test::anchor_id(1), .delta = *delta, .weight = 0.75F}}};
@@ -364,8 +363,8 @@ TEST_CASE("gains multiply offsets layer by layer and token by token, and 1 chang
   REQUIRE(out == test::rendered({&part, 1}, shape, {.compute_last = false}, kvmeld::exec::lanes));
   ReusePart without = part;
   without.offsets[0].gains.clear();
-  REQUIRE(kvmeld::plan_reuse({&part, 1}, *shape)->render_id() !=
-          kvmeld::plan_reuse({&without, 1}, *shape)->render_id());
+  REQUIRE(kvmeld::anchors::plan_reuse({&part, 1}, *shape)->render_id() !=
+          kvmeld::anchors::plan_reuse({&without, 1}, *shape)->render_id());
 }
 
 #ifdef KVMELD_TEST_EIGEN
@@ -375,12 +374,12 @@ TEST_CASE(
   const double truth[3][features + 1] = {
       {}, {-0.1, 0.05, 0.3, -0.2, 0.4, -0.3, -0.25}, {0.08, -0.12, -0.4, 0.3, -0.2, 0.25, 0.1}};
   const auto gain = [&](const GainQuery& q, std::size_t layer, std::size_t token) {
-    const auto x = *kvmeld::gain_features(q);
+    const auto x = *kvmeld::anchors::gain_features(q);
     double sum = 1 + truth[layer][features];
     for (std::size_t k = 0; k < features; ++k) sum += truth[layer][k] * x[token * features + k];
     return sum;
   };
-  std::vector<kvmeld::GainSample> fitted, held_out;
+  std::vector<kvmeld::anchors::GainSample> fitted, held_out;
   const std::int64_t lengths[] = {4, 17, 60, 150, 400};
   std::uint64_t seed = 10;
   for (const std::int64_t p : lengths) {
@@ -388,10 +387,10 @@ TEST_CASE(
       const GainQuery query{p, q, 8};
       const auto [a, b] =
           offsets(8, seed += 5, [&](std::size_t l, std::size_t t) { return gain(query, l, t); });
-      (seed % 3 == 0 ? held_out : fitted).push_back(*kvmeld::gain_sample(a, b, query));
+      (seed % 3 == 0 ? held_out : fitted).push_back(*kvmeld::anchors::gain_sample(a, b, query));
     }
   }
-  const auto ridge = kvmeld::fit_gain_ridge(fitted, 1e-9, "test model");
+  const auto ridge = kvmeld::fit::fit_gain_ridge(fitted, 1e-9, "test model");
   REQUIRE(ridge.ok());
   REQUIRE_FALSE((*ridge)->predicts());  // no scores yet
   for (std::size_t l = 1; l < 3; ++l) {
@@ -401,7 +400,7 @@ TEST_CASE(
   }
   const auto scored =
       GainPredictor::make(GainKind::ridge, 0, 3, (*ridge)->parameters(),
-                          *kvmeld::held_out_scores(**ridge, held_out), "test model");
+                          *kvmeld::anchors::held_out_scores(**ridge, held_out), "test model");
   REQUIRE((*scored)->reason(0) == GainReason::no_score);
   REQUIRE((*scored)->reason(1) == GainReason::predicted);
   REQUIRE((*scored)->reason(2) == GainReason::predicted);
@@ -418,14 +417,14 @@ TEST_CASE(
   ReusePart part{.base = alone.at(0),
                  .position = 200,
                  .offsets = {{.anchor = test::anchor_id(1),
-                              .delta = *kvmeld::measure_offset(near.at(30), alone.at(0))}}};
+                              .delta = *kvmeld::anchors::measure_offset(near.at(30), alone.at(0))}}};
   test::TestCache real(shape, 8);
   far.write(real, 200);
   const double without = test::difference(test::rendered({&part, 1}, shape), real.buffers());
   part.offsets[0].gains = *(*scored)->gains(query);
   REQUIRE(test::difference(test::rendered({&part, 1}, shape), real.buffers()) < 0.02 * without);
-  REQUIRE(kvmeld::fit_gain_ridge({}, 1, "").status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::fit_gain_ridge(fitted, -1, "").status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::fit::fit_gain_ridge({}, 1, "").status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::fit::fit_gain_ridge(fitted, -1, "").status().code() == ErrorCode::invalid_argument);
 }
 #else
 TEST_CASE("fits of gains") { test::skip("no Eigen (Debian: libeigen3-dev)"); }

@@ -7,8 +7,7 @@
 #include <bit>
 #include <cmath>
 
-#include <kvmeld/anchor/interpolate.hpp>
-#include <kvmeld/anchor/interpolate_offsets.hpp>
+#include <kvmeld/anchors/reuse.hpp>
 
 #include "support/anchor_segments.hpp"
 #include "support/edits.hpp"
@@ -18,9 +17,9 @@ namespace {
 
 using kvmeld::ErrorCode;
 using kvmeld::MatchMode;
-using kvmeld::ReuseOffset;
-using kvmeld::ReuseOptions;
-using kvmeld::ReusePart;
+using kvmeld::anchors::ReuseOffset;
+using kvmeld::anchors::ReuseOptions;
+using kvmeld::anchors::ReusePart;
 using kvmeld::TokenId;
 using test::difference;
 using test::rendered;
@@ -37,7 +36,7 @@ constexpr std::size_t width = 16;  // of a token's row: heads and channels
 kvmeld::Fragment as_offset(const Segment& delta) {
   Segment zero = delta;
   for (auto& plane : zero.values) std::fill(plane.begin(), plane.end(), 0.0);
-  const auto made = kvmeld::measure_offset(delta.at(0), zero.at(0), {.context_free_layers = 0});
+  const auto made = kvmeld::anchors::measure_offset(delta.at(0), zero.at(0), {.context_free_layers = 0});
   REQUIRE(made.ok());
   return *made;
 }
@@ -159,7 +158,7 @@ const float untouched = [] {
 }();
 Outcome outcome(const ReusePart& part, const ReuseOptions& options) {
   Outcome out;
-  const auto plan = kvmeld::plan_reuse({&part, 1}, *shape, options);
+  const auto plan = kvmeld::anchors::plan_reuse({&part, 1}, *shape, options);
   if (!plan) return out;
   for (const kvmeld::Hole& hole : plan->holes()) out.holes.push_back(hole.output);
   out.interpolated.assign(plan->interpolated().begin(), plan->interpolated().end());
@@ -197,7 +196,7 @@ std::vector<std::int64_t> indices(const std::vector<bool>& flags) {
   return out;
 }
 ErrorCode refused(const ReusePart& part, ReuseOptions options = {}) {
-  return kvmeld::plan_reuse({&part, 1}, *shape, options).status().code();
+  return kvmeld::anchors::plan_reuse({&part, 1}, *shape, options).status().code();
 }
 
 /// A sealed segment of given tokens.
@@ -236,8 +235,8 @@ TEST_CASE("laws of position maps in blends") {
     RC_ASSERT(!bytes.empty());
     RC_ASSERT(bytes == rendered({&other, 1}, shape, options));
     RC_ASSERT(bytes == rendered({&part, 1}, shape, options, kvmeld::exec::lanes));
-    RC_ASSERT(kvmeld::plan_reuse({&part, 1}, *shape, options)->render_id() ==
-              kvmeld::plan_reuse({&other, 1}, *shape, options)->render_id());
+    RC_ASSERT(kvmeld::anchors::plan_reuse({&part, 1}, *shape, options)->render_id() ==
+              kvmeld::anchors::plan_reuse({&other, 1}, *shape, options)->render_id());
   });
 
   test::law("linear in the offsets, interpolated or not", [] {
@@ -276,7 +275,7 @@ TEST_CASE("laws of position maps in blends") {
     const auto ids = *rc::gen::container<std::vector<TokenId>>(9, rc::gen::inRange<TokenId>(0, 4));
     std::vector<TokenId> longer = ids;
     for (int i = *rc::gen::inRange(0, 4); i > 0; --i) longer.push_back(9 + i);
-    const auto map = kvmeld::map_positions(ids, longer, by_edits);
+    const auto map = kvmeld::anchors::map_positions(ids, longer, by_edits);
     RC_ASSERT(map.ok());
     RC_ASSERT(map->one_to_one());
     const Segment delta(shape, static_cast<std::int64_t>(longer.size()),
@@ -298,8 +297,8 @@ TEST_CASE(
     "inverse") {
   for (const auto& a : test::binary_strings(5)) {
     for (const auto& b : test::binary_strings(5)) {
-      const auto map = kvmeld::map_positions(a, b, by_edits),
-                 back = kvmeld::map_positions(b, a, by_edits);
+      const auto map = kvmeld::anchors::map_positions(a, b, by_edits),
+                 back = kvmeld::anchors::map_positions(b, a, by_edits);
       REQUIRE(map->rows.size() == a.size());
       test::Pairs pairs, swapped;
       for (std::size_t t = 0; t < a.size(); ++t) {
@@ -323,17 +322,17 @@ TEST_CASE(
 
 TEST_CASE("other match modes: by index, by equal beginnings, and none that needs K/V") {
   const std::vector<TokenId> a{1, 2, 3}, b{1, 2, 9, 9};
-  REQUIRE(kvmeld::map_positions(a, b, {})->rows == Rows{0, 1, 2});
-  REQUIRE(kvmeld::map_positions(b, a, {})->rows == Rows{0, 1, 2, -1});
-  REQUIRE(kvmeld::map_positions(a, b, {.mode = MatchMode::common_prefix})->rows == Rows{0, 1, -1});
-  REQUIRE(kvmeld::map_positions(a, b, {.mode = MatchMode::common_prefix})->similarity == 0.5);
-  REQUIRE(kvmeld::map_positions(a, b, {.mode = MatchMode::neighbours}).status().code() ==
+  REQUIRE(kvmeld::anchors::map_positions(a, b, {})->rows == Rows{0, 1, 2});
+  REQUIRE(kvmeld::anchors::map_positions(b, a, {})->rows == Rows{0, 1, 2, -1});
+  REQUIRE(kvmeld::anchors::map_positions(a, b, {.mode = MatchMode::common_prefix})->rows == Rows{0, 1, -1});
+  REQUIRE(kvmeld::anchors::map_positions(a, b, {.mode = MatchMode::common_prefix})->similarity == 0.5);
+  REQUIRE(kvmeld::anchors::map_positions(a, b, {.mode = MatchMode::neighbours}).status().code() ==
           ErrorCode::unsupported);
   REQUIRE(
-      kvmeld::map_positions(a, b, {.mode = MatchMode::edit_distance, .edit = {.seed_tokens = 0}})
+      kvmeld::anchors::map_positions(a, b, {.mode = MatchMode::edit_distance, .edit = {.seed_tokens = 0}})
           .status()
           .code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::map_positions({}, {}, by_edits)->rows.empty());
+  REQUIRE(kvmeld::anchors::map_positions({}, {}, by_edits)->rows.empty());
 }
 
 TEST_CASE("offsets linear in position stay linear over inserted and substituted tokens") {
@@ -349,7 +348,7 @@ TEST_CASE("offsets linear in position stay linear over inserted and substituted 
         }
       }
     }
-    return *kvmeld::measure_offset(*kvmeld::seal(cache.ref()), *kvmeld::seal(zero.ref()));
+    return *kvmeld::anchors::measure_offset(*kvmeld::seal(cache.ref()), *kvmeld::seal(zero.ref()));
   };
   const auto check = [&](const std::vector<TokenId>& segment, const std::vector<TokenId>& anchor,
                          const std::vector<double>& rows, double tolerance) {
@@ -363,9 +362,9 @@ TEST_CASE("offsets linear in position stay linear over inserted and substituted 
         .base = *kvmeld::seal(base.ref(), {.tokens = segment}),
         .offsets = {{.anchor = test::anchor_id(1),
                      .delta = linear(std::ssize(anchor)),
-                     .rows = kvmeld::map_positions(segment, anchor, by_edits)->rows}}};
+                     .rows = kvmeld::anchors::map_positions(segment, anchor, by_edits)->rows}}};
     const auto plan =
-        kvmeld::plan_reuse({&part, 1}, *g, {.compute_last = false, .interpolation_window = 3});
+        kvmeld::anchors::plan_reuse({&part, 1}, *g, {.compute_last = false, .interpolation_window = 3});
     REQUIRE(plan.ok());
     REQUIRE(plan->holes().empty());
     test::TestCache out(g, std::ssize(segment));
@@ -434,7 +433,7 @@ TEST_CASE("weights where only some anchors have the token") {
     }
     return std::pair(
         *kvmeld::seal(cache.ref()),
-        *kvmeld::measure_offset(*kvmeld::seal(cache.ref()), *kvmeld::seal(zero.ref())));
+        *kvmeld::anchors::measure_offset(*kvmeld::seal(cache.ref()), *kvmeld::seal(zero.ref())));
   };
   ReusePart part{.base = flat({0, 0, 0}).first};
   part.offsets = {
@@ -443,7 +442,7 @@ TEST_CASE("weights where only some anchors have the token") {
       {.anchor = test::anchor_id(3), .delta = flat({256, 512, 1024}).second, .weight = 0.25F}};
   const auto middle = [&](int window) {
     const auto plan =
-        kvmeld::plan_reuse({&part, 1}, *g, {.compute_last = false, .interpolation_window = window});
+        kvmeld::anchors::plan_reuse({&part, 1}, *g, {.compute_last = false, .interpolation_window = window});
     REQUIRE(plan.ok());
     test::TestCache out(g, 3);
     std::vector<std::byte> workspace(plan->workspace_bytes());
@@ -481,7 +480,7 @@ TEST_CASE(
   REQUIRE(plain.ok);
   REQUIRE(plain.holes == std::vector<std::int64_t>{2, 4, 5});
   REQUIRE(plain.interpolated_kv.empty());
-  const auto plan = kvmeld::plan_reuse({&part, 1}, *shape, {.compute_last = false});
+  const auto plan = kvmeld::anchors::plan_reuse({&part, 1}, *shape, {.compute_last = false});
   // the segment's token, which the engine computes
   REQUIRE(plan->holes()[0] == kvmeld::Hole{2, 22, 3});
   REQUIRE(plan->approximate());
@@ -506,30 +505,30 @@ TEST_CASE(
   }
   REQUIRE(error_of(guessed, expected, 20, guessed.holes) <= 1e-4);
   REQUIRE(
-      kvmeld::plan_reuse({&part, 1}, *shape, {.interpolation_window = 1, .interpolate_kv = true})
+      kvmeld::anchors::plan_reuse({&part, 1}, *shape, {.interpolation_window = 1, .interpolate_kv = true})
           ->render_id() !=
-      kvmeld::plan_reuse({&part, 1}, *shape, {.interpolation_window = 1})->render_id());
+      kvmeld::anchors::plan_reuse({&part, 1}, *shape, {.interpolation_window = 1})->render_id());
 }
 
 TEST_CASE("chosen anchors become offsets with maps; what is too far is left out") {
   const kvmeld::Digest128 context{1, 2};
   const auto anchor = [&](std::uint64_t seed, const std::vector<TokenId>& ids) {
     const Segment alone(shape, std::ssize(ids), seed);
-    auto made = kvmeld::make_anchor(sealed(alone, ids), {});
+    auto made = kvmeld::anchors::make_anchor(sealed(alone, ids), {});
     REQUIRE(made.ok());
-    REQUIRE(*kvmeld::add_offset(
+    REQUIRE(*kvmeld::anchors::add_offset(
         *made, {context,
-                *kvmeld::measure_offset(sealed(alone.in_context(seed + 1), ids), made->base),
+                *kvmeld::anchors::measure_offset(sealed(alone.in_context(seed + 1), ids), made->base),
                 {}}));
-    return std::make_shared<const kvmeld::Anchor>(*std::move(made));
+    return std::make_shared<const kvmeld::anchors::Anchor>(*std::move(made));
   };
   const std::vector<TokenId> text{1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
   const std::vector<TokenId> inserted{1, 2, 3, 4, 50, 5, 6, 7, 8, 9, 10},
       other{20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30};
-  const std::vector<std::shared_ptr<const kvmeld::Anchor>> anchors{
+  const std::vector<std::shared_ptr<const kvmeld::anchors::Anchor>> anchors{
       anchor(1, text), anchor(2, inserted), anchor(3, other)};
   const std::vector<float> weights{0.25F, 0.25F, 0.5F};
-  const auto offsets = kvmeld::aligned_offsets(anchors, weights, context, text);
+  const auto offsets = kvmeld::anchors::aligned_offsets(anchors, weights, context, text);
   REQUIRE(offsets.ok());
   REQUIRE(offsets->size() == 2);
   REQUIRE((*offsets)[0].rows.empty());
@@ -539,14 +538,14 @@ TEST_CASE("chosen anchors become offsets with maps; what is too far is left out"
   const ReusePart part{.base = anchors[0]->base, .position = 5, .offsets = *offsets};
   REQUIRE(outcome(part, {.compute_last = false}).holes.empty());
   // by index everything is as near
-  REQUIRE(kvmeld::aligned_offsets(anchors, weights, context, text, {.match = {}})->size() == 3);
-  REQUIRE(kvmeld::aligned_offsets({&anchors[2], 1}, {&weights[2], 1}, context, text)->empty());
+  REQUIRE(kvmeld::anchors::aligned_offsets(anchors, weights, context, text, {.match = {}})->size() == 3);
+  REQUIRE(kvmeld::anchors::aligned_offsets({&anchors[2], 1}, {&weights[2], 1}, context, text)->empty());
   REQUIRE(
-      kvmeld::aligned_offsets(anchors, weights, kvmeld::Digest128{9, 9}, text).status().code() ==
+      kvmeld::anchors::aligned_offsets(anchors, weights, kvmeld::Digest128{9, 9}, text).status().code() ==
       ErrorCode::not_found);
-  REQUIRE(kvmeld::aligned_offsets(anchors, {weights.data(), 2}, context, text).status().code() ==
+  REQUIRE(kvmeld::anchors::aligned_offsets(anchors, {weights.data(), 2}, context, text).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::aligned_offsets(anchors, weights, context, text, {.similarity = NAN})
+  REQUIRE(kvmeld::anchors::aligned_offsets(anchors, weights, context, text, {.similarity = NAN})
               .status()
               .code() == ErrorCode::invalid_argument);
 }

@@ -2,8 +2,8 @@
 // word for word.
 #include <cstdint>
 
-#include <kvmeld/session/anchor_tiers.hpp>
-#include <kvmeld/transport/memory_transport.hpp>
+#include <kvmeld/anchors/tiers.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "support/anchor_peers.hpp"
 #include "support/page_snippets.hpp"
@@ -14,7 +14,7 @@ namespace {
 /// The chosen offsets, where all of them are in host memory; otherwise prefill this time. Never
 /// waits.
 template <class Tiers>
-std::vector<kvmeld::ContextOffset> offsets_at_hand(Tiers& tiers, const kvmeld::AnchorLookup& found,
+std::vector<kvmeld::anchors::ContextOffset> offsets_at_hand(Tiers& tiers, const kvmeld::anchors::AnchorLookup& found,
                                                    const kvmeld::Digest128& place) {
   // empty unless all are here; asks for what is in a slower tier
   return tiers.take(found.anchors, place).offsets;
@@ -37,11 +37,11 @@ kvmeld::Status take_turn(Exchange& exchange, Pool& pool, Transport& transport,
   // a damaged message is counted, and changes no record
   if (*message) (void)exchange.receive((*message)->from, (*message)->bytes);
   KVMELD_TRY(exchange.tick(now_ms));
-  for (const kvmeld::PulledAnchor& pulled : exchange.take_pulled())
-    (void)kvmeld::commit_pulled(pool, pulled);
+  for (const kvmeld::anchors::PulledAnchor& pulled : exchange.take_pulled())
+    (void)kvmeld::anchors::commit_pulled(pool, pulled);
   // behind the commits: what the pool lacks is let go
-  KVMELD_TRY(kvmeld::publish_pool(exchange, pool).status());
-  for (const kvmeld::Outgoing& out : exchange.take_outbox())
+  KVMELD_TRY(kvmeld::anchors::publish_pool(exchange, pool).status());
+  for (const kvmeld::replica::Outgoing& out : exchange.take_outbox())
     KVMELD_TRY(transport.send(out.to, out.bytes));
   return {};
 }
@@ -49,33 +49,33 @@ kvmeld::Status take_turn(Exchange& exchange, Pool& pool, Transport& transport,
 template <class Exchange>
 bool ask_others(Exchange& exchange, std::uint64_t signature, std::int64_t tokens,
                 const kvmeld::Digest128& place) {
-  const kvmeld::RemoteAnchors like =
+  const kvmeld::anchors::RemoteAnchors like =
       exchange.look_up({.signature = signature, .tokens = tokens, .context = place});
-  return like.remote() && exchange.pull(kvmeld::record_key(like.records[0])).ok();
+  return like.remote() && exchange.pull(kvmeld::anchors::record_key(like.records[0])).ok();
 }
 // example-end
 
 }  // namespace
 
 TEST_CASE("offsets are at hand from memory, come back from a store by steps, and are used again") {
-  test::Pool pool(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {});
-  const kvmeld::Anchor first = test::anchor(1, {1}, 40), second = test::anchor(2, {1}, 40);
-  kvmeld::AnchorTiers tiers(kvmeld::MemoryStore(),
+  test::Pool pool(kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()), {});
+  const kvmeld::anchors::Anchor first = test::anchor(1, {1}, 40), second = test::anchor(2, {1}, 40);
+  kvmeld::anchors::AnchorTiers tiers(kvmeld::stores::MemoryStore(),
                             {.host_bytes = first.bytes() - 8, .file_bytes = 1 << 20});
   REQUIRE(tiers.commit(pool, first).ok());
   REQUIRE(tiers.commit(pool, second).ok());
   move_all(tiers);
-  const auto look_up = [&](const kvmeld::Anchor& a) {
+  const auto look_up = [&](const kvmeld::anchors::Anchor& a) {
     return pool.look_up({.gamma = 1}, {.space = &pool.space(),
                                        .signature = {a.base.tokens(), a.vector},
                                        .vector = a.vector,
                                        .context = test::place(1),
                                        .request = {.tokens = 40}});
   };
-  for (const kvmeld::Anchor* a : {&first, &second, &first}) {
-    const kvmeld::AnchorLookup found = look_up(*a);
+  for (const kvmeld::anchors::Anchor* a : {&first, &second, &first}) {
+    const kvmeld::anchors::AnchorLookup found = look_up(*a);
     REQUIRE(found.decision.reuses());
-    std::vector<kvmeld::ContextOffset> offsets = offsets_at_hand(tiers, found, test::place(1));
+    std::vector<kvmeld::anchors::ContextOffset> offsets = offsets_at_hand(tiers, found, test::place(1));
     if (offsets.empty()) {
       move_all(tiers);
       offsets = offsets_at_hand(tiers, found, test::place(1));
@@ -86,28 +86,28 @@ TEST_CASE("offsets are at hand from memory, come back from a store by steps, and
 }
 
 TEST_CASE("two peers: what one commits the other finds, pulls and commits") {
-  kvmeld::MemoryHub hub;
+  kvmeld::stores::MemoryHub hub;
   auto left = *hub.join(1), right = *hub.join(2);
-  kvmeld::MemoryStore left_store, right_store;
-  const auto options = [](kvmeld::MemberId self) {
+  kvmeld::stores::MemoryStore left_store, right_store;
+  const auto options = [](kvmeld::replica::MemberId self) {
     test::Exchange::Options out;
     out.self = self;
     out.members = {1, 2};
-    out.frame.name_space = kvmeld::anchor_namespace(
-        kvmeld::AnchorSpace::of(*test::anchor_geometry()), kvmeld::SimHash{});
+    out.frame.scope = kvmeld::anchors::anchor_namespace(
+        kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()), kvmeld::anchors::SimHash{});
     return out;
   };
   test::Exchange one(left_store, options(1)), two(right_store, options(2));
-  test::Pool mine(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {}),
-      theirs(kvmeld::AnchorSpace::of(*test::anchor_geometry()), {});
+  test::Pool mine(kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()), {}),
+      theirs(kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()), {});
   // The writer is the owner by rank: what the other one pulls it holds for its pool alone.
   std::uint64_t number = 1;
-  while (one.owner(kvmeld::record_key(test::anchor(number, {1}, 40).id, test::place(1))) != 1)
+  while (one.owner(kvmeld::anchors::record_key(test::anchor(number, {1}, 40).id, test::place(1))) != 1)
     ++number;
-  const kvmeld::Anchor anchor = test::anchor(number, {1}, 40);
-  const auto key = kvmeld::record_key(anchor.id, test::place(1));
+  const kvmeld::anchors::Anchor anchor = test::anchor(number, {1}, 40);
+  const auto key = kvmeld::anchors::record_key(anchor.id, test::place(1));
   REQUIRE(mine.commit(anchor).ok());
-  const std::uint64_t signature = *kvmeld::SimHash{}.sign({anchor.base.tokens(), anchor.vector});
+  const std::uint64_t signature = *kvmeld::anchors::SimHash{}.sign({anchor.base.tokens(), anchor.vector});
   bool asked = false;
   for (std::int64_t now = 0; now < 60'000 && theirs.size() == 0; now += 50) {
     REQUIRE(take_turn(one, mine, left, now).ok());
@@ -122,7 +122,7 @@ TEST_CASE("two peers: what one commits the other finds, pulls and commits") {
   for (std::int64_t now = 60'000; now < 61'000; now += 50)
     REQUIRE(take_turn(two, theirs, right, now).ok());
   CHECK(two.holds(key));
-  CHECK(kvmeld::load_anchor(right_store, *two.directory().find(key), two.options().format).ok());
+  CHECK(kvmeld::anchors::load_anchor(right_store, *two.directory().find(key), two.options().format).ok());
 }
 
 TEST_CASE("docs/anchor_peers.md shows this code") {

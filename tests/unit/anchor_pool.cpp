@@ -6,22 +6,21 @@
 #include <set>
 #include <tuple>
 
-#include <kvmeld/anchor/anchor_pool.hpp>
-#include <kvmeld/anchor/interpolate_offsets.hpp>
-#include <kvmeld/anchor/presets.hpp>
-#include <kvmeld/state/anchor_record.hpp>
+#include <kvmeld/anchors/pool.hpp>
+#include <kvmeld/anchors/reuse.hpp>
+#include <kvmeld/anchors/detail/directory.hpp>
 
 #include "support/anchor_segments.hpp"
 #include "support/catch.hpp"
 
 namespace {
 
-using kvmeld::Anchor;
-using kvmeld::AnchorPool;
-using kvmeld::AnchorSpace;
-using kvmeld::CommitResult;
+using kvmeld::anchors::Anchor;
+using kvmeld::anchors::AnchorPool;
+using kvmeld::anchors::AnchorSpace;
+using kvmeld::anchors::CommitResult;
 using kvmeld::ErrorCode;
-using kvmeld::ReuseReason;
+using kvmeld::anchors::ReuseReason;
 
 const std::shared_ptr<const kvmeld::Geometry> shape =
     test::geometry({.layers = 2, .heads = 1, .channels = 2});
@@ -35,13 +34,13 @@ Anchor bare(std::uint8_t n) {
   for (std::int64_t t = 0; t < tokens; ++t)
     ids.push_back(1000 * n + static_cast<kvmeld::TokenId>(t));
   const auto sealed = kvmeld::seal(cache.ref(), {.tokens = ids});
-  auto anchor = *kvmeld::make_anchor(*sealed, {static_cast<float>(n), 0});
+  auto anchor = *kvmeld::anchors::make_anchor(*sealed, {static_cast<float>(n), 0});
   anchor.id = test::anchor_id(n);
   return anchor;
 }
 kvmeld::Digest128 context(std::uint64_t c) { return {c, 7}; }
-kvmeld::ContextOffset delta(const Anchor& anchor, std::uint64_t c) {
-  return {context(c), *kvmeld::measure_offset(anchor.base, anchor.base), {}};
+kvmeld::anchors::ContextOffset delta(const Anchor& anchor, std::uint64_t c) {
+  return {context(c), *kvmeld::anchors::measure_offset(anchor.base, anchor.base), {}};
 }
 
 /// What the pool should be, in plain containers.
@@ -69,13 +68,13 @@ struct Model {
       }
       std::sort(ages.begin(), ages.end());
       std::size_t window = ages.size();
-      if constexpr (std::is_same_v<Eviction, kvmeld::WindowLFU>)
+      if constexpr (std::is_same_v<Eviction, kvmeld::anchors::WindowLFU>)
         window = std::min<std::size_t>(window, 5);
       int victim = -1;
       std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> lowest;
       for (std::size_t i = 0; i < window; ++i) {
         const Entry& e = entries[ages[i].second];
-        const auto key = std::is_same_v<Eviction, kvmeld::LRU>
+        const auto key = std::is_same_v<Eviction, kvmeld::anchors::LRU>
                              ? std::tuple(e.last, e.inserted, e.inserted)
                              : std::tuple(e.uses, e.last, e.inserted);
         if (victim < 0 || key < lowest) victim = ages[i].second, lowest = key;
@@ -95,7 +94,7 @@ void compare_with_model(std::size_t operations, Eviction eviction) {
     return out;
   }();
   static const auto deltas = [] {
-    std::vector<std::vector<kvmeld::ContextOffset>> out;
+    std::vector<std::vector<kvmeld::anchors::ContextOffset>> out;
     for (const Anchor& a : anchors) {
       out.emplace_back();
       for (std::uint64_t c = 0; c < contexts; ++c) out.back().push_back(delta(a, c));
@@ -106,7 +105,7 @@ void compare_with_model(std::size_t operations, Eviction eviction) {
   Model model;
   model.most = 20;
   model.most_bytes = 2600;
-  AnchorPool<kvmeld::XxHash, Eviction> pool(space, {model.most, model.most_bytes}, {}, eviction);
+  AnchorPool<kvmeld::anchors::XxHash, Eviction> pool(space, {model.most, model.most_bytes}, {}, eviction);
   test::Random random(11);
   std::size_t reused = 0, evicted_some = 0;
   for (std::size_t op = 0; op < operations; ++op) {
@@ -158,7 +157,7 @@ void compare_with_model(std::size_t operations, Eviction eviction) {
         }
         break;
       default: {
-        const kvmeld::AnchorQuery query{&space,
+        const kvmeld::anchors::AnchorQuery query{&space,
                                         {.tokens = anchor.base.tokens()},
                                         anchor.vector,
                                         context(c),
@@ -193,7 +192,7 @@ void compare_with_model(std::size_t operations, Eviction eviction) {
         sum += a.bytes();
         const auto e = model.entries.find(name);
         good = good && e != model.entries.end() && a.offsets.size() == e->second.contexts.size() &&
-               now->table.signature(i) == *kvmeld::XxHash{}.sign({.tokens = a.base.tokens()});
+               now->table.signature(i) == *kvmeld::anchors::XxHash{}.sign({.tokens = a.base.tokens()});
         const auto use = now->table.row(i).use->read();
         good = good && use.uses == e->second.uses && use.last_used == e->second.last &&
                use.inserted == e->second.inserted;
@@ -211,9 +210,9 @@ void compare_with_model(std::size_t operations, Eviction eviction) {
 }  // namespace
 
 TEST_CASE("index and store equal a plain model under 10^6 random operations") {
-  compare_with_model(340000, kvmeld::LRU{});
-  compare_with_model(330000, kvmeld::LFU{});
-  compare_with_model(330000, kvmeld::WindowLFU{5});
+  compare_with_model(340000, kvmeld::anchors::LRU{});
+  compare_with_model(330000, kvmeld::anchors::LFU{});
+  compare_with_model(330000, kvmeld::anchors::WindowLFU{5});
 }
 
 TEST_CASE("an update at capacity evicts nobody") {
@@ -251,7 +250,7 @@ TEST_CASE("another namespace is a miss with its reason, and nothing approximate 
   const AnchorSpace space = AnchorSpace::of(*shape);
   AnchorPool<> pool(space, {10, 1 << 20});
   const Anchor plain = bare(4);
-  const kvmeld::SignatureInput input{.tokens = plain.base.tokens()};
+  const kvmeld::anchors::SignatureInput input{.tokens = plain.base.tokens()};
   const auto ask = [&](const AnchorSpace* asked, kvmeld::Digest128 where = context(1)) {
     return pool
         .look_up({}, {asked, input, plain.vector, where, {.tokens = plain.base.token_count()}})
@@ -287,7 +286,7 @@ TEST_CASE("another namespace is a miss with its reason, and nothing approximate 
   blended.offsets = {delta(blended, 1)};
   REQUIRE(pool.commit(blended).ok());
   REQUIRE(pool.find_exact({.tokens = blended.base.tokens()}, context(1)) == nullptr);
-  AnchorPool<kvmeld::EmbeddingHash> unsigned_pool(space, {10, 1 << 20});
+  AnchorPool<kvmeld::anchors::EmbeddingHash> unsigned_pool(space, {10, 1 << 20});
   REQUIRE(unsigned_pool.commit(plain).ok());
   REQUIRE(unsigned_pool.look_up({}, {&space, input, plain.vector, context(1), {.tokens = 1}})
               .decision.reason == ReuseReason::unsigned_segment);
@@ -299,25 +298,25 @@ TEST_CASE("two pictures behind the same placeholder ids are two anchors to every
   const std::vector<kvmeld::TokenId> ids{1, 900, 2};
   const auto anchor = [&](std::uint64_t seed) {
     const auto sealed = test::sealed(pictures, 3, seed, {.tokens = ids});
-    return *kvmeld::make_anchor(sealed.fragment, {static_cast<float>(seed), 0});
+    return *kvmeld::anchors::make_anchor(sealed.fragment, {static_cast<float>(seed), 0});
   };
   Anchor cat = anchor(1);
   const Anchor dog = anchor(2);
   REQUIRE(cat.id != dog.id);
   REQUIRE(std::ranges::equal(cat.base.tokens(), dog.base.tokens()));
 
-  const auto unsaid = kvmeld::measure_offset(dog.base, cat.base);
+  const auto unsaid = kvmeld::anchors::measure_offset(dog.base, cat.base);
   REQUIRE(unsaid.status().code() == ErrorCode::tokens_required);
   REQUIRE(unsaid.status().message().find("OffsetOptions::of") != std::string::npos);
-  REQUIRE(kvmeld::measure_offset(cat.base, cat.base, {.of = dog.base.id()}).status().code() ==
+  REQUIRE(kvmeld::anchors::measure_offset(cat.base, cat.base, {.of = dog.base.id()}).status().code() ==
           ErrorCode::tokens_required);
-  const auto said = kvmeld::measure_offset(cat.base, cat.base, {.of = cat.base.id()});
+  const auto said = kvmeld::anchors::measure_offset(cat.base, cat.base, {.of = cat.base.id()});
   REQUIRE(said.ok());
 
   cat.offsets = {{context(1), *said, {}}};
   AnchorPool<> pool(AnchorSpace::of(*pictures), {10, 1 << 20});
   REQUIRE(pool.commit(cat).ok());
-  const auto found = [&](const kvmeld::SignatureInput& input) {
+  const auto found = [&](const kvmeld::anchors::SignatureInput& input) {
     return pool.find_exact(input, context(1)) != nullptr;
   };
   REQUIRE_FALSE(found({.tokens = dog.base.tokens()}));
@@ -326,12 +325,12 @@ TEST_CASE("two pictures behind the same placeholder ids are two anchors to every
   REQUIRE(pool.find_exact(cat.id, context(1)) != nullptr);
   REQUIRE(pool.find_exact(cat.id, context(2)) == nullptr);
   REQUIRE(pool.find_exact(dog.id, context(1)) == nullptr);
-  REQUIRE(kvmeld::text_digest(cat.base) == kvmeld::Digest128{});
-  REQUIRE(kvmeld::text_digest(bare(1).base) == kvmeld::text_digest(bare(1).base.tokens()));
+  REQUIRE(kvmeld::anchors::text_digest(cat.base) == kvmeld::Digest128{});
+  REQUIRE(kvmeld::anchors::text_digest(bare(1).base) == kvmeld::anchors::text_digest(bare(1).base.tokens()));
 
   const auto shared = std::make_shared<const Anchor>(cat);
   const float weight = 1;
-  const auto aligned = kvmeld::aligned_offsets(
+  const auto aligned = kvmeld::anchors::aligned_offsets(
       std::span(&shared, 1), std::span(&weight, 1), context(1), ids,
       {.match = {.mode = kvmeld::MatchMode::edit_distance}, .similarity = 0.1F});
   REQUIRE(aligned.ok());
@@ -346,7 +345,7 @@ TEST_CASE("offsets from bases behind one context never meet bases behind another
   behind.lead_in = {3, 4};
   const auto alone = kvmeld::seal(cache.ref(), {.tokens = ids, .positions = {}, .context = behind});
   REQUIRE(alone.ok());
-  Anchor anchor = *kvmeld::make_anchor(*alone, {1, 0});
+  Anchor anchor = *kvmeld::anchors::make_anchor(*alone, {1, 0});
   anchor.offsets = {delta(anchor, 1)};
   const AnchorSpace plain = AnchorSpace::of(*shape), led = AnchorSpace::of(anchor.base);
   REQUIRE(led == AnchorSpace::of(*shape, behind));
@@ -365,11 +364,11 @@ TEST_CASE("offsets from bases behind one context never meet bases behind another
 TEST_CASE("bad input has its reason in every look-up, and every reason is counted") {
   const AnchorSpace space = AnchorSpace::of(*shape);
   AnchorPool<> pool(space, {10, 1 << 20});
-  const kvmeld::ReuseRule any{.similarity = 0};
+  const kvmeld::anchors::ReuseRule any{.similarity = 0};
   const std::vector<float> here{0, 0};
   const std::vector<kvmeld::TokenId> ids{1, 2, 3};
-  const auto ask = [&](kvmeld::ReuseRequest request, std::span<const float> vector,
-                       kvmeld::ReuseRule rule) {
+  const auto ask = [&](kvmeld::anchors::ReuseRequest request, std::span<const float> vector,
+                       kvmeld::anchors::ReuseRule rule) {
     const auto found = pool.look_up(rule, {&space, {.tokens = ids}, vector, context(1), request});
     if (!found.decision.reuses()) REQUIRE(found.anchors.empty());
     return found.decision.reason;
@@ -386,7 +385,7 @@ TEST_CASE("bad input has its reason in every look-up, and every reason is counte
   REQUIRE(ask({.tokens = 4}, here, any) == ReuseReason::too_short);
   REQUIRE(ask({.tokens = 3, .last_position = 4096, .trained_context = 4096}, here, any) ==
           ReuseReason::beyond_trained_context);
-  REQUIRE(ask({.tokens = 3, .consumer = kvmeld::Consumer::never_approximate}, here, any) ==
+  REQUIRE(ask({.tokens = 3, .consumer = kvmeld::anchors::Consumer::never_approximate}, here, any) ==
           ReuseReason::exact_required);
   REQUIRE(ask({.tokens = 3}, here, {.similarity = 0, .gamma = -1}) == ReuseReason::invalid_rule);
   REQUIRE(ask({.tokens = 3}, here, {.similarity = 1}) == ReuseReason::below_threshold);
@@ -429,11 +428,11 @@ TEST_CASE(
   AnchorPool<> pool(space, {10, 1 << 20});
   const test::Segment s(shape, 4, 1);
   // layer 1 lacks tokens 0 and 1
-  const auto lacking = kvmeld::measure_offset(s.in_context(2).at(9, {0, 2}), s.at(0));
-  Anchor anchor = *kvmeld::make_anchor(s.at(0), {0, 0});
+  const auto lacking = kvmeld::anchors::measure_offset(s.in_context(2).at(9, {0, 2}), s.at(0));
+  Anchor anchor = *kvmeld::anchors::make_anchor(s.at(0), {0, 0});
   anchor.offsets = {{context(1), *lacking, {}}};
   REQUIRE(pool.commit(anchor).ok());
-  const auto ask = [&](kvmeld::ReuseRule rule = {}) {
+  const auto ask = [&](kvmeld::anchors::ReuseRule rule = {}) {
     return pool.look_up(
         rule, {&space, {.tokens = anchor.base.tokens()}, anchor.vector, context(1), {.tokens = 4}});
   };
@@ -441,25 +440,25 @@ TEST_CASE(
 
   // V = 0 everywhere: vectors of mean values are 0, all distances too, so all weights are equal;
   // and V is what the offsets say.
-  std::vector<kvmeld::ReuseOffset> offsets;
+  std::vector<kvmeld::anchors::ReuseOffset> offsets;
   test::Segment silent = s;
   silent.values[1].assign(silent.values[1].size(), 0.0);
   silent.values[3].assign(silent.values[3].size(), 0.0);
-  const auto zero = kvmeld::mean_value_row(silent.at(0));
+  const auto zero = kvmeld::anchors::mean_value_row(silent.at(0));
   REQUIRE(zero.ok());
   REQUIRE(*zero == std::vector<float>(zero->size(), 0.0F));
-  std::vector<kvmeld::ReuseCandidate> candidates;
+  std::vector<kvmeld::anchors::ReuseCandidate> candidates;
   for (std::uint8_t n = 0; n < 2; ++n) {
-    const auto d = kvmeld::measure_offset(silent.in_context(n + 5U).at(3), silent.at(0));
+    const auto d = kvmeld::anchors::measure_offset(silent.in_context(n + 5U).at(3), silent.at(0));
     REQUIRE(d.ok());
     offsets.push_back({.anchor = test::anchor_id(n), .delta = *d});
-    candidates.push_back({test::anchor_id(n), kvmeld::l2_distance(*zero, *zero), 4, true, true});
+    candidates.push_back({test::anchor_id(n), kvmeld::anchors::l2_distance(*zero, *zero), 4, true, true});
   }
-  REQUIRE(kvmeld::decide({}, {.tokens = 4}, candidates).reason == ReuseReason::uncertain);
-  const auto equal = kvmeld::decide({.gamma = 1}, {.tokens = 4}, candidates);
+  REQUIRE(kvmeld::anchors::decide({}, {.tokens = 4}, candidates).reason == ReuseReason::uncertain);
+  const auto equal = kvmeld::anchors::decide({.gamma = 1}, {.tokens = 4}, candidates);
   REQUIRE(equal.weights == std::vector<float>{0.5F, 0.5F});
   for (std::size_t i = 0; i < 2; ++i) offsets[i].weight = equal.weights[i];
-  const kvmeld::ReusePart part{.base = silent.at(0), .position = 7, .offsets = offsets};
+  const kvmeld::anchors::ReusePart part{.base = silent.at(0), .position = 7, .offsets = offsets};
   test::Segment expected = silent;
   for (std::size_t i = 0; i < expected.values[3].size(); ++i) {
     for (const std::uint64_t seed : {5U, 6U}) {
@@ -489,14 +488,14 @@ TEST_CASE("what a reader holds outlives its eviction, and an agent's copy of a t
   REQUIRE(pool.commit(bare(2)).ok());
   REQUIRE(pool.size() == 1);
   REQUIRE(before->table.anchor(0)->id == first.id);
-  const kvmeld::ReusePart part{
+  const kvmeld::anchors::ReusePart part{
       .base = first.base,
       .position = 3,
       .offsets = {{held.anchors[0]->id, held.anchors[0]->find(context(1))->segment}}};
   REQUIRE(!test::rendered({&part, 1}, shape).empty());
   std::weak_ptr<const Anchor> gone = before->table.anchor(0);
 
-  kvmeld::AnchorTable mine = before->table;
+  kvmeld::anchors::AnchorTable mine = before->table;
   mine.erase(0);
   REQUIRE(mine.size() == 0);
   REQUIRE(before->table.size() == 1);
@@ -514,13 +513,13 @@ TEST_CASE("nothing that was evicted lingers") {
 }
 
 TEST_CASE("tables of several pages scan as one") {
-  kvmeld::AnchorTable table;
+  kvmeld::anchors::AnchorTable table;
   const auto anchor = std::make_shared<const Anchor>(bare(1));
   test::Random random(5);
   std::vector<std::uint64_t> signatures;
   for (int i = 0; i < 5000; ++i) {
     signatures.push_back(i % 50 == 0 ? 0xFFU << (i % 7) : random.next());
-    table.push_back(signatures.back(), {anchor, std::make_shared<kvmeld::detail::UseCell>()});
+    table.push_back(signatures.back(), {anchor, std::make_shared<kvmeld::anchors::detail::UseCell>()});
   }
   for (int i = 0; i < 1500; ++i) {
     const std::size_t at = random.below(table.size());
@@ -529,7 +528,7 @@ TEST_CASE("tables of several pages scan as one") {
     signatures.pop_back();
   }
   REQUIRE(table.size() == 3500);
-  kvmeld::AnchorTable at_once;
+  kvmeld::anchors::AnchorTable at_once;
   at_once.append(signatures, table.row(0));
   at_once.append(std::span(signatures).first(70), table.row(0));
   REQUIRE(at_once.size() == 3570);
@@ -540,7 +539,7 @@ TEST_CASE("tables of several pages scan as one") {
   REQUIRE(same);
   REQUIRE(table.bytes() == 3500 * anchor->bytes());
   for (const int distance : {0, 9, 16}) {
-    std::vector<kvmeld::HammingHit> hits, expected;
+    std::vector<kvmeld::anchors::HammingHit> hits, expected;
     table.scan(0xFF, distance, hits);
     for (std::uint32_t i = 0; i < 3500; ++i) {
       const int d = std::popcount(signatures[i] ^ 0xFFU);
@@ -553,7 +552,7 @@ TEST_CASE("tables of several pages scan as one") {
 
 TEST_CASE("large tables find through their index what a plain loop finds") {
   const auto anchor = std::make_shared<const Anchor>(bare(1));
-  const kvmeld::AnchorTable::Row row{anchor, std::make_shared<kvmeld::detail::UseCell>()};
+  const kvmeld::anchors::AnchorTable::Row row{anchor, std::make_shared<kvmeld::anchors::detail::UseCell>()};
   test::Random random(6);
   const std::uint64_t query = random.next();
   const auto draw = [&] {
@@ -567,12 +566,12 @@ TEST_CASE("large tables find through their index what a plain loop finds") {
   };
   std::vector<std::uint64_t> signatures;
   for (int i = 0; i < 90000; ++i) signatures.push_back(draw());
-  kvmeld::AnchorTable table;
+  kvmeld::anchors::AnchorTable table;
   table.append(signatures, row);
   const auto same = [&] {
     bool good = table.size() == signatures.size();
     for (const int distance : {-1, 0, 3, 9, 12, 16, 19, 20}) {
-      std::vector<kvmeld::HammingHit> hits{{7, 7}}, expected{{7, 7}};
+      std::vector<kvmeld::anchors::HammingHit> hits{{7, 7}}, expected{{7, 7}};
       table.scan(query, distance, hits);
       for (std::uint32_t i = 0; i < signatures.size(); ++i) {
         const int d = std::popcount(signatures[i] ^ query);
@@ -583,13 +582,13 @@ TEST_CASE("large tables find through their index what a plain loop finds") {
     return good;
   };
   REQUIRE(same());
-  std::vector<kvmeld::HammingHit> found;
-  REQUIRE(kvmeld::MultiIndex::build(signatures).find(query, 9, found));
+  std::vector<kvmeld::anchors::HammingHit> found;
+  REQUIRE(kvmeld::anchors::MultiIndex::build(signatures).find(query, 9, found));
   REQUIRE(found.size() > 90000 / 40 / 4);
-  REQUIRE_FALSE(kvmeld::MultiIndex::build(signatures).find(query, 20, found));
+  REQUIRE_FALSE(kvmeld::anchors::MultiIndex::build(signatures).find(query, 20, found));
   // A crowd of equal signatures is left to the scan.
   REQUIRE_FALSE(
-      kvmeld::MultiIndex::build(std::vector<std::uint64_t>(90000, query)).find(query, 3, found));
+      kvmeld::anchors::MultiIndex::build(std::vector<std::uint64_t>(90000, query)).find(query, 3, found));
   const auto change = [&](int times, int of_eight) {
     for (int i = 0; i < times; ++i) {
       if (static_cast<int>(random.below(8)) < of_eight) {
@@ -603,7 +602,7 @@ TEST_CASE("large tables find through their index what a plain loop finds") {
       }
     }
   };
-  const kvmeld::AnchorTable before = table;
+  const kvmeld::anchors::AnchorTable before = table;
   for (int round = 0; round < 4; ++round) {  // both sides of the index being made anew
     change(1500, 4);
     REQUIRE(same());
@@ -623,23 +622,23 @@ TEST_CASE("large tables find through their index what a plain loop finds") {
 }
 
 TEST_CASE("presets stay under their budget") {
-  const auto light = kvmeld::presets::light(1 << 20);
+  const auto light = kvmeld::anchors::presets::light(1 << 20);
   REQUIRE(light.capacity.bytes == 1 << 20);
-  REQUIRE(kvmeld::max_distance(light.rule.similarity) == 16);
-  REQUIRE(kvmeld::max_distance(kvmeld::presets::heavy(1).rule.similarity) == 9);
-  REQUIRE(kvmeld::kv_bytes_per_token(*shape) == 32);
-  REQUIRE(kvmeld::anchor_memory(*shape, 10, 3, 2) == 10 * 3 * (32 + 2 * 16));
-  REQUIRE(kvmeld::anchor_memory(*shape, 10, 3, 2, 0) == 10 * 3 * 3 * 32);
+  REQUIRE(kvmeld::anchors::max_distance(light.rule.similarity) == 16);
+  REQUIRE(kvmeld::anchors::max_distance(kvmeld::anchors::presets::heavy(1).rule.similarity) == 9);
+  REQUIRE(kvmeld::anchors::kv_bytes_per_token(*shape) == 32);
+  REQUIRE(kvmeld::anchors::anchor_memory(*shape, 10, 3, 2) == 10 * 3 * (32 + 2 * 16));
+  REQUIRE(kvmeld::anchors::anchor_memory(*shape, 10, 3, 2, 0) == 10 * 3 * 3 * 32);
   // docs/anchors.md: 256 tokens with offsets for three contexts, in f16.
   const auto gib = [](const kvmeld::Geometry& g, std::int64_t anchors) {
-    return static_cast<double>(kvmeld::anchor_memory(g, anchors, 256, 3)) / (1 << 30);
+    return static_cast<double>(kvmeld::anchors::anchor_memory(g, anchors, 256, 3)) / (1 << 30);
   };
   const auto half_billion =
       test::geometry({.type = kvmeld::ElementType::f16, .layers = 24, .heads = 2, .channels = 64});
   const auto eight_billion =
       test::geometry({.type = kvmeld::ElementType::f16, .layers = 32, .heads = 8, .channels = 128});
-  REQUIRE(kvmeld::kv_bytes_per_token(*half_billion) == 12 << 10);
-  REQUIRE(kvmeld::kv_bytes_per_token(*eight_billion) == 128 << 10);
+  REQUIRE(kvmeld::anchors::kv_bytes_per_token(*half_billion) == 12 << 10);
+  REQUIRE(kvmeld::anchors::kv_bytes_per_token(*eight_billion) == 128 << 10);
   REQUIRE(gib(*half_billion, 500) == Approx(5.7).margin(0.05));
   REQUIRE(gib(*half_billion, 1000) == Approx(11.4).margin(0.05));
   REQUIRE(gib(*half_billion, 3000) == Approx(34.1).margin(0.05));

@@ -5,16 +5,16 @@
 #include <thread>
 #include <vector>
 
-#include <kvmeld/anchor/anchor_pool.hpp>
+#include <kvmeld/anchors/pool.hpp>
 
 #include "support/anchor_segments.hpp"
 #include "support/catch.hpp"
 
 namespace {
 
-using kvmeld::Anchor;
-using kvmeld::AnchorPool;
-using kvmeld::AnchorSpace;
+using kvmeld::anchors::Anchor;
+using kvmeld::anchors::AnchorPool;
+using kvmeld::anchors::AnchorSpace;
 
 const std::shared_ptr<const kvmeld::Geometry> shape =
     test::geometry({.layers = 2, .heads = 1, .channels = 2});
@@ -24,7 +24,7 @@ Anchor bare(std::uint8_t n) {
   cache.fill(n);
   const auto ids = test::token_ids(2, 10 * n);
   auto anchor =
-      *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
+      *kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
   anchor.id = test::anchor_id(n);
   return anchor;
 }
@@ -37,7 +37,7 @@ bool whole(const Snapshot& now) {
   for (std::size_t i = 0; i < now.table.size(); ++i) {
     const Anchor& a = *now.table.anchor(i);
     bytes += a.bytes();
-    if (now.table.signature(i) != *kvmeld::SimHash{}.sign({.tokens = a.base.tokens()}))
+    if (now.table.signature(i) != *kvmeld::anchors::SimHash{}.sign({.tokens = a.base.tokens()}))
       return false;
     for (std::size_t o = 1; o < a.offsets.size(); ++o) {
       if (!(a.offsets[o - 1].context < a.offsets[o].context)) return false;
@@ -51,12 +51,12 @@ bool whole(const Snapshot& now) {
 TEST_CASE("readers see one version while writers commit and evict") {
   constexpr std::uint8_t names = 24;
   const AnchorSpace space = AnchorSpace::of(*shape);
-  AnchorPool<kvmeld::SimHash, kvmeld::LRU> pool(space, {16, 1 << 20});
+  AnchorPool<kvmeld::anchors::SimHash, kvmeld::anchors::LRU> pool(space, {16, 1 << 20});
   std::vector<Anchor> anchors;
   std::vector<kvmeld::Fragment> deltas;
   for (std::uint8_t n = 0; n < names; ++n) {
     anchors.push_back(bare(n));
-    deltas.push_back(*kvmeld::measure_offset(anchors[n].base, anchors[n].base));
+    deltas.push_back(*kvmeld::anchors::measure_offset(anchors[n].base, anchors[n].base));
   }
   std::atomic<bool> stop{false};
   std::atomic<int> broken{0}, reused{0};
@@ -108,7 +108,7 @@ TEST_CASE("readers see one version while writers commit and evict") {
 TEST_CASE("concurrent commits to one anchor all survive") {
   AnchorPool<> pool(AnchorSpace::of(*shape), {4, 1 << 20});
   const Anchor anchor = bare(1);
-  const auto delta = *kvmeld::measure_offset(anchor.base, anchor.base);
+  const auto delta = *kvmeld::anchors::measure_offset(anchor.base, anchor.base);
   REQUIRE(pool.commit(anchor).ok());
   constexpr std::uint64_t each = 50;
   std::vector<std::thread> threads;
@@ -117,7 +117,7 @@ TEST_CASE("concurrent commits to one anchor all survive") {
     threads.emplace_back([&, w] {
       for (std::uint64_t c = 0; c < each; ++c) {
         const auto done = pool.commit(anchor.id, {context(w * each + c), delta, {}});
-        if (done.ok() && *done == kvmeld::CommitResult::merged) merged.fetch_add(1);
+        if (done.ok() && *done == kvmeld::anchors::CommitResult::merged) merged.fetch_add(1);
       }
     });
   }

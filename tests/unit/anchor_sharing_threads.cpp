@@ -7,21 +7,21 @@
 #include <thread>
 #include <vector>
 
-#include <kvmeld/anchor/anchor_pool.hpp>
+#include <kvmeld/anchors/pool.hpp>
 
 #include "support/anchor_segments.hpp"
 #include "support/catch.hpp"
 
 namespace {
 
-using kvmeld::Anchor;
-using kvmeld::AnchorSpace;
-using kvmeld::AnchorTable;
+using kvmeld::anchors::Anchor;
+using kvmeld::anchors::AnchorSpace;
+using kvmeld::anchors::AnchorTable;
 
 const std::shared_ptr<const kvmeld::Geometry> shape =
     test::geometry({.layers = 2, .heads = 1, .channels = 2});
 const kvmeld::Digest128 context{1, 7};
-using Pool = kvmeld::AnchorPool<kvmeld::XxHash, kvmeld::LRU>;
+using Pool = kvmeld::anchors::AnchorPool<kvmeld::anchors::XxHash, kvmeld::anchors::LRU>;
 
 /// Payloads that are alive, of those that came through `counted`.
 std::atomic<int> live{0};
@@ -47,8 +47,8 @@ Anchor anchor(std::uint16_t n) {
   cache.fill(n);
   const std::vector<kvmeld::TokenId> ids{10 * n, 10 * n + 1};
   auto out =
-      *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
-  out.offsets.push_back({context, counted(*kvmeld::measure_offset(out.base, out.base)), {}});
+      *kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
+  out.offsets.push_back({context, counted(*kvmeld::anchors::measure_offset(out.base, out.base)), {}});
   out.base = counted(out.base);
   return out;
 }
@@ -68,9 +68,9 @@ TEST_CASE(
   {
     AnchorTable shared;
     std::vector<std::uint64_t> signatures;
-    for (std::uint64_t n = 0; n < 300; ++n) signatures.push_back(kvmeld::detail::mix_bits(n));
+    for (std::uint64_t n = 0; n < 300; ++n) signatures.push_back(kvmeld::extend::mix_bits(n));
     const auto one = std::make_shared<const Anchor>(anchor(1));
-    shared.append(signatures, {one, std::make_shared<kvmeld::detail::UseCell>()});
+    shared.append(signatures, {one, std::make_shared<kvmeld::anchors::detail::UseCell>()});
     std::atomic<int> broken{0};
     std::vector<std::thread> agents;
     for (std::uint16_t g = 0; g < 4; ++g) {
@@ -81,9 +81,9 @@ TEST_CASE(
         for (std::uint64_t i = 0; i < 20; ++i) {
           const std::size_t at = (g * 64U + i) % own.size();
           own.replace(at, mine);
-          own.push_back(1000U * g + i, {mine, std::make_shared<kvmeld::detail::UseCell>()});
+          own.push_back(1000U * g + i, {mine, std::make_shared<kvmeld::anchors::detail::UseCell>()});
           if (i % 3 == 0) own.erase(own.size() - 2);
-          std::vector<kvmeld::HammingHit> hits;
+          std::vector<kvmeld::anchors::HammingHit> hits;
           own.scan(1000U * g + i, 0, hits);
           if (hits.empty() || own.anchor(hits.back().index) != mine || own.anchor(at) != mine)
             broken.fetch_add(1);
@@ -248,7 +248,7 @@ TEST_CASE("look-ups of a pool do not make what its fork commits look old") {
   REQUIRE(own.commit(anchor(5)).ok());
   REQUIRE(!look_up(own, 2));
   // A fork of the fork counts on the same clock, and the clock outlives the pool that made it.
-  auto first = std::make_unique<Pool>(space, kvmeld::AnchorCapacity{2, 1 << 20});
+  auto first = std::make_unique<Pool>(space, kvmeld::anchors::AnchorCapacity{2, 1 << 20});
   REQUIRE(first->commit(anchor(1)).ok());
   const Pool second(*first);
   Pool third(second);

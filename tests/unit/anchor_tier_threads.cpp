@@ -8,9 +8,9 @@
 #include <thread>
 #include <vector>
 
-#include <kvmeld/session/anchor_tiers.hpp>
-#include <kvmeld/transport/file_store.hpp>
-#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/anchors/tiers.hpp>
+#include <kvmeld/stores/file.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "support/anchor_segments.hpp"
 #include "support/catch.hpp"
@@ -18,17 +18,17 @@
 
 namespace {
 
-using kvmeld::Anchor;
-using kvmeld::AnchorTiers;
+using kvmeld::anchors::Anchor;
+using kvmeld::anchors::AnchorTiers;
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
-using kvmeld::Tier;
-using kvmeld::TierAnswer;
+using kvmeld::anchors::Tier;
+using kvmeld::anchors::TierAnswer;
 
 const std::shared_ptr<const kvmeld::Geometry> shape =
     test::geometry({.layers = 2, .heads = 1, .channels = 4});
 const kvmeld::Digest128 context{1, 7};
-using Pool = kvmeld::AnchorPool<kvmeld::XxHash, kvmeld::LRU>;
+using Pool = kvmeld::anchors::AnchorPool<kvmeld::anchors::XxHash, kvmeld::anchors::LRU>;
 // 2 tokens; a Δ has one layer of two
 constexpr std::size_t base_bytes = 2 * 2 * 2 * 4 * 4, delta_bytes = base_bytes / 2;
 
@@ -44,13 +44,13 @@ Anchor anchor(std::uint8_t n, std::int64_t tokens = 2, std::uint64_t contexts = 
     positions.push_back(5 + t);
   }
   auto out =
-      *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
+      *kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
   for (std::uint64_t c = 0; c < contexts; ++c) {
     test::TestCache there(shape, tokens);
     alone.in_context(100U + n + 1000 * c).write(there, 5);
     const auto met = *kvmeld::seal(there.ref(), {.tokens = ids, .positions = positions});
     out.offsets.push_back(
-        {{context.low + c, context.high + c}, *kvmeld::measure_offset(met, out.base), {}});
+        {{context.low + c, context.high + c}, *kvmeld::anchors::measure_offset(met, out.base), {}});
   }
   return out;
 }
@@ -60,7 +60,7 @@ std::vector<Anchor> anchors(std::uint8_t count) {
   return out;
 }
 Pool pool_for(std::size_t count) {
-  return Pool(kvmeld::AnchorSpace::of(*shape), {count, std::size_t{1} << 30});
+  return Pool(kvmeld::anchors::AnchorSpace::of(*shape), {count, std::size_t{1} << 30});
 }
 const Fragment& delta(const Anchor& a) { return a.offsets[0].segment; }
 bool same_bytes(const Fragment& a, const Fragment& b) {
@@ -72,7 +72,7 @@ bool same_bytes(const Fragment& a, const Fragment& b) {
 /// A base with the bytes of another anchor's, under its own name.
 Anchor same_base(std::uint8_t n, const Anchor& other) {
   Anchor out = anchor(n, other.base.token_count(), 0);
-  out.base = kvmeld::detail::with_bytes(out.base, other.base.payloads()[0].bytes);
+  out.base = kvmeld::anchors::detail::with_bytes(out.base, other.base.payloads()[0].bytes);
   return out;
 }
 
@@ -96,7 +96,7 @@ struct Device {
 
 /// A store that fails, stands still, takes no more, or keeps everything, when it is told to.
 struct Moody {
-  kvmeld::MemoryStore inner{};
+  kvmeld::stores::MemoryStore inner{};
   // that it still takes
   std::shared_ptr<std::atomic<int>> puts = std::make_shared<std::atomic<int>>(1 << 30);
   std::shared_ptr<std::atomic<bool>> keeps = std::make_shared<std::atomic<bool>>(false);
@@ -123,7 +123,7 @@ struct Moody {
     return inner.erase(key);
   }
   kvmeld::Status add_record(std::span<const std::byte> bytes) { return inner.add_record(bytes); }
-  kvmeld::Result<kvmeld::RecordBatch> records(std::uint64_t cursor) {
+  kvmeld::Result<kvmeld::replica::RecordBatch> records(std::uint64_t cursor) {
     return inner.records(cursor);
   }
   kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
@@ -167,13 +167,13 @@ void settle(Tiers& tiers) {
 
 TEST_CASE("payloads leave the pool, fall to the file and come back as they were") {
   const test::TempFolder folder;
-  auto store = kvmeld::FileStore::open(folder / "store", {.durability = kvmeld::Durability::none});
+  auto store = kvmeld::stores::FileStore::open(folder / "store", {.durability = kvmeld::stores::Durability::none});
   REQUIRE(store.ok());
   const auto all = anchors(6);
   Pool pool = pool_for(10);
   AnchorTiers tiers(*store, {.host_bytes = 2 * (base_bytes + delta_bytes), .file_bytes = 1 << 20});
   for (const Anchor& a : all) {
-    REQUIRE(*tiers.commit(pool, a) == kvmeld::CommitResult::inserted);
+    REQUIRE(*tiers.commit(pool, a) == kvmeld::anchors::CommitResult::inserted);
     REQUIRE(tiers.bytes(Tier::host) <= 2 * (base_bytes + delta_bytes));
     REQUIRE(tiers.bytes(Tier::file) == file_bytes(folder));
   }
@@ -184,7 +184,7 @@ TEST_CASE("payloads leave the pool, fall to the file and come back as they were"
 
   // A look-up's anchor is a miss with a reason, then here; a plan over it gives the bytes of one
   // over the offset that was never away.
-  const auto space = kvmeld::AnchorSpace::of(*shape);
+  const auto space = kvmeld::anchors::AnchorSpace::of(*shape);
   const auto found = pool.look_up(
       {}, {&space, {.tokens = all[0].base.tokens()}, all[0].vector, context, {.tokens = 2}});
   REQUIRE(found.decision.reuses());
@@ -196,10 +196,10 @@ TEST_CASE("payloads leave the pool, fall to the file and come back as they were"
   got = tiers.take(found.anchors, context);
   REQUIRE(got.answer == TierAnswer::here);
   const auto blended = [&](const Fragment& d) {
-    kvmeld::ReuseOffset offset;
+    kvmeld::anchors::ReuseOffset offset;
     offset.anchor = all[0].id;
     offset.delta = d;
-    const kvmeld::ReusePart part{.base = all[0].base, .position = 9, .offsets = {offset}};
+    const kvmeld::anchors::ReusePart part{.base = all[0].base, .position = 9, .offsets = {offset}};
     return test::rendered({&part, 1}, shape);
   };
   REQUIRE(!blended(delta(all[0])).empty());
@@ -225,7 +225,7 @@ TEST_CASE("hits promote, bytes by age over frequency demote") {
   const auto all = anchors(4);
   Pool pool = pool_for(10);
   const Device device;
-  AnchorTiers tiers(kvmeld::MemoryStore(),
+  AnchorTiers tiers(kvmeld::stores::MemoryStore(),
                     {.device_bytes = delta_bytes,
                      .host_bytes = 2 * (base_bytes + delta_bytes),
                      .file_bytes = 1 << 20,
@@ -281,7 +281,7 @@ TEST_CASE("bytes, age and frequency each decide who leaves") {
     test::TestCache cache(shape, tokens);
     cache.fill(n);
     const auto ids = test::token_ids(tokens, 10 * n);
-    return *kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}),
+    return *kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}),
                                 {static_cast<float>(n)});
   };
   // One of two goes for a third; who, when the first was taken so often, then the second so often.
@@ -290,7 +290,7 @@ TEST_CASE("bytes, age and frequency each decide who leaves") {
     const Anchor first = bare(1, first_tokens), second = bare(2, 2), third = bare(3, third_tokens);
     Pool pool = pool_for(4);
     AnchorTiers tiers(
-        kvmeld::MemoryStore(),
+        kvmeld::stores::MemoryStore(),
         {.host_bytes = first.base.payloads()[0].byte_count + base_bytes, .file_bytes = 1 << 20});
     Fragment out;
     bool good = tiers.commit(pool, first).ok() && tiers.commit(pool, second).ok();
@@ -347,7 +347,7 @@ TEST_CASE("steps write what falls next, so that commits do not wait for the stor
 
 TEST_CASE("what is missing, damaged or too large is refused, and outputs stay") {
   const test::TempFolder folder;
-  auto store = kvmeld::FileStore::open(folder / "store", {.durability = kvmeld::Durability::none});
+  auto store = kvmeld::stores::FileStore::open(folder / "store", {.durability = kvmeld::stores::Durability::none});
   REQUIRE(store.ok());
   const auto all = anchors(4);
   Pool pool = pool_for(10);
@@ -385,7 +385,7 @@ TEST_CASE("what is missing, damaged or too large is refused, and outputs stay") 
   REQUIRE(gone.answer == TierAnswer::gone);
   REQUIRE(gone.gone_anchors == std::vector<kvmeld::FragmentId>{all[0].id});
   // Committed anew it is there again.
-  REQUIRE(*tiers.commit(pool, all[0]) == kvmeld::CommitResult::unchanged);
+  REQUIRE(*tiers.commit(pool, all[0]) == kvmeld::anchors::CommitResult::unchanged);
   REQUIRE(tiers.take({&shell, 1}, context).answer == TierAnswer::here);
 
   // A file that somebody took away.
@@ -397,22 +397,22 @@ TEST_CASE("what is missing, damaged or too large is refused, and outputs stay") 
   // Anchors without bytes, and beyond the budgets.
   const auto held = tiers.bytes(Tier::host) + tiers.bytes(Tier::file);
   Anchor bare = all[2];
-  bare.base = kvmeld::detail::with_bytes(bare.base, nullptr);
+  bare.base = kvmeld::anchors::detail::with_bytes(bare.base, nullptr);
   REQUIRE(tiers.commit(pool, bare).status().code() == ErrorCode::payload_missing);
-  AnchorTiers small(kvmeld::MemoryStore(), {.host_bytes = base_bytes + delta_bytes - 1});
+  AnchorTiers small(kvmeld::stores::MemoryStore(), {.host_bytes = base_bytes + delta_bytes - 1});
   Pool other = pool_for(4);
   REQUIRE(small.commit(other, all[2]).status().code() == ErrorCode::store_full);
   REQUIRE(small.bytes(Tier::host) == 0);
   REQUIRE(other.size() == 0);
   // A refusal of the pool takes the payloads out again.
-  Pool none(kvmeld::AnchorSpace::of(*shape), {0, 1 << 20});
-  AnchorTiers large(kvmeld::MemoryStore(), {});
+  Pool none(kvmeld::anchors::AnchorSpace::of(*shape), {0, 1 << 20});
+  AnchorTiers large(kvmeld::stores::MemoryStore(), {});
   REQUIRE(large.commit(none, all[2]).status().code() == ErrorCode::store_full);
   REQUIRE(large.commit(none, all[2].id, all[2].offsets[0]).status().code() == ErrorCode::not_found);
   REQUIRE(large.bytes(Tier::host) == 0);
   REQUIRE(tiers.bytes(Tier::host) + tiers.bytes(Tier::file) == held);
   // Without a file, what falls is lost and said to be.
-  AnchorTiers host_only(kvmeld::MemoryStore(), {.host_bytes = base_bytes + delta_bytes});
+  AnchorTiers host_only(kvmeld::stores::MemoryStore(), {.host_bytes = base_bytes + delta_bytes});
   Pool lossy = pool_for(4);
   REQUIRE(host_only.commit(lossy, all[0]).ok());
   REQUIRE(host_only.commit(lossy, all[1]).ok());
@@ -437,7 +437,7 @@ TEST_CASE("a commit does not make room for itself by its own payloads") {
   };
   // Without a file: the base is fresh, and by bytes · age / frequency soon the first to go.
   Pool pool = pool_for(20);
-  AnchorTiers host_only(kvmeld::MemoryStore(), {.host_bytes = 8 * (base_bytes + delta_bytes)});
+  AnchorTiers host_only(kvmeld::stores::MemoryStore(), {.host_bytes = 8 * (base_bytes + delta_bytes)});
   for (std::size_t i = 0; i < 8; ++i) REQUIRE(host_only.commit(pool, used[i]).ok());
   use_all(host_only);
   REQUIRE(host_only.commit(pool, large).ok());
@@ -448,7 +448,7 @@ TEST_CASE("a commit does not make room for itself by its own payloads") {
   // By way of a full file: host memory has room for the base or the Δ, and all in the file are
   // worth more.
   Pool filed = pool_for(20);
-  AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = large.base.payloads()[0].byte_count,
+  AnchorTiers tiers(kvmeld::stores::MemoryStore(), {.host_bytes = large.base.payloads()[0].byte_count,
                                             .file_bytes = large_bytes,
                                             .host_hits = 1U << 30U});
   for (const Anchor& a : used) REQUIRE(tiers.commit(filed, a).ok());
@@ -466,7 +466,7 @@ TEST_CASE("a commit does not make room for itself by its own payloads") {
 TEST_CASE(
     "whether an anchor fits is decided with what is there of it, before anything is dropped") {
   Pool pool = pool_for(10);
-  AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = 2 * (base_bytes + delta_bytes)});
+  AnchorTiers tiers(kvmeld::stores::MemoryStore(), {.host_bytes = 2 * (base_bytes + delta_bytes)});
   const Anchor first = anchor(1), second = anchor(2), four = anchor(1, 2, 4),
                five = anchor(1, 2, 5);
   REQUIRE(base_bytes + 4 * delta_bytes == 2 * (base_bytes + delta_bytes));
@@ -479,7 +479,7 @@ TEST_CASE(
     REQUIRE(tiers.take(a->base, out) == TierAnswer::here);
     REQUIRE(tiers.take(delta(*a), out) == TierAnswer::here);
   }
-  REQUIRE(*tiers.commit(pool, four) == kvmeld::CommitResult::merged);
+  REQUIRE(*tiers.commit(pool, four) == kvmeld::anchors::CommitResult::merged);
   REQUIRE(tiers.take(second.base, out) == TierAnswer::gone);
   REQUIRE(tiers.take(four.base, out) == TierAnswer::here);
   for (const auto& offset : four.offsets)
@@ -490,7 +490,7 @@ TEST_CASE(
   twice.offsets.push_back(twice.offsets[0]);
   twice.offsets[1].context.low += 1;
   Pool other = pool_for(4);
-  AnchorTiers exact(kvmeld::MemoryStore(), {.host_bytes = base_bytes + delta_bytes});
+  AnchorTiers exact(kvmeld::stores::MemoryStore(), {.host_bytes = base_bytes + delta_bytes});
   REQUIRE(exact.commit(other, twice).ok());
   REQUIRE(exact.bytes(Tier::host) == base_bytes + delta_bytes);
 }
@@ -503,7 +503,7 @@ TEST_CASE("a commit that the pool or the store refuses late displaces nothing") 
   // By a pool that takes no anchor so large: tiers have to let go of three for it, which they would
   // have to write or lose.
   for (const std::size_t file_bytes : {std::size_t{0}, one, std::size_t{1} << 20}) {
-    Pool pool(kvmeld::AnchorSpace::of(*shape), {10, 5 * all[0].bytes()});
+    Pool pool(kvmeld::anchors::AnchorSpace::of(*shape), {10, 5 * all[0].bytes()});
     Moody store;
     AnchorTiers tiers(store, {.host_bytes = 7 * one, .file_bytes = file_bytes});
     for (std::size_t i = 0; i < 4; ++i) REQUIRE(tiers.commit(pool, all[i]).ok());
@@ -644,7 +644,7 @@ TEST_CASE("what the pool lets go of for a newcomer is room for it") {
   const auto all = anchors(5);
   constexpr std::size_t one = base_bytes + delta_bytes;
   Pool pool = pool_for(4);
-  AnchorTiers tiers(kvmeld::MemoryStore(), {.host_bytes = 4 * one});
+  AnchorTiers tiers(kvmeld::stores::MemoryStore(), {.host_bytes = 4 * one});
   for (std::size_t i = 0; i < 4; ++i) REQUIRE(tiers.commit(pool, all[i]).ok());
   Fragment out;
   // to the tiers the first is worth most, to the pool, in which nobody looked for it, least
@@ -665,13 +665,13 @@ TEST_CASE("what the pool lets go of for a newcomer is room for it") {
 
 TEST_CASE("budgets hold after every one of many calls, and everything that is here is right") {
   const test::TempFolder folder;
-  auto store = kvmeld::FileStore::open(folder / "store", {.durability = kvmeld::Durability::none});
+  auto store = kvmeld::stores::FileStore::open(folder / "store", {.durability = kvmeld::stores::Durability::none});
   REQUIRE(store.ok());
   constexpr std::uint8_t names = 14;
   const auto all = anchors(names);
   const Device device;
   Pool pool = pool_for(10);
-  const kvmeld::TierOptions options{.device_bytes = 3 * delta_bytes,
+  const kvmeld::anchors::TierOptions options{.device_bytes = 3 * delta_bytes,
                                     .host_bytes = 4 * base_bytes,
                                     .file_bytes = 7 * base_bytes,
                                     .host_hits = 2,
@@ -808,7 +808,7 @@ TEST_CASE("an upload for which there is no room does not hold up what is behind 
   // The device is full of an only copy, and host memory of what is wanted there most.
   for (const std::size_t ahead_bytes : {std::size_t{0}, base_bytes}) {
     Pool pool = pool_for(4);
-    AnchorTiers tiers(kvmeld::MemoryStore(),
+    AnchorTiers tiers(kvmeld::stores::MemoryStore(),
                       {.device_bytes = base_bytes,
                        .host_bytes = base_bytes,
                        .file_bytes = 1 << 20,
@@ -852,7 +852,7 @@ TEST_CASE("an upload that stays impossible displaces nothing in host memory") {
      // too small for both.
     Pool pool = pool_for(4);
     AnchorTiers tiers(
-        kvmeld::MemoryStore(),
+        kvmeld::stores::MemoryStore(),
         {.device_bytes = 2 * base_bytes, .host_bytes = 2 * base_bytes, .file_bytes = 1 << 20},
         Device{});
     REQUIRE(tiers.commit(pool, below).ok());
@@ -870,7 +870,7 @@ TEST_CASE("an upload that stays impossible displaces nothing in host memory") {
   {  // What is wanted there is in the file: it does not come to host memory for nothing, but it
      // does for who wants it there.
     Pool pool = pool_for(4);
-    AnchorTiers tiers(kvmeld::MemoryStore(),
+    AnchorTiers tiers(kvmeld::stores::MemoryStore(),
                       {.device_bytes = base_bytes, .host_bytes = base_bytes, .file_bytes = 1 << 20},
                       Device{});
     REQUIRE(tiers.commit(pool, small).ok());
@@ -897,7 +897,7 @@ TEST_CASE("an upload that stays impossible displaces nothing in host memory") {
 TEST_CASE("an anchor without a Δ for the context is not gone") {
   const Anchor a = anchor(1);
   Pool pool = pool_for(4);
-  AnchorTiers tiers(kvmeld::MemoryStore(), {});
+  AnchorTiers tiers(kvmeld::stores::MemoryStore(), {});
   REQUIRE(tiers.commit(pool, a).ok());
   const auto shell = pool.snapshot()->table.anchor(0);
   const auto got = tiers.take({&shell, 1}, {context.low + 9, context.high});
@@ -914,8 +914,8 @@ TEST_CASE("readers, two steppers and a writer at once") {
   const auto all = anchors(names);
   const Device device;
   Pool pool = pool_for(8);
-  kvmeld::MemoryStore store;
-  const kvmeld::TierOptions options{.device_bytes = 2 * delta_bytes,
+  kvmeld::stores::MemoryStore store;
+  const kvmeld::anchors::TierOptions options{.device_bytes = 2 * delta_bytes,
                                     .host_bytes = 3 * base_bytes,
                                     .file_bytes = 8 * base_bytes,
                                     .device_hits = 2,

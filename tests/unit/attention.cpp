@@ -4,9 +4,7 @@
 #include <limits>
 #include <string>
 
-#include <kvmeld/align/attention.hpp>
-#include <kvmeld/align/attention_attend.hpp>
-#include <kvmeld/align/attention_gradient.hpp>
+#include <kvmeld/policies/attention.hpp>
 
 #include "support/reference.hpp"
 #include "support/rendering.hpp"
@@ -18,13 +16,13 @@ using kvmeld::AttendSource;
 using kvmeld::Attention;
 using kvmeld::AttentionMode;
 using kvmeld::AttentionQueries;
-using kvmeld::AttentionState;
+using kvmeld::attention::AttentionState;
 using kvmeld::ById;
 using kvmeld::ElementType;
 using kvmeld::ErrorCode;
-using kvmeld::LseBase2;
-using kvmeld::LseNatural;
-using kvmeld::MutableAttentionState;
+using kvmeld::attention::LseBase2;
+using kvmeld::attention::LseNatural;
+using kvmeld::attention::MutableAttentionState;
 using kvmeld::QueryFrame;
 using test::Layout;
 using test::Sealed;
@@ -92,7 +90,7 @@ Pooled pooled(const kvmeld::Geometry& g, std::size_t layer, std::int64_t head,
   const auto d = static_cast<std::size_t>(shape.planes[0].channels);
   const bool rotary = shape.rope.kind == kvmeld::RopeKind::rotary;
   if (rotary && frame == QueryFrame::at_positions)
-    reference::turn(shape.rope, static_cast<double>(at), q);
+    reference::rotation(shape.rope, static_cast<double>(at), q);
   Pooled out;
   double total = 0;
   std::size_t agents = 0;
@@ -107,12 +105,12 @@ Pooled pooled(const kvmeld::Geometry& g, std::size_t layer, std::int64_t head,
           d;
       std::vector<double> k(span.values[plane].begin() + static_cast<std::ptrdiff_t>(begin),
                             span.values[plane].begin() + static_cast<std::ptrdiff_t>(begin + d));
-      const bool turned = shape.key_form == kvmeld::KeyForm::post_rope;
+      const bool rotated = shape.key_form == kvmeld::KeyForm::post_rope;
       const auto position = static_cast<double>(span.positions[t]);
-      if (rotary && turned && frame == QueryFrame::pre_rope)
-        reference::turn(shape.rope, -position, k);
-      if (rotary && !turned && frame != QueryFrame::pre_rope)
-        reference::turn(shape.rope, position, k);
+      if (rotary && rotated && frame == QueryFrame::pre_rope)
+        reference::rotation(shape.rope, -position, k);
+      if (rotary && !rotated && frame != QueryFrame::pre_rope)
+        reference::rotation(shape.rope, position, k);
       double dot = 0;
       for (std::size_t c = 0; c < d; ++c) dot += q[c] * k[c];
       w[t] = std::exp(dot * factor);
@@ -273,7 +271,7 @@ Attention policy_of(const Case& c, const kvmeld::Geometry& g,
           .mode = mode};
 }
 
-// Renders, and compares with Σ w·v, and Σ w·(un-rotated key) turned to the output's position.
+// Renders, and compares with Σ w·v, and Σ w·(un-rotated key) rotated to the output's position.
 void render_case(const Case& c, AttentionMode mode) {
   const auto g = geometry_of(c);
   const auto spans = test::by_id(spans_of(c, g, {20, 1, 45}));
@@ -292,7 +290,7 @@ void render_case(const Case& c, AttentionMode mode) {
             policy.positions.empty() ? 0 : policy.positions[static_cast<std::size_t>(i)], factor,
             mode);
         std::vector<double> row(static_cast<std::size_t>(channels), 0.0);
-        const bool turns = plane % 2 == 0 &&
+        const bool rotates = plane % 2 == 0 &&
                            g->layers[layer].rope.kind == kvmeld::RopeKind::rotary &&
                            c.form == kvmeld::KeyForm::post_rope;
         for (std::size_t s = 0; s < spans.size(); ++s) {
@@ -300,13 +298,13 @@ void render_case(const Case& c, AttentionMode mode) {
             const auto begin = (static_cast<std::int64_t>(t) * c.model.heads + h) * channels;
             const auto& v = spans[s].values[plane];
             std::vector<double> x(v.begin() + begin, v.begin() + begin + channels);
-            if (turns)
-              reference::turn(g->layers[layer].rope, -static_cast<double>(spans[s].positions[t]),
+            if (rotates)
+              reference::rotation(g->layers[layer].rope, -static_cast<double>(spans[s].positions[t]),
                               x);
             for (std::size_t k = 0; k < x.size(); ++k) row[k] += want.weights[s][t] * x[k];
           }
         }
-        if (turns) reference::turn(g->layers[layer].rope, 9.0 + static_cast<double>(i), row);
+        if (rotates) reference::rotation(g->layers[layer].rope, 9.0 + static_cast<double>(i), row);
         for (std::int64_t k = 0; k < channels; ++k) {
           const double bound = c.model.type == ElementType::f32
                                    ? 1e-5
@@ -328,7 +326,7 @@ TEST_CASE(
   const Owned<> a({1.0F}, {0.0F}, 1, 1, 1);
   const Owned<> b({5.5F}, {std::log(2.0F)}, 1, 1, 1);
   Owned<> out(1, 1, 1);
-  REQUIRE(kvmeld::merge_attention_states(a.state(), b.state(), out.out()).ok());
+  REQUIRE(kvmeld::attention::merge_attention_states(a.state(), b.state(), out.out()).ok());
   CHECK(static_cast<double>(out.outputs[0]) == Approx(4.0).epsilon(1e-7));
   CHECK(static_cast<double>(out.lse[0]) == Approx(std::log(3.0)).epsilon(1e-7));
   // The same through sealed caches: keys are 0, so that every logit is.
@@ -342,8 +340,8 @@ TEST_CASE(
     return *kvmeld::seal(cache.ref());
   };
   kvmeld::FragmentSet set;
-  REQUIRE(set.insert(agent({1}), kvmeld::Provenance{1, 0}).ok());
-  REQUIRE(set.insert(agent({4, 7}), kvmeld::Provenance{2, 0}).ok());
+  REQUIRE(set.insert(agent({1}), kvmeld::Dot{1, 0}).ok());
+  REQUIRE(set.insert(agent({4, 7}), kvmeld::Dot{2, 0}).ok());
   const auto queries = std::make_shared<const std::vector<float>>(1, 1.0F);
   CHECK(test::render_everywhere(set, merger_of(Attention{.queries = queries}), at(g))
             ->get(1, 0, 0, 0) == Approx(4.0).epsilon(1e-7));
@@ -360,27 +358,27 @@ TEST_CASE(
   STATIC_REQUIRE_FALSE(
       std::is_convertible_v<MutableAttentionState<LseNatural>, AttentionState<LseBase2>>);
   Owned<> natural(1, 1, 1);
-  REQUIRE(kvmeld::merge_attention_states(Owned<>({0.0F}, {std::log(3072.0F)}, 1, 1, 1).state(),
+  REQUIRE(kvmeld::attention::merge_attention_states(Owned<>({0.0F}, {std::log(3072.0F)}, 1, 1, 1).state(),
                                          Owned<>({1.0F}, {std::log(64.0F)}, 1, 1, 1).state(),
                                          natural.out())
               .ok());
   CHECK(static_cast<double>(natural.outputs[0]) == Approx(64.0 / 3136.0).epsilon(1e-6));
   const Owned<LseBase2> a({0.0F}, {std::log2(3072.0F)}, 1, 1, 1), b({1.0F}, {6.0F}, 1, 1, 1);
   Owned<LseBase2> two(1, 1, 1);
-  REQUIRE(kvmeld::merge_attention_states(a.state(), b.state(), two.out()).ok());
+  REQUIRE(kvmeld::attention::merge_attention_states(a.state(), b.state(), two.out()).ok());
   CHECK(static_cast<double>(two.outputs[0]) == Approx(64.0 / 3136.0).epsilon(1e-6));
   CHECK(static_cast<double>(two.lse[0]) == Approx(std::log2(3136.0)).epsilon(1e-7));
   // Fed to a natural merge, the same numbers would give .0037.
   Owned<> wrong(1, 1, 1);
-  REQUIRE(kvmeld::merge_attention_states(Owned<>({0.0F}, a.lse, 1, 1, 1).state(),
+  REQUIRE(kvmeld::attention::merge_attention_states(Owned<>({0.0F}, a.lse, 1, 1, 1).state(),
                                          Owned<>({1.0F}, b.lse, 1, 1, 1).state(), wrong.out())
               .ok());
   CHECK(static_cast<double>(wrong.outputs[0]) == Approx(0.0037).epsilon(0.02));
   std::vector<float> sums(1);
-  const auto turned = kvmeld::convert_lse<LseNatural>(two.state(), sums);
-  REQUIRE(turned.ok());
-  CHECK(static_cast<double>(turned->lse[0]) == Approx(std::log(3136.0)).epsilon(1e-7));
-  const auto back = kvmeld::convert_lse<LseBase2>(*turned, sums);  // in place
+  const auto rotated = kvmeld::attention::convert_lse<LseNatural>(two.state(), sums);
+  REQUIRE(rotated.ok());
+  CHECK(static_cast<double>(rotated->lse[0]) == Approx(std::log(3136.0)).epsilon(1e-7));
+  const auto back = kvmeld::attention::convert_lse<LseBase2>(*rotated, sums);  // in place
   REQUIRE(back.ok());
   CHECK(static_cast<double>(back->lse[0]) == Approx(std::log2(3136.0)).epsilon(1e-7));
 }
@@ -393,12 +391,12 @@ TEST_CASE(
                 2, 37);
   for (const bool first : {false, true}) {
     Owned<> out(3, 2, 37);
-    REQUIRE(kvmeld::merge_attention_states(first ? empty.state() : some.state(),
+    REQUIRE(kvmeld::attention::merge_attention_states(first ? empty.state() : some.state(),
                                            first ? some.state() : empty.state(), out.out())
                 .ok());
     CHECK(same_bits(out.outputs, some.outputs));
     CHECK(same_bits(out.lse, some.lse));
-    REQUIRE(kvmeld::merge_attention_states(kvmeld::exec::lanes,
+    REQUIRE(kvmeld::attention::merge_attention_states(kvmeld::exec::lanes,
                                            first ? empty.state() : some.state(),
                                            first ? some.state() : empty.state(), out.out())
                 .ok());
@@ -406,11 +404,11 @@ TEST_CASE(
   }
   const std::vector<float> zeros(3 * 2 * 37, 0.0F);
   Owned<> out(3, 2, 37);
-  REQUIRE(kvmeld::merge_attention_states(empty.state(), empty.state(), out.out()).ok());
+  REQUIRE(kvmeld::attention::merge_attention_states(empty.state(), empty.state(), out.out()).ok());
   CHECK(same_bits(out.outputs, zeros));
   CHECK(same_bits(out.lse, empty.lse));
   Owned<> none(3, 2, 37);  // of no states: the empty one
-  REQUIRE(kvmeld::merge_attention_states<LseNatural>({}, none.out()).ok());
+  REQUIRE(kvmeld::attention::merge_attention_states<LseNatural>({}, none.out()).ok());
   CHECK(same_bits(none.outputs, zeros));
   CHECK(same_bits(none.lse, empty.lse));
 }
@@ -425,24 +423,24 @@ TEST_CASE(
     b.lse[7] = a.lse[7] + 17.0F;   // b's weight rounds to 1, a's is not 0
     b.lse[8] = -infinity;
     Owned<> out(5, 3, channels);
-    REQUIRE(kvmeld::merge_attention_states(a.state(), b.state(), out.out()).ok());
+    REQUIRE(kvmeld::attention::merge_attention_states(a.state(), b.state(), out.out()).ok());
     const auto check = [&](const Owned<>& got) {
       CHECK((same_bits(got.outputs, out.outputs) && same_bits(got.lse, out.lse)));
     };
     for (const auto& exec : {kvmeld::exec::threads(1), kvmeld::exec::threads(3)}) {
       Owned<> got(5, 3, channels);
-      REQUIRE(kvmeld::merge_attention_states(exec, a.state(), b.state(), got.out()).ok());
+      REQUIRE(kvmeld::attention::merge_attention_states(exec, a.state(), b.state(), got.out()).ok());
       check(got);
     }
     Owned<> lanes(5, 3, channels);
-    REQUIRE(kvmeld::merge_attention_states(kvmeld::exec::lanes, a.state(), b.state(), lanes.out())
+    REQUIRE(kvmeld::attention::merge_attention_states(kvmeld::exec::lanes, a.state(), b.state(), lanes.out())
                 .ok());
     check(lanes);
     Owned<> in_place = a;
-    REQUIRE(kvmeld::merge_attention_states(in_place.state(), b.state(), in_place.out()).ok());
+    REQUIRE(kvmeld::attention::merge_attention_states(in_place.state(), b.state(), in_place.out()).ok());
     check(in_place);
     in_place = b;
-    REQUIRE(kvmeld::merge_attention_states(kvmeld::exec::lanes, a.state(), in_place.state(),
+    REQUIRE(kvmeld::attention::merge_attention_states(kvmeld::exec::lanes, a.state(), in_place.state(),
                                            in_place.out())
                 .ok());
     check(in_place);
@@ -470,9 +468,9 @@ TEST_CASE("states that do not fit or hold NaN are refused, and the output is lef
     for (int form = 0; form < 3; ++form) {
       const AttentionState<LseNatural> both[] = {good.state(), a};
       const auto status =
-          form == 0   ? kvmeld::merge_attention_states(a, good.state(), to)
-          : form == 1 ? kvmeld::merge_attention_states(kvmeld::exec::lanes, good.state(), a, to)
-                      : kvmeld::merge_attention_states<LseNatural>(both, to);
+          form == 0   ? kvmeld::attention::merge_attention_states(a, good.state(), to)
+          : form == 1 ? kvmeld::attention::merge_attention_states(kvmeld::exec::lanes, good.state(), a, to)
+                      : kvmeld::attention::merge_attention_states<LseNatural>(both, to);
       INFO(status.message());
       CHECK(status.code() == code);
       CHECK(status.message().find(text) != std::string::npos);
@@ -504,22 +502,22 @@ TEST_CASE("states that do not fit or hold NaN are refused, and the output is lef
   std::vector<float> shared(40, 1.0F);
   const std::span<float> all(shared);
   const AttentionState<LseNatural> in{all.first(16), all.subspan(32, 4), 2, 2, 4};
-  CHECK(kvmeld::merge_attention_states(in, good.state(),
+  CHECK(kvmeld::attention::merge_attention_states(in, good.state(),
                                        {all.subspan(8, 16), all.subspan(36, 4), 2, 2, 4})
             .code() == ErrorCode::aliasing);
-  CHECK(kvmeld::merge_attention_states(in, good.state(),
+  CHECK(kvmeld::attention::merge_attention_states(in, good.state(),
                                        {all.subspan(16, 16), all.subspan(12, 4), 2, 2, 4})
             .code() == ErrorCode::aliasing);
-  CHECK(kvmeld::convert_lse<LseBase2>(good.state(), all.first(3)).error().code() ==
+  CHECK(kvmeld::attention::convert_lse<LseBase2>(good.state(), all.first(3)).error().code() ==
         ErrorCode::invalid_argument);
-  CHECK(kvmeld::convert_lse<LseBase2>(in, all.subspan(33, 4)).error().code() ==
+  CHECK(kvmeld::attention::convert_lse<LseBase2>(in, all.subspan(33, 4)).error().code() ==
         ErrorCode::aliasing);
   // outputs are not looked at
-  CHECK(kvmeld::convert_lse<LseBase2>(AttentionState<LseNatural>(bad.state()), all.first(4)).ok());
+  CHECK(kvmeld::attention::convert_lse<LseBase2>(AttentionState<LseNatural>(bad.state()), all.first(4)).ok());
   // Sums that only one of the bases can hold, the last one of four.
   for (const float sum : {3e38F, -3e38F, not_a_number, infinity}) {
     Owned<> large({}, {1.0F, -infinity, 2.0F, sum}, 2, 2, 0);
-    const auto refusal = kvmeld::convert_lse<LseBase2>(large.state(), out.lse);
+    const auto refusal = kvmeld::attention::convert_lse<LseBase2>(large.state(), out.lse);
     REQUIRE(refusal.status().code() == ErrorCode::non_finite);
     CHECK(refusal.status().message().find("sum 3") != std::string::npos);
     CHECK(out.untouched());
@@ -595,12 +593,12 @@ TEST_CASE(
   REQUIRE(plain.ok());
   const auto rendered = [&](const kvmeld::Fragment& fragment) {
     kvmeld::FragmentSet set;
-    REQUIRE(set.insert(fragment, kvmeld::Provenance{1, 0}).ok());
+    REQUIRE(set.insert(fragment, kvmeld::Dot{1, 0}).ok());
     return test::render_everywhere(set, merger_of(policy_of({}, *g)), at(g))->buffers();
   };
   CHECK(rendered(*both) == rendered(*plain));
   kvmeld::FragmentSet gone;
-  REQUIRE(gone.insert(test::evicted(*both, 1), kvmeld::Provenance{1, 0}).ok());
+  REQUIRE(gone.insert(test::evicted(*both, 1), kvmeld::Dot{1, 0}).ok());
   CHECK(kvmeld::plan(gone, merger_of(policy_of({}, *g)), at(g)).status().code() ==
         ErrorCode::payload_missing);
 }
@@ -628,9 +626,9 @@ TEST_CASE("inner loops give the same bytes in every instruction set") {
       const auto size = static_cast<std::size_t>(kvmeld::block_bytes(type));
       std::vector<std::byte> stored(values.size() * size);
       std::vector<float> as_f32(values.size());
-      kvmeld::detail::store_row(type, isa, values.data(),
+      kvmeld::extend::store_row(type, isa, values.data(),
                                 static_cast<std::ptrdiff_t>(values.size()), stored.data());
-      kvmeld::detail::load_row(type, isa, stored.data(), static_cast<std::ptrdiff_t>(values.size()),
+      kvmeld::extend::load_row(type, isa, stored.data(), static_cast<std::ptrdiff_t>(values.size()),
                                as_f32.data());
       std::vector<const std::byte*> lie, wide;
       for (std::size_t i = 0; i < most_rows; ++i) {
@@ -756,13 +754,13 @@ TEST_CASE(
       return out;
     };
     std::vector<double> gq(m * d, 0.0), gk(n * d, 0.0), gv(n * e, 0.0);
-    kvmeld::AttentionPullback<double> pull{
+    kvmeld::gradients::AttentionPullback<double> pull{
         q,      k,
         v,      d,
         e,      factor,
         agents, to_v,
         to_k,   agents.empty() ? std::span<const double>(to_lse) : std::span<const double>()};
-    REQUIRE(kvmeld::attention_vjp<double>(pull, {gq, gk, gv}).ok());
+    REQUIRE(kvmeld::gradients::attention_vjp<double>(pull, {gq, gk, gv}).ok());
     double worst = 0;
     const auto compare = [&](std::vector<double>& x, const std::vector<double>& gradient) {
       for (std::size_t i = 0; i < x.size(); ++i) {
@@ -786,7 +784,7 @@ TEST_CASE(
     const auto q32 = narrow(q), k32 = narrow(k), v32 = narrow(v), tv32 = narrow(to_v),
                tk32 = narrow(to_k);
     std::vector<float> gq32(m * d, 0.0F), gk32(n * d, 0.0F), gv32(n * e, 0.0F);
-    REQUIRE(kvmeld::attention_vjp<float>({q32, k32, v32, d, e, 0.7F, agents, tv32, tk32, {}},
+    REQUIRE(kvmeld::gradients::attention_vjp<float>({q32, k32, v32, d, e, 0.7F, agents, tv32, tk32, {}},
                                          {gq32, gk32, gv32})
                 .ok());
     if (!agents.empty()) CHECK(static_cast<double>(gk32[1]) == Approx(gk[1]).epsilon(1e-4));
@@ -794,25 +792,25 @@ TEST_CASE(
     auto wrong = pull;
     wrong.values = wrong.values.first(n * e - 1);
     const auto before = gq;
-    CHECK(kvmeld::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::invalid_argument);
+    CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::invalid_argument);
     wrong = pull;
     wrong.key_channels = 0;
-    CHECK(kvmeld::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::invalid_argument);
+    CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::invalid_argument);
     const std::vector<std::size_t> descending{0, 5, 3}, late{1};
     for (const auto& begins : {descending, late}) {
       wrong = pull;
       wrong.lse_natural = {};
       wrong.agents = begins;
-      CHECK(kvmeld::attention_vjp<double>(wrong, {gq, gk, gv}).code() ==
+      CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() ==
             ErrorCode::invalid_argument);
     }
     wrong = pull;
     wrong.agents = descending;
     wrong.lse_natural = to_lse;
-    CHECK(kvmeld::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::unsupported);
+    CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::unsupported);
     wrong = pull;
     wrong.factor = std::numeric_limits<double>::infinity();
-    CHECK(kvmeld::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::non_finite);
+    CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::non_finite);
     CHECK(gq == before);
   }
 }
@@ -896,7 +894,7 @@ TEST_CASE("attention refuses what it cannot read, with the number, and leaves th
     std::vector<kvmeld::PlaneRef> planes;
     for (const auto& layer : other->layers) {
       for (const auto& shape : layer.planes)
-        planes.push_back(kvmeld::detail::canonical_plane(
+        planes.push_back(kvmeld::extend::canonical_plane(
             shape, static_cast<const std::byte*>(nullptr), nullptr, 0));
     }
     refused(good, {kvmeld::KvCacheRef(other, planes, 0), {}, {}}, out.out(), code, text);
@@ -955,7 +953,7 @@ TEST_CASE("plans refuse wrong queries, and take empty fragments, one fragment, a
   kvmeld::FragmentSet set;
   for (std::uint64_t s = 0; s < 1000; ++s) {
     REQUIRE(
-        set.insert(test::sealed(g, s % 7 == 0 ? 0 : 1, s).fragment, kvmeld::Provenance{s, 0}).ok());
+        set.insert(test::sealed(g, s % 7 == 0 ? 0 : 1, s).fragment, kvmeld::Dot{s, 0}).ok());
   }
   const auto queries = std::make_shared<const std::vector<float>>(random_queries(*g, 2, 5));
   const Attention good{.queries = queries, .count = 2};
@@ -993,7 +991,7 @@ TEST_CASE("plans refuse wrong queries, and take empty fragments, one fragment, a
   // One fragment of one token is that token, in every head.
   const auto alone = test::sealed(g, 1, 3);
   kvmeld::FragmentSet one;
-  REQUIRE(one.insert(alone.fragment, kvmeld::Provenance{1, 0}).ok());
+  REQUIRE(one.insert(alone.fragment, kvmeld::Dot{1, 0}).ok());
   const auto out = test::render_everywhere(
       one,
       merger_of(Attention{

@@ -7,16 +7,13 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/align/attention_attend.hpp>
-#include <kvmeld/cache/cache_rows.hpp>
-#include <kvmeld/cache/content_digest.hpp>
-#include <kvmeld/cache/dlpack.hpp>
-#include <kvmeld/cache/gather.hpp>
-#include <kvmeld/cache/layout.hpp>
+#include <kvmeld/policies/attention.hpp>
+#include <kvmeld/gather.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/layouts.hpp>
 #include <kvmeld/kvmeld.hpp>
-#include <kvmeld/session/soft_update.hpp>
-#include <kvmeld/session/span_buffer.hpp>
-#include <kvmeld/session/swap_buffer.hpp>
+#include <kvmeld/calibrate.hpp>
+#include <kvmeld/replica/session_memory.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -67,7 +64,7 @@ TEST_CASE("a derived view never has more tokens than its parent, and no fewer th
   TestCache cache(g, 4);
   for (const auto& [begin, held] :
        {std::pair<std::int64_t, std::int64_t>{3, 1}, {4, 0}, {5, 0}, {-1, 4}, {far_beyond, 0}}) {
-    const KvCacheRef rest = kvmeld::detail::rows_from(cache.ref(), begin);
+    const KvCacheRef rest = kvmeld::replica::detail::rows_from(cache.ref(), begin);
     CHECK(rest.tokens() == held);
     for (const kvmeld::PlaneRef& plane : rest.planes()) CHECK(plane.tokens == held);
   }
@@ -106,7 +103,7 @@ void for_each_host_reader(const std::shared_ptr<Geometry>& g, const KvCacheRef& 
   answer("soft_update fused", kvmeld::soft_update(seq, view, at, mine.ref(), at, 0.5F, out.out()));
   answer("soft_update local", kvmeld::soft_update(seq, mine.ref(), at, view, at, 0.5F, out.out()));
   answer("read_row", kvmeld::read_row(view, {}).status());
-  kvmeld::SpanBuffer<> span(g, {});
+  kvmeld::replica::SpanBuffer<> span(g, {});
   answer("append", span.append(view));
   kvmeld::FragmentSet set;
   REQUIRE(set.insert(test::sealed(g, n, 2).fragment, {1, 0}).ok());
@@ -123,7 +120,7 @@ void for_each_host_reader(const std::shared_ptr<Geometry>& g, const KvCacheRef& 
   queries.values = query;
   queries.count = 1;
   queries.frame = kvmeld::QueryFrame::pre_rope;
-  kvmeld::MutableAttentionState<kvmeld::LseNatural> state;
+  kvmeld::attention::MutableAttentionState<kvmeld::attention::LseNatural> state;
   state.outputs = sums;
   state.lse = lse;
   state.rows = 1;
@@ -343,7 +340,7 @@ TEST_CASE("scales that a plane declares and does not give are refused by all tha
   refused(kvmeld::seal(integers.ref()).status());
   refused(kvmeld::content_digest(integers.ref()).status());
   refused(kvmeld::read_row(integers.ref(), {.plane = 1}).status());
-  refused(kvmeld::SpanBuffer<>(scaled, {}).append(integers.ref()));
+  refused(kvmeld::replica::SpanBuffer<>(scaled, {}).append(integers.ref()));
   CHECK(kvmeld::read_row(integers.ref(), {.plane = 0}).ok());
 }
 

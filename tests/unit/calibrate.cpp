@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/session/calibrate.hpp>
+#include <kvmeld/calibrate.hpp>
 
 #include "support/rendering.hpp"
 

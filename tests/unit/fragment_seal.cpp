@@ -2,11 +2,8 @@
 #include <cmath>
 #include <limits>
 
-#include <kvmeld/cache/cache_rows.hpp>
-#include <kvmeld/cache/content_digest.hpp>
-#include <kvmeld/cache/fragment_view.hpp>
-#include <kvmeld/cache/host_cache.hpp>
-#include <kvmeld/cache/verify_fragment.hpp>
+#include <kvmeld/gather.hpp>
+#include <kvmeld/fragment.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"

@@ -4,9 +4,8 @@
 #include <cstring>
 #include <vector>
 
-#include <kvmeld/fuse/gated.hpp>
-#include <kvmeld/fuse/gated_gradient.hpp>
-#include <kvmeld/fuse/mean_gradient.hpp>
+#include <kvmeld/policies/learned.hpp>
+#include <kvmeld/policies/mean.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -64,8 +63,8 @@ void check_mean(const Fuse& fuse, const Vjp& vjp) {
               weights = random_numbers(n, 4, 0.2, 1);
       const Numbers cotangent = random_numbers(channels, 5);
       Numbers d_values(values.size(), 0.5), d_weights(n, 0.25);  // gradients are added
-      REQUIRE(vjp(kvmeld::MixPullback<double>{values, weights, cotangent},
-                  kvmeld::MixGradients<double>{d_values, d_weights})
+      REQUIRE(vjp(kvmeld::gradients::MixPullback<double>{values, weights, cotangent},
+                  kvmeld::gradients::MixGradients<double>{d_values, d_weights})
                   .ok());
       for (double& d : d_values) d -= 0.5;
       for (double& d : d_weights) d -= 0.25;
@@ -92,7 +91,7 @@ Numbers weighted_mean(const Numbers& values, const Numbers& weights, std::size_t
 }  // namespace
 
 TEST_CASE("gradients through weighted means") {
-  check_mean(weighted_mean, kvmeld::weighted_mean_vjp<double>);
+  check_mean(weighted_mean, kvmeld::gradients::weighted_mean_vjp<double>);
 }
 
 TEST_CASE("gradients through norm-preserving means") {
@@ -110,12 +109,12 @@ TEST_CASE("gradients through norm-preserving means") {
         for (double& x : out) x *= scale;
         return out;
       },
-      kvmeld::norm_preserving_mean_vjp<double>);
+      kvmeld::gradients::norm_preserving_mean_vjp<double>);
   // Opposite rows: the mean counts as zero, and nothing comes back.
   const Numbers values{1, 2, -1, -2}, weights{1, 1}, cotangent{1, 1};
   Numbers d_values(4), d_weights(2);
   REQUIRE(
-      kvmeld::norm_preserving_mean_vjp<double>({values, weights, cotangent}, {d_values, d_weights})
+      kvmeld::gradients::norm_preserving_mean_vjp<double>({values, weights, cotangent}, {d_values, d_weights})
           .ok());
   CHECK(d_values == Numbers(4));
   CHECK(d_weights == Numbers(2));
@@ -126,7 +125,7 @@ TEST_CASE("gradients through gates: rows, weights and every parameter") {
   const std::size_t n = GENERATE(1U, 2U, 5U);
   const std::size_t channels = GENERATE(1U, 6U), hidden = GENERATE(1U, 9U);
   CAPTURE(n, channels, hidden);
-  kvmeld::GateTape<double> tape(kind, channels, hidden);
+  kvmeld::gradients::GateTape<double> tape(kind, channels, hidden);
   Numbers parameters = random_numbers(tape.parameter_count(), 1, 0.2),
           values = random_numbers(n * channels, 2, 0.3), weights = random_numbers(n, 3, 0.2, 1);
   const Numbers cotangent = random_numbers(channels, 4);
@@ -181,15 +180,15 @@ TEST_CASE("sizes that do not fit are refused, and nothing is added") {
   using kvmeld::ErrorCode;
   const Numbers values(6, 1.0), weights(2, 1.0), cotangent(3, 1.0);
   Numbers d_values(6), d_weights(2);
-  CHECK(kvmeld::weighted_mean_vjp<double>({std::span(values).first(5), weights, cotangent},
+  CHECK(kvmeld::gradients::weighted_mean_vjp<double>({std::span(values).first(5), weights, cotangent},
                                           {d_values, d_weights})
             .code() == ErrorCode::invalid_argument);
-  CHECK(kvmeld::weighted_mean_vjp<double>({values, weights, cotangent},
+  CHECK(kvmeld::gradients::weighted_mean_vjp<double>({values, weights, cotangent},
                                           {d_values, std::span(d_weights).first(1)})
             .code() == ErrorCode::invalid_argument);
-  CHECK(kvmeld::norm_preserving_mean_vjp<double>({{}, {}, cotangent}, {{}, {}}).code() ==
+  CHECK(kvmeld::gradients::norm_preserving_mean_vjp<double>({{}, {}, cotangent}, {{}, {}}).code() ==
         ErrorCode::invalid_argument);
-  kvmeld::GateTape<double> tape(kvmeld::GateKind::token, 3, 4);
+  kvmeld::gradients::GateTape<double> tape(kvmeld::GateKind::token, 3, 4);
   Numbers parameters(tape.parameter_count(), 0.1), out(3), d_parameters(parameters.size());
   // no row yet
   CHECK(tape.vjp(cotangent, {d_parameters, d_values, d_weights}).code() ==

@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include <kvmeld/align/attention.hpp>
-#include <kvmeld/fuse/norm_preserving_mean.hpp>
+#include <kvmeld/policies/attention.hpp>
+#include <kvmeld/policies/mean.hpp>
 
 #include "support/lane_work.hpp"
 #include "support/rendering.hpp"
@@ -131,7 +131,7 @@ void check_fuser(const Case& c, const F& fuser, bool each_head) {
       for (std::size_t p = 0; p < 2; ++p) {
         const auto& got = whole->out().plane(layer, p);
         const auto& want = alone->out().plane(layer, p);
-        const auto bytes = static_cast<std::size_t>(kvmeld::detail::row_bytes(got.shape));
+        const auto bytes = static_cast<std::size_t>(kvmeld::extend::row_bytes(got.shape));
         for (std::int64_t o = 0; o < 2; ++o) {
           const auto at = got.byte_offset(got.row_offset(o, static_cast<std::int64_t>(head)));
           INFO("layer " << layer << " head " << head << " plane " << p << " output " << o);
@@ -152,7 +152,7 @@ TEST_CASE("each head is fused by its own weights, in rows and in lanes") {
   const Case c(type, pairing, count);
   check_fuser(c, kvmeld::WeightedMean{}, true);
   check_fuser(c, kvmeld::Max{}, true);
-  // a single one is turned once, where one of several is turned twice
+  // a single one is rotated once, where one of several is rotated twice
   check_fuser(c, kvmeld::Sum{}, false);
   check_fuser(c, kvmeld::Median{}, true);
   check_fuser(c, ByPeak{}, false);
@@ -258,7 +258,7 @@ TEST_CASE("heads that the target leaves out keep the local cache, byte by byte")
           const auto got = masked->out().plane(layer, p);
           const kvmeld::PlaneRef want = rendered ? kvmeld::PlaneRef(plain->out().plane(layer, p))
                                                  : local.ref().plane(layer, p);
-          const auto bytes = static_cast<std::size_t>(kvmeld::detail::row_bytes(got.shape));
+          const auto bytes = static_cast<std::size_t>(kvmeld::extend::row_bytes(got.shape));
           for (std::int64_t o = 0; o < plan->tokens(); ++o) {
             const auto at = got.byte_offset(got.row_offset(o, head));
             const auto from = want.byte_offset(want.row_offset(want.slots.slot(o), head));
@@ -290,7 +290,7 @@ void same_head(const kvmeld::KvCacheRef& got, const kvmeld::KvCacheRef& want, st
                std::int64_t head, std::int64_t outputs) {
   for (std::size_t p = 0; p < 2; ++p) {
     const auto a = got.plane(layer, p), b = want.plane(layer, p);
-    const auto bytes = static_cast<std::size_t>(kvmeld::detail::row_bytes(a.shape));
+    const auto bytes = static_cast<std::size_t>(kvmeld::extend::row_bytes(a.shape));
     for (std::int64_t o = 0; o < outputs; ++o) {
       const auto at = a.byte_offset(a.row_offset(a.slots.slot(o), head)),
                  from = b.byte_offset(b.row_offset(b.slots.slot(o), head));
@@ -389,7 +389,7 @@ TEST_CASE("head masks over planes of unlike heads, and heads without channels") 
   test::render_everywhere(none, kvmeld::merger(ById{}, match, Fuser{kvmeld::Medoid{}}), plain);
   test::render_everywhere(none, kvmeld::merger(ById{}, match), plain);
 
-  // outputs of two contributions each, whose values are turned, fused and stored though there are
+  // outputs of two contributions each, whose values are rotated, fused and stored though there are
   // none
   kvmeld::Alignment two;
   kvmeld::AlignmentGroup& rows = two.groups.emplace_back();

@@ -42,7 +42,7 @@ kvmeld::FragmentSet points(const std::shared_ptr<const kvmeld::Geometry>& g,
   kvmeld::FragmentSet set;
   std::uint64_t agent = 0;
   for (const float key : keys)
-    REQUIRE(set.insert(point(g, key, key), kvmeld::Provenance{++agent, 0}).ok());
+    REQUIRE(set.insert(point(g, key, key), kvmeld::Dot{++agent, 0}).ok());
   return set;
 }
 kvmeld::Target at(const std::shared_ptr<const kvmeld::Geometry>& g,
@@ -186,7 +186,7 @@ TEST_CASE("Bulyan: n - 2f chosen by repeated Krum, then the n - 4f values neares
   // are nearest to the median 4.
   CHECK(fused(plain, points(plain, {1, 2, 4, 5, 9, 13, 1000}), kvmeld::Bulyan{.f = 1}) ==
         Approx(11.0 / 3.0).epsilon(1e-7));
-  // A liar in one channel among 64: the distances hardly change, the channel does not either.
+  // A Byzantine peer in one channel among 64: the distances hardly change, the channel does not either.
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 64, .rotary = 0});
   kvmeld::FragmentSet set;
   for (std::uint64_t s = 0; s < 7; ++s) {
@@ -198,7 +198,7 @@ TEST_CASE("Bulyan: n - 2f chosen by repeated Krum, then the n - 4f values neares
             static_cast<float>(s) + static_cast<float>(c * static_cast<std::int64_t>(s)) * 0.5F);
     }
     if (s == 3) cache.set(0, 0, 0, 9, 60.0F);
-    REQUIRE(set.insert(*kvmeld::seal(cache.ref()), kvmeld::Provenance{s, 0}).ok());
+    REQUIRE(set.insert(*kvmeld::seal(cache.ref()), kvmeld::Dot{s, 0}).ok());
   }
   const auto out = test::render_everywhere(set, matched(kvmeld::Bulyan{.f = 1}), at(g));
   CHECK(out->get(0, 0, 0, 9) <= 33.0);  // the largest honest value
@@ -339,8 +339,8 @@ TEST_CASE(
       }
     }
     const auto made = kvmeld::seal(cache.ref());
-    REQUIRE(set.insert(*made, kvmeld::Provenance{s, 0}).ok());
-    if (s < 4) REQUIRE(honest.insert(*made, kvmeld::Provenance{s, 0}).ok());
+    REQUIRE(set.insert(*made, kvmeld::Dot{s, 0}).ok());
+    if (s < 4) REQUIRE(honest.insert(*made, kvmeld::Dot{s, 0}).ok());
   }
   using kvmeld::Cluster;
   using kvmeld::ClusterResult;
@@ -442,14 +442,14 @@ TEST_CASE("keys at different positions are compared at a common one") {
     for (std::size_t p = 0; position >= 0 && p < cache.planes(); ++p) {
       for (std::int64_t h = 0; h < 2; ++h) {
         std::vector<double> row(values[p].begin() + h * 48, values[p].begin() + (h + 1) * 48);
-        if (p % 2 == 0) reference::turn(g->layers[0].rope, static_cast<double>(position), row);
+        if (p % 2 == 0) reference::rotation(g->layers[0].rope, static_cast<double>(position), row);
         for (std::int64_t c = 0; c < 48; ++c)
           cache.set(p, 0, h, c, static_cast<float>(row[static_cast<std::size_t>(c)]));
       }
     }
     const std::vector<std::int64_t> where{position < 0 ? 5 : position};
     REQUIRE(set.insert(*kvmeld::seal(cache.ref(), {.positions = where}),
-                       kvmeld::Provenance{static_cast<std::uint64_t>(position + 9), 0})
+                       kvmeld::Dot{static_cast<std::uint64_t>(position + 9), 0})
                 .ok());
   }
   const auto check = [&](const auto& fuser, double tolerance) {
@@ -513,7 +513,7 @@ TEST_CASE(
                                    (static_cast<std::size_t>(in.token) * 3 + h) * channels);
             rows.emplace_back(begin, begin + static_cast<std::ptrdiff_t>(channels));
             if (p % 2 == 0)
-              reference::turn(
+              reference::rotation(
                   g->layers[0].rope,
                   -static_cast<double>(span.positions[static_cast<std::size_t>(in.token)]),
                   rows.back());
@@ -527,7 +527,7 @@ TEST_CASE(
             want.values[c] = reduce(column);
           }
           if (p % 2 == 0)
-            reference::turn(g->layers[0].rope, static_cast<double>(outputs[o].position),
+            reference::rotation(g->layers[0].rope, static_cast<double>(outputs[o].position),
                             want.values);
           for (std::size_t c = 0; c < channels; ++c) {
             const double off =
@@ -569,7 +569,7 @@ TEST_CASE("weights by agent and by fragment; 0 leaves one out, so that one survi
   }
   const kvmeld::AgentWeights agents{.weights = {{1, 0.5F}, {2, 3.0F}}};
   const auto by_agent =
-      kvmeld::merger(kvmeld::ByProvenance{}, Aligner{TokenMatch{}}, Fuser{agents});
+      kvmeld::merger(kvmeld::ByDot{}, Aligner{TokenMatch{}}, Fuser{agents});
   CHECK(reference::worst(*test::render_everywhere(set, by_agent, at(g)), spans, outputs,
                          reference::Fuse::mean) <= 1.0);
   kvmeld::FragmentWeights fragments{
@@ -577,13 +577,13 @@ TEST_CASE("weights by agent and by fragment; 0 leaves one out, so that one survi
   std::sort(fragments.weights.begin(), fragments.weights.end(),
             [](auto& a, auto& b) { return a.fragment < b.fragment; });
   const auto by_fragment =
-      kvmeld::merger(kvmeld::ByProvenance{}, Aligner{TokenMatch{}}, Fuser{fragments});
+      kvmeld::merger(kvmeld::ByDot{}, Aligner{TokenMatch{}}, Fuser{fragments});
   CHECK(reference::worst(*test::render_everywhere(set, by_fragment, at(g)), spans, outputs,
                          reference::Fuse::mean) <= 1.0);
   CHECK(by_agent.digest() != by_fragment.digest());
   const kvmeld::AgentWeights others{.weights = {{1, 0.5F}, {2, 3.5F}}};
   CHECK(by_agent.digest() !=
-        kvmeld::merger(kvmeld::ByProvenance{}, Aligner{TokenMatch{}}, Fuser{others}).digest());
+        kvmeld::merger(kvmeld::ByDot{}, Aligner{TokenMatch{}}, Fuser{others}).digest());
 
   const kvmeld::AgentWeights only{.weights = {{3, 1.0F}}, .otherwise = 0.0F};
   kvmeld::FragmentSet alone;
@@ -627,7 +627,7 @@ TEST_CASE("rules refuse fewer contributions than they need, and more than they c
     kvmeld::FragmentSet set;
     for (std::uint64_t i = 0; i < 1000; ++i) {
       const float x = static_cast<float>(i < 600 ? i % 7 : i);
-      REQUIRE(set.insert(point(g, x, static_cast<float>(i)), kvmeld::Provenance{i, 0}).ok());
+      REQUIRE(set.insert(point(g, x, static_cast<float>(i)), kvmeld::Dot{i, 0}).ok());
     }
     REQUIRE(set.insert(test::sealed(g, 0, 1).fragment).ok());
     return set;
@@ -646,11 +646,11 @@ TEST_CASE("rules refuse fewer contributions than they need, and more than they c
 TEST_CASE("ties go to the smaller fragment id, whatever the order policy says") {
   kvmeld::FragmentSet set;
   const kvmeld::Fragment a = point(plain, 1, 1), b = point(plain, 3, 3);
-  REQUIRE(set.insert(a, kvmeld::Provenance{1, 0}).ok());
-  REQUIRE(set.insert(b, kvmeld::Provenance{2, 0}).ok());
+  REQUIRE(set.insert(a, kvmeld::Dot{1, 0}).ok());
+  REQUIRE(set.insert(b, kvmeld::Dot{2, 0}).ok());
   const double want = a.id() < b.id() ? 1.0 : 3.0;
   for (const bool reversed : {false, true}) {
-    const auto merger = kvmeld::merger(kvmeld::ByProvenance{.reversed = reversed},
+    const auto merger = kvmeld::merger(kvmeld::ByDot{.reversed = reversed},
                                        Aligner{TokenMatch{}}, Fuser{kvmeld::Medoid{}});
     CHECK(test::render_everywhere(set, merger, at(plain))->get(0, 0, 0, 0) == want);
   }

@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/fuse/gate_weights_file.hpp>
-#include <kvmeld/fuse/gated.hpp>
-#include <kvmeld/fuse/norm_preserving_mean.hpp>
+#include <kvmeld/policies/gate_weights.hpp>
+#include <kvmeld/policies/learned.hpp>
+#include <kvmeld/policies/mean.hpp>
 
 #include "support/lane_work.hpp"
 #include "support/rendering.hpp"
@@ -310,7 +310,7 @@ TEST_CASE("agents in another order give the same bytes; one alone is a copy") {
   const auto check = [&](const auto& fuser) {
     std::vector<test::Sealed> order = spans;
     const auto first = test::render_everywhere(test::set_of(order), matched(fuser), target);
-    for (int turn = 0; turn < 3; ++turn) {
+    for (int rotation = 0; rotation < 3; ++rotation) {
       std::rotate(order.begin(), order.begin() + 1, order.end());
       test::TestCache again(g, 1);
       REQUIRE(

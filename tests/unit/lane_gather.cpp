@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include <kvmeld/cache/gather.hpp>
-#include <kvmeld/exec/exec.hpp>
+#include <kvmeld/gather.hpp>
+#include <kvmeld/exec.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"

@@ -11,16 +11,16 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/anchor/latex_index.hpp>
+#include <kvmeld/formula/formula.hpp>
 
 #include "support/catch.hpp"
 
 namespace {
 
 using kvmeld::ErrorCode;
-using kvmeld::FormulaIndex;
-using kvmeld::FormulaOptions;
-using kvmeld::parse_formula;
+using kvmeld::formula::FormulaIndex;
+using kvmeld::formula::FormulaOptions;
+using kvmeld::formula::parse_formula;
 
 struct Pair {
   const char* a;
@@ -31,7 +31,7 @@ std::string normal(const std::string& text, const FormulaOptions& options = {}) 
   const auto formula = parse_formula(text, options);
   INFO(text << ": " << formula.error().message());
   REQUIRE(formula.ok());
-  REQUIRE(formula->hash == kvmeld::detail::formula_hash(formula->normal));
+  REQUIRE(formula->hash == kvmeld::formula::detail::formula_hash(formula->normal));
   return formula->normal;
 }
 
@@ -590,7 +590,7 @@ TEST_CASE("variables that are alike are told apart in a bounded number of passes
   CHECK(normal(pairs + "+" + pairs, patient) ==
         normal(with_other_names(pairs + "+" + pairs), patient));
   CHECK(normal(ring, patient) == normal(with_other_names(ring), renaming));
-  // Two squares with a spoke each: exchanged pairwise nothing is the same, turned it is.
+  // Two squares with a spoke each: exchanged pairwise nothing is the same, rotated it is.
   CHECK(normal("x(a+b+c+d)+ab+bc+cd+da", renaming) == normal("u(p+r+q+s)+pq+qr+rs+sp", renaming));
   CHECK(normal("x(a+b+c+d)+ab+bc+cd+da", renaming) != normal("x(a+b+c+d)+ab+ac+ad+da", renaming));
 }
@@ -796,7 +796,7 @@ TEST_CASE("any bytes are read without harm") {
     if (formula.ok())
       REQUIRE(formula->normal == parse_formula(text, {.rename_free = n % 2 == 0})->normal);
     if (n % 16 == 0) {
-      (void)kvmeld::formulas_in(text);
+      (void)kvmeld::formula::formulas_in(text);
       (void)index.remember(id(static_cast<std::uint8_t>(random() % 20)), "$" + text + "$");
       (void)index.recall("$" + text + "$");
       REQUIRE(index.segments() <= 8);
@@ -807,13 +807,13 @@ TEST_CASE("any bytes are read without harm") {
 
 TEST_CASE("formulas are found in a text") {
   using Found = std::vector<std::string_view>;
-  CHECK(kvmeld::formulas_in("Let $x>0$; then $$x^2 > 0$$ and \\(y\\), \\[z = 1\\].") ==
+  CHECK(kvmeld::formula::formulas_in("Let $x>0$; then $$x^2 > 0$$ and \\(y\\), \\[z = 1\\].") ==
         Found{"x>0", "x^2 > 0", "y", "z = 1"});
-  CHECK(kvmeld::formulas_in("costs \\$5 and $a\\$b$ more") == Found{"a\\$b"});
-  CHECK(kvmeld::formulas_in("$never closed") == Found{});
-  CHECK(kvmeld::formulas_in("\\[ open $a$") == Found{"a"});
-  CHECK(kvmeld::formulas_in("$$$$ $ $") == Found{" "});
-  CHECK(kvmeld::formulas_in("").empty());
+  CHECK(kvmeld::formula::formulas_in("costs \\$5 and $a\\$b$ more") == Found{"a\\$b"});
+  CHECK(kvmeld::formula::formulas_in("$never closed") == Found{});
+  CHECK(kvmeld::formula::formulas_in("\\[ open $a$") == Found{"a"});
+  CHECK(kvmeld::formula::formulas_in("$$$$ $ $") == Found{" "});
+  CHECK(kvmeld::formula::formulas_in("").empty());
 }
 
 TEST_CASE("an index recalls lemmas and steps derived before, and forgets") {

@@ -8,11 +8,10 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/cache/cache_rows.hpp>
-#include <kvmeld/cache/check_view.hpp>
-#include <kvmeld/cache/from_tensor.hpp>
-#include <kvmeld/cache/layout.hpp>
-#include <kvmeld/cache/seal.hpp>
+#include <kvmeld/gather.hpp>
+#include <kvmeld/check_view.hpp>
+#include <kvmeld/layouts.hpp>
+#include <kvmeld/fragment.hpp>
 
 #include "support/catch.hpp"
 #include "support/page_snippets.hpp"

@@ -6,8 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/cache/fragment_view.hpp>
-#include <kvmeld/cache/seal.hpp>
+#include <kvmeld/fragment.hpp>
 
 #include "support/catch.hpp"
 #include "support/layout_cases.hpp"
@@ -129,7 +128,7 @@ void round_trip(const LayoutCase& c, std::uint32_t seed) {
         REQUIRE((from.slots.slot(t) < 0) == (to.slots.slot(t) < 0));
         if (from.slots.slot(t) < 0) continue;
         for (std::int64_t h = 0; h < from.shape.heads; ++h) {
-          kvmeld::detail::scatter_row(to, to.slots.slot(t), h,
+          kvmeld::extend::scatter_row(to, to.slots.slot(t), h,
                                       element(from, from.slots.slot(t), h, 0));
         }
       }

@@ -8,9 +8,8 @@
 #include <set>
 #include <vector>
 
-#include <kvmeld/cache/check_view.hpp>
-#include <kvmeld/cache/fragment_view.hpp>
-#include <kvmeld/cache/seal.hpp>
+#include <kvmeld/check_view.hpp>
+#include <kvmeld/fragment.hpp>
 
 #include "support/catch.hpp"
 #include "support/layout_cases.hpp"

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/fuse/history_weights.hpp>
-#include <kvmeld/fuse/learned_weights_file.hpp>
+#include <kvmeld/policies/mean.hpp>
+#include <kvmeld/policies/learned.hpp>
 
 #include "support/rendering.hpp"
 
@@ -49,7 +49,7 @@ struct Pair {
 
   Pair() {
     for (std::size_t i = 0; i < 2; ++i)
-      REQUIRE(set.insert(spans[i].fragment, kvmeld::Provenance{i + 1, 0}, confidence[i]).ok());
+      REQUIRE(set.insert(spans[i].fragment, kvmeld::Dot{i + 1, 0}, confidence[i]).ok());
   }
 };
 

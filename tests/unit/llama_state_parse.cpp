@@ -1,8 +1,7 @@
 // Sequence-state bytes of every known form: read in place, refused with the number where they lie.
 
-#include <kvmeld/cache/row_copy.hpp>
-#include <kvmeld/engine/llama_compare.hpp>
-#include <kvmeld/engine/llama_state.hpp>
+#include <kvmeld/cache_view.hpp>
+#include <kvmeld/engine/detail/llama_state.hpp>
 
 #include "support/catch.hpp"
 #include "support/llama_blob.hpp"
@@ -40,7 +39,7 @@ void check_rows(const KvCacheRef& view, const Positions& positions) {
         const std::int64_t slot = plane.slots.slot(static_cast<std::int64_t>(t));
         if (slot < 0) continue;
         for (std::size_t h = 0; h < 2; ++h) {
-          detail::gather_row(plane, slot, static_cast<std::int64_t>(h), row.data());
+          extend::gather_row(plane, slot, static_cast<std::int64_t>(h), row.data());
           for (std::size_t b = 0; b < bytes; ++b) {
             if (std::to_integer<std::uint8_t>(row[b]) !=
                 test::pattern(l, p, positions[t], h * bytes + b)) {
@@ -216,20 +215,20 @@ TEST_CASE("a hostile word is refused with its number") {
 }
 
 TEST_CASE("basis words must agree with the declared basis") {
-  Geometry turned = *test::blob_geometry(ElementType::q8_0, ElementType::q8_0);
-  for (LayerShape& layer : turned.layers)
+  Geometry rotated = *test::blob_geometry(ElementType::q8_0, ElementType::q8_0);
+  for (LayerShape& layer : rotated.layers)
     for (PlaneShape& plane : layer.planes) plane.hadamard = 32;
   const Geometry plain = *test::blob_geometry(ElementType::q8_0, ElementType::q8_0);
   StateForm form = form_of(true, 0, true, false);
-  const std::vector<std::byte> unturned = test::write_blob(plain, {form, 0, {{0, 1}}});
+  const std::vector<std::byte> unrotated = test::write_blob(plain, {form, 0, {{0, 1}}});
   form.key_basis = form.value_basis = 32;
   const std::vector<std::byte> blocks = test::write_blob(plain, {form, 0, {{0, 1}}});
   form.key_basis = form.value_basis = 1;
   const std::vector<std::byte> flags = test::write_blob(plain, {form, 0, {{0, 1}}});
-  CHECK(code_of(unturned, plain) == ErrorCode::ok);
-  CHECK(code_of(unturned, turned) == ErrorCode::geometry_mismatch);
-  CHECK(code_of(blocks, turned) == ErrorCode::ok);
-  CHECK(code_of(flags, turned) == ErrorCode::ok);
+  CHECK(code_of(unrotated, plain) == ErrorCode::ok);
+  CHECK(code_of(unrotated, rotated) == ErrorCode::geometry_mismatch);
+  CHECK(code_of(blocks, rotated) == ErrorCode::ok);
+  CHECK(code_of(flags, rotated) == ErrorCode::ok);
   CHECK(code_of(blocks, plain) == ErrorCode::geometry_mismatch);
 }
 
@@ -259,7 +258,7 @@ TEST_CASE("made states are what the engine would write") {
                 for (std::size_t h = 0; h < 2; ++h) {
                   for (std::size_t b = 0; b < 64; ++b)
                     row[b] = std::byte{test::pattern(l, p, positions[t], h * 64 + b)};
-                  detail::scatter_row(plane, slot, static_cast<std::int64_t>(h), row.data());
+                  extend::scatter_row(plane, slot, static_cast<std::int64_t>(h), row.data());
                 }
               }
             }

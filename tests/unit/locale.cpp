@@ -5,11 +5,11 @@
 #include <limits>
 #include <regex>
 
-#include <kvmeld/align/projection_file.hpp>
-#include <kvmeld/align/token_match.hpp>
-#include <kvmeld/fuse/gated.hpp>
-#include <kvmeld/metrics/prometheus_text.hpp>
-#include <kvmeld/state/merger.hpp>
+#include <kvmeld/policies/projection.hpp>
+#include <kvmeld/policies/token_match.hpp>
+#include <kvmeld/policies/learned.hpp>
+#include <kvmeld/metrics/metrics.hpp>
+#include <kvmeld/merger.hpp>
 
 #include "support/catch.hpp"
 #include "support/comma_locale.hpp"
@@ -45,9 +45,9 @@ Written written() {
       merger(SeamShare{.share = 0.3F}, Aligner{TokenMatch{.threshold = 0.97F}}).digest().hex();
   out.messages =
       Projection{map, 0.9F}.accepts(map->source(), map->target()).message() + '\n' +
-      detail::error(ErrorCode::corrupt, 1.5, ' ', 1234567, " ", 1e-7, " ", 0.3F, " ", 1e300)
+      extend::error(ErrorCode::corrupt, 1.5, ' ', 1234567, " ", 1e-7, " ", 0.3F, " ", 1e300)
           .message();
-  MetricsPage page;
+  metrics::MetricsPage page;
   REQUIRE(page.gauge("g", "h", 1234567.25).ok());
   out.page = prometheus_text(page);
   out.file = *to_safetensors(*map);
@@ -74,8 +74,8 @@ TEST_CASE("identity, files, pages and messages do not depend on the locale") {
   const auto read = projection_from_safetensors(plain.file);
   REQUIRE(read.ok());
   CHECK((*read)->digest() == map_of(0.8999999)->digest());
-  CHECK(detail::parse_decimal<double>("0.25") == 0.25);
-  CHECK(!detail::parse_decimal<double>("0,25"));
+  CHECK(extend::parse_decimal<double>("0.25") == 0.25);
+  CHECK(!extend::parse_decimal<double>("0,25"));
 }
 
 TEST_CASE("decimals read back as the number they came from") {
@@ -85,19 +85,19 @@ TEST_CASE("decimals read back as the number they came from") {
     double x = 0;
     std::memcpy(&x, &high, sizeof x);
     if (!std::isfinite(x)) continue;
-    const auto back = detail::parse_decimal<double>(detail::decimal(x));
+    const auto back = extend::parse_decimal<double>(extend::decimal(x));
     REQUIRE(back.has_value());
     REQUIRE(*back == x);
   }
-  CHECK(detail::decimal(-1.7976931348623157e308) == "-1.7976931348623157e+308");
-  CHECK(detail::decimal(1e-7) != detail::decimal(1.0000000000000002e-7));
-  CHECK(detail::decimal(std::numeric_limits<std::int64_t>::min()) == "-9223372036854775808");
-  CHECK(detail::decimal(std::numeric_limits<std::uint64_t>::max()) == "18446744073709551615");
-  CHECK(detail::decimal(true) == "1");
-  CHECK(detail::decimal('a') == "97");
-  CHECK(!detail::parse_decimal<std::uint64_t>("18446744073709551616"));
-  CHECK(!detail::parse_decimal<int>("12 "));
-  CHECK(!detail::parse_decimal<int>(""));
+  CHECK(extend::decimal(-1.7976931348623157e308) == "-1.7976931348623157e+308");
+  CHECK(extend::decimal(1e-7) != extend::decimal(1.0000000000000002e-7));
+  CHECK(extend::decimal(std::numeric_limits<std::int64_t>::min()) == "-9223372036854775808");
+  CHECK(extend::decimal(std::numeric_limits<std::uint64_t>::max()) == "18446744073709551615");
+  CHECK(extend::decimal(true) == "1");
+  CHECK(extend::decimal('a') == "97");
+  CHECK(!extend::parse_decimal<std::uint64_t>("18446744073709551616"));
+  CHECK(!extend::parse_decimal<int>("12 "));
+  CHECK(!extend::parse_decimal<int>(""));
 }
 
 TEST_CASE("no header calls a function that asks the locale") {

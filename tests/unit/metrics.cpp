@@ -8,12 +8,9 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/anchor/anchor_pool.hpp>
-#include <kvmeld/metrics/collect_anchors.hpp>
-#include <kvmeld/metrics/collect_coordinator.hpp>
-#include <kvmeld/metrics/collect_session.hpp>
-#include <kvmeld/metrics/prometheus_text.hpp>
-#include <kvmeld/metrics/serving_metrics.hpp>
+#include <kvmeld/anchors/pool.hpp>
+#include <kvmeld/metrics/collect.hpp>
+#include <kvmeld/metrics/metrics.hpp>
 
 #include "support/catch.hpp"
 #include "support/page_snippets.hpp"
@@ -23,16 +20,16 @@
 namespace {
 
 using kvmeld::ErrorCode;
-using kvmeld::MetricsPage;
+using kvmeld::metrics::MetricsPage;
 
 // example-begin: file
 /// What a process knows of itself, where node_exporter's collector of text files picks it up.
-kvmeld::Status publish(const kvmeld::ServingMetrics& serving, const kvmeld::AnchorPool<>& pool,
+kvmeld::Status publish(const kvmeld::metrics::ServingMetrics& serving, const kvmeld::anchors::AnchorPool<>& pool,
                        const std::string& path) {
-  kvmeld::MetricsPage page;
-  KVMELD_TRY(kvmeld::collect(page, serving, {{"agent", "planner"}}));
-  KVMELD_TRY(kvmeld::collect(page, pool, {{"agent", "planner"}}));
-  return kvmeld::write_prometheus_file(path, page);
+  kvmeld::metrics::MetricsPage page;
+  KVMELD_TRY(kvmeld::metrics::collect(page, serving, {{"agent", "planner"}}));
+  KVMELD_TRY(kvmeld::metrics::collect(page, pool, {{"agent", "planner"}}));
+  return kvmeld::metrics::write_prometheus_file(path, page);
 }
 // example-end
 
@@ -133,8 +130,8 @@ Parsed parse(const std::string& text) {
   return out;
 }
 
-kvmeld::HistogramCounts counts(std::initializer_list<double> values) {
-  kvmeld::HistogramCounts out;
+kvmeld::metrics::HistogramCounts counts(std::initializer_list<double> values) {
+  kvmeld::metrics::HistogramCounts out;
   for (const double v : values) out.record(v);
   return out;
 }
@@ -152,11 +149,11 @@ TEST_CASE("a page is written as Prometheus reads it") {
       page.histogram("h_seconds", "h", counts({0.25, 0.3, 0.5, 3, 100}), {{"agent", "1"}}, {-2, 2})
           .ok());
   REQUIRE(page.summary("s_seconds", "s", counts({1, 2, 3, 4})).ok());
-  CHECK(kvmeld::prometheus_text(page).starts_with(
+  CHECK(kvmeld::metrics::prometheus_text(page).starts_with(
       "# HELP a_total One \\\\ of\\ntwo \"lines\"\n# TYPE a_total counter\na_total 3\n"
       "# HELP b:c \n# TYPE b:c gauge\nb:c{path=\"C:\\\\x \\\"y\\\"\\nz, } ü\",empty=\"\"} "
       "-0.1\nb:c{path=\"nan\"} NaN\n"));
-  const Parsed read = parse(kvmeld::prometheus_text(page));
+  const Parsed read = parse(kvmeld::metrics::prometheus_text(page));
   REQUIRE(read.wrong == "");
   CHECK(read.order == std::vector<std::string>{"a_total", "b:c", "h_seconds", "s_seconds"});
   CHECK(read.types.at("h_seconds") == "histogram");
@@ -190,7 +187,7 @@ TEST_CASE("a page is written as Prometheus reads it") {
 TEST_CASE("numbers are written so that the same f64 is read") {
   for (const double v :
        {0.0, 1.0, 0.1, 1.0 / 3, 5e-324, 1.7976931348623157e308, 123456789012345680.0, 1e22}) {
-    CHECK(std::strtod(kvmeld::detail::metric_number(v).c_str(), nullptr) == v);
+    CHECK(std::strtod(kvmeld::metrics::detail::metric_number(v).c_str(), nullptr) == v);
   }
 }
 
@@ -198,7 +195,7 @@ TEST_CASE("what Prometheus does not take is refused and leaves the page as it wa
   MetricsPage page;
   REQUIRE(page.histogram("h", "", counts({1})).ok());
   REQUIRE(page.counter("n_total", "", 1, {{"a", "1"}, {"b", "2"}}).ok());
-  const std::string before = kvmeld::prometheus_text(page);
+  const std::string before = kvmeld::metrics::prometheus_text(page);
   const double unsorted[] = {0.9, 0.5}, beyond[] = {1.5};
   const kvmeld::Status refused[] = {
       page.counter("", "", 1),
@@ -230,7 +227,7 @@ TEST_CASE("what Prometheus does not take is refused and leaves the page as it wa
     CHECK_FALSE(status.message().empty());
   }
   CHECK(page.counter("x", "", HUGE_VAL).code() == ErrorCode::non_finite);
-  CHECK(kvmeld::prometheus_text(page) == before);
+  CHECK(kvmeld::metrics::prometheus_text(page) == before);
   CHECK(page.gauge("le_is_fine_here", "", 1, {{"le", "v"}}).ok());
 }
 
@@ -239,18 +236,18 @@ TEST_CASE("a file of metrics is replaced whole, and stays where it cannot be") {
   const std::string path = folder / "kvmeld.prom";
   MetricsPage page;
   REQUIRE(page.gauge("x", "", 1).ok());
-  REQUIRE(kvmeld::write_prometheus_file(path, page).ok());
+  REQUIRE(kvmeld::metrics::write_prometheus_file(path, page).ok());
   REQUIRE(page.gauge("y", "", 2).ok());
-  REQUIRE(kvmeld::write_prometheus_file(path, page).ok());
+  REQUIRE(kvmeld::metrics::write_prometheus_file(path, page).ok());
   const auto bytes = kvmeld::read_file_bytes(path);
   REQUIRE(bytes.ok());
   CHECK(std::string(reinterpret_cast<const char*>(bytes->data()), bytes->size()) ==
-        kvmeld::prometheus_text(page));
+        kvmeld::metrics::prometheus_text(page));
   CHECK(kvmeld::read_file_bytes(path + ".new").error().code() == ErrorCode::not_found);
-  CHECK(kvmeld::write_prometheus_file((folder / "none") + "/x.prom", page).code() ==
+  CHECK(kvmeld::metrics::write_prometheus_file((folder / "none") + "/x.prom", page).code() ==
         ErrorCode::unavailable);
   std::filesystem::create_directory(folder / "taken.prom");
-  CHECK(kvmeld::write_prometheus_file(folder / "taken.prom", page).code() ==
+  CHECK(kvmeld::metrics::write_prometheus_file(folder / "taken.prom", page).code() ==
         ErrorCode::unavailable);
   CHECK_FALSE(std::filesystem::exists(folder / "taken.prom.new"));
 }
@@ -258,29 +255,29 @@ TEST_CASE("a file of metrics is replaced whole, and stays where it cannot be") {
 TEST_CASE("a pool's page tells look-ups by reason, its rates and its memory") {
   const std::shared_ptr<const kvmeld::Geometry> shape =
       test::geometry({.layers = 2, .heads = 1, .channels = 2});
-  kvmeld::AnchorPool<> pool(kvmeld::AnchorSpace::of(*shape), {2, 1 << 20});
-  std::vector<kvmeld::Anchor> anchors;
+  kvmeld::anchors::AnchorPool<> pool(kvmeld::anchors::AnchorSpace::of(*shape), {2, 1 << 20});
+  std::vector<kvmeld::anchors::Anchor> anchors;
   for (std::uint8_t n = 0; n < 3; ++n) {
     test::TestCache cache(shape, 4);
     cache.fill(n);
     const auto ids = test::token_ids(4, 10 * n);
-    anchors.push_back(*kvmeld::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {1}));
-    REQUIRE(kvmeld::add_offset(
+    anchors.push_back(*kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {1}));
+    REQUIRE(kvmeld::anchors::add_offset(
                 anchors.back(),
-                {{1, 1}, *kvmeld::measure_offset(anchors.back().base, anchors.back().base), {}})
+                {{1, 1}, *kvmeld::anchors::measure_offset(anchors.back().base, anchors.back().base), {}})
                 .ok());
   }
   const auto page_of = [&] {
     MetricsPage page;
-    REQUIRE(kvmeld::collect(page, pool, {{"agent", "7"}}).ok());
-    Parsed read = parse(kvmeld::prometheus_text(page));
+    REQUIRE(kvmeld::metrics::collect(page, pool, {{"agent", "7"}}).ok());
+    Parsed read = parse(kvmeld::metrics::prometheus_text(page));
     REQUIRE(read.wrong == "");
     return read;
   };
   CHECK(page_of().series.at("kvmeld_anchor_hit_ratio|agent=7") == 0);
   CHECK(page_of().series.at("kvmeld_anchor_invalidation_ratio|agent=7") == 0);
   const std::vector<float> vector{1};
-  const auto look = [&](const kvmeld::Anchor& like, kvmeld::Digest128 context) {
+  const auto look = [&](const kvmeld::anchors::Anchor& like, kvmeld::Digest128 context) {
     return pool
         .look_up({}, {.space = &pool.space(),
                       .signature = {like.base.tokens(), {}},
@@ -289,12 +286,12 @@ TEST_CASE("a pool's page tells look-ups by reason, its rates and its memory") {
                       .request = {.tokens = 4}})
         .decision.reason;
   };
-  CHECK(look(anchors[0], {1, 1}) == kvmeld::ReuseReason::empty_pool);
+  CHECK(look(anchors[0], {1, 1}) == kvmeld::anchors::ReuseReason::empty_pool);
   // the third evicts the first
   for (const auto& anchor : anchors) REQUIRE(pool.commit(anchor).ok());
-  CHECK(look(anchors[2], {1, 1}) == kvmeld::ReuseReason::reuse);
-  CHECK(look(anchors[2], {1, 1}) == kvmeld::ReuseReason::reuse);
-  CHECK(look(anchors[2], {9, 9}) == kvmeld::ReuseReason::no_offset);
+  CHECK(look(anchors[2], {1, 1}) == kvmeld::anchors::ReuseReason::reuse);
+  CHECK(look(anchors[2], {1, 1}) == kvmeld::anchors::ReuseReason::reuse);
+  CHECK(look(anchors[2], {9, 9}) == kvmeld::anchors::ReuseReason::no_offset);
   const auto read = page_of();
   CHECK(read.series.at("kvmeld_anchor_lookups_total|agent=7|reason=reuse") == 2);
   CHECK(read.series.at("kvmeld_anchor_lookups_total|agent=7|reason=no_offset") == 1);
@@ -310,15 +307,15 @@ TEST_CASE("a pool's page tells look-ups by reason, its rates and its memory") {
   CHECK(read.types.at("kvmeld_anchor_lookups_total") == "counter");
   // Twice on one page is refused, and leaves the page as it was.
   MetricsPage page;
-  REQUIRE(kvmeld::collect(page, pool).ok());
-  const std::string before = kvmeld::prometheus_text(page);
-  CHECK(kvmeld::collect(page, pool).code() == ErrorCode::invalid_argument);
-  CHECK(kvmeld::prometheus_text(page) == before);
-  CHECK(kvmeld::collect(page, pool, {{"agent", "8"}}).ok());
+  REQUIRE(kvmeld::metrics::collect(page, pool).ok());
+  const std::string before = kvmeld::metrics::prometheus_text(page);
+  CHECK(kvmeld::metrics::collect(page, pool).code() == ErrorCode::invalid_argument);
+  CHECK(kvmeld::metrics::prometheus_text(page) == before);
+  CHECK(kvmeld::metrics::collect(page, pool, {{"agent", "8"}}).ok());
 }
 
 TEST_CASE("an agent's page tells its traffic, its rounds and its set") {
-  kvmeld::Accounting accounting;
+  kvmeld::replica::Accounting accounting;
   accounting.sent[1].add(100);
   accounting.sent[4].add(5000);
   accounting.sent[200].add(7);
@@ -341,16 +338,16 @@ TEST_CASE("an agent's page tells its traffic, its rounds and its set") {
     cache.fill(n);
     const auto ids = test::token_ids(3, 10 * n);
     fragments.push_back(*kvmeld::seal(cache.ref(), {.tokens = ids}));
-    REQUIRE(set.insert(fragments.back(), kvmeld::Provenance{1, n + 1U, 0}).ok());
+    REQUIRE(set.insert(fragments.back(), kvmeld::Dot{1, n + 1U, 0}).ok());
   }
   REQUIRE(set.supersede(fragments[0].id(), fragments[1].id(), {1, 10, 0}).ok());
   REQUIRE(set.remove(fragments[2].id(), {1, 11, 0}).ok());
   REQUIRE(set.evict(fragments[3].id()).ok());
 
   MetricsPage page;
-  REQUIRE(kvmeld::collect(page, accounting).ok());
-  REQUIRE(kvmeld::collect(page, set).ok());
-  const Parsed read = parse(kvmeld::prometheus_text(page));
+  REQUIRE(kvmeld::metrics::collect(page, accounting).ok());
+  REQUIRE(kvmeld::metrics::collect(page, set).ok());
+  const Parsed read = parse(kvmeld::metrics::prometheus_text(page));
   REQUIRE(read.wrong == "");
   CHECK(read.series.at("kvmeld_sent_bytes_total|layer=state") == 100);
   CHECK(read.series.at("kvmeld_sent_bytes_total|layer=payload") == 5000);
@@ -382,14 +379,14 @@ TEST_CASE("an agent's page tells its traffic, its rounds and its set") {
 }
 
 TEST_CASE("a replica's and a coordinator's refusals are on one page, told apart by labels") {
-  kvmeld::ReplicaCounters counters;
+  kvmeld::replica::ReplicaCounters counters;
   counters.refused_pieces = 3;
   counters.unvouched_operations = 4;
   MetricsPage page;
-  REQUIRE(kvmeld::collect(page, kvmeld::CoordinatorCounters{5, 6}, {{"at", "hub"}}).ok());
-  REQUIRE(kvmeld::collect(page, counters, {{"at", "hub"}}).ok());
-  CHECK(kvmeld::collect(page, counters, {{"at", "hub"}}).code() == ErrorCode::invalid_argument);
-  const Parsed read = parse(kvmeld::prometheus_text(page));
+  REQUIRE(kvmeld::metrics::collect(page, kvmeld::coordinator::CoordinatorCounters{5, 6}, {{"at", "hub"}}).ok());
+  REQUIRE(kvmeld::metrics::collect(page, counters, {{"at", "hub"}}).ok());
+  CHECK(kvmeld::metrics::collect(page, counters, {{"at", "hub"}}).code() == ErrorCode::invalid_argument);
+  const Parsed read = parse(kvmeld::metrics::prometheus_text(page));
   REQUIRE(read.wrong == "");
   CHECK(read.series.at("kvmeld_coordinator_refused_updates_total|at=hub|reason=quota_exceeded") ==
         5);
@@ -400,7 +397,7 @@ TEST_CASE("a replica's and a coordinator's refusals are on one page, told apart 
 }
 
 TEST_CASE("what the host measures is on its page in either form") {
-  kvmeld::ServingMetrics metrics;
+  kvmeld::metrics::ServingMetrics metrics;
   for (int i = 1; i <= 1000; ++i) metrics.prefill_seconds.record(i / 1000.0);
   metrics.prefill_seconds.record(-1);
   metrics.load_bytes_per_second.record(3e9);
@@ -411,10 +408,10 @@ TEST_CASE("what the host measures is on its page in either form") {
   metrics.count(kvmeld::RenderReport{12, 2, 4096, {}, {}});
   metrics.count(kvmeld::Result<kvmeld::RenderReport>(ErrorCode::aliasing, "x"));
   MetricsPage quantiles, buckets;
-  REQUIRE(kvmeld::collect(quantiles, metrics).ok());
-  REQUIRE(kvmeld::collect(buckets, metrics, {}, kvmeld::DistributionForm::buckets).ok());
-  const Parsed q = parse(kvmeld::prometheus_text(quantiles)),
-               b = parse(kvmeld::prometheus_text(buckets));
+  REQUIRE(kvmeld::metrics::collect(quantiles, metrics).ok());
+  REQUIRE(kvmeld::metrics::collect(buckets, metrics, {}, kvmeld::metrics::DistributionForm::buckets).ok());
+  const Parsed q = parse(kvmeld::metrics::prometheus_text(quantiles)),
+               b = parse(kvmeld::metrics::prometheus_text(buckets));
   REQUIRE(q.wrong == "");
   REQUIRE(b.wrong == "");
   CHECK(q.series.at("kvmeld_prefill_seconds|quantile=0.5") == Approx(0.5).epsilon(0.02));
@@ -442,8 +439,8 @@ TEST_CASE(
   const test::TempFolder folder;
   const std::shared_ptr<const kvmeld::Geometry> shape =
       test::geometry({.layers = 1, .heads = 1, .channels = 2});
-  const kvmeld::AnchorPool<> pool(kvmeld::AnchorSpace::of(*shape), {2, 1 << 20});
-  kvmeld::ServingMetrics serving;
+  const kvmeld::anchors::AnchorPool<> pool(kvmeld::anchors::AnchorSpace::of(*shape), {2, 1 << 20});
+  kvmeld::metrics::ServingMetrics serving;
   serving.prefill_seconds.record(0.125);
   REQUIRE(publish(serving, pool, folder / "kvmeld.prom").ok());
   const auto bytes = kvmeld::read_file_bytes(folder / "kvmeld.prom");

@@ -11,8 +11,8 @@
 #include <string>
 #include <thread>
 
-#include <kvmeld/metrics/http_endpoint.hpp>
-#include <kvmeld/metrics/serving_metrics.hpp>
+#include <kvmeld/metrics/http.hpp>
+#include <kvmeld/metrics/metrics.hpp>
 
 #include "support/catch.hpp"
 #include "support/temp_folder.hpp"
@@ -22,11 +22,11 @@ namespace {
 // example-begin: endpoint
 /// Prometheus scrapes http://127.0.0.1:PORT/metrics for as long as the endpoint is kept; each
 /// scrape makes a page anew.
-kvmeld::Result<kvmeld::MetricsEndpoint> serve_metrics(const kvmeld::ServingMetrics& metrics,
+kvmeld::Result<kvmeld::metrics::MetricsEndpoint> serve_metrics(const kvmeld::metrics::ServingMetrics& metrics,
                                                       int port) {
-  return kvmeld::MetricsEndpoint::serve(
-      [&metrics](kvmeld::MetricsPage& page) {
-        return kvmeld::collect(page, metrics, {}, kvmeld::DistributionForm::buckets);
+  return kvmeld::metrics::MetricsEndpoint::serve(
+      [&metrics](kvmeld::metrics::MetricsPage& page) {
+        return kvmeld::metrics::collect(page, metrics, {}, kvmeld::metrics::DistributionForm::buckets);
       },
       {.port = port});
 }
@@ -101,15 +101,15 @@ TEST_CASE("a page is fetched over loopback, and its reader sees what was counted
   if (scraper.python3.empty()) {
     return test::skip("no python3 with prometheus_client (Debian: python3-prometheus-client)");
   }
-  kvmeld::ServingMetrics metrics;
+  kvmeld::metrics::ServingMetrics metrics;
   std::atomic<bool> broken{false};
-  const auto fill = [&](kvmeld::MetricsPage& page) -> kvmeld::Status {
+  const auto fill = [&](kvmeld::metrics::MetricsPage& page) -> kvmeld::Status {
     if (broken.load()) return {kvmeld::ErrorCode::unavailable, "the pool is being replaced"};
-    KVMELD_TRY(kvmeld::collect(page, metrics, {{"agent", "a \"b\" \\ \n c"}}));
-    KVMELD_TRY(kvmeld::collect(page, metrics, {{"agent", "ü"}}));
+    KVMELD_TRY(kvmeld::metrics::collect(page, metrics, {{"agent", "a \"b\" \\ \n c"}}));
+    KVMELD_TRY(kvmeld::metrics::collect(page, metrics, {{"agent", "ü"}}));
     return page.gauge("kvmeld_memory_bytes", "line\nfeed \\ and \"quotes\"", 1.5e9);
   };
-  auto endpoint = kvmeld::MetricsEndpoint::serve(fill);
+  auto endpoint = kvmeld::metrics::MetricsEndpoint::serve(fill);
   REQUIRE(endpoint.ok());
   REQUIRE(endpoint->port() > 0);
 
@@ -146,7 +146,7 @@ TEST_CASE("a page is fetched over loopback, and its reader sees what was counted
 
 TEST_CASE("buckets are what Prometheus takes for a histogram") {
   Scraper scraper;
-  kvmeld::ServingMetrics metrics;
+  kvmeld::metrics::ServingMetrics metrics;
   for (int i = 1; i <= 1000; ++i) metrics.prefill_seconds.record(i / 1000.0);
   auto endpoint = serve_metrics(metrics, 0);
   REQUIRE(endpoint.ok());
@@ -159,20 +159,20 @@ TEST_CASE("buckets are what Prometheus takes for a histogram") {
 }
 
 TEST_CASE("a port that is taken is an error, and is free again once its endpoint is gone") {
-  const auto fill = [](kvmeld::MetricsPage& page) { return page.gauge("x", "", 1); };
-  auto first = kvmeld::MetricsEndpoint::serve(fill);
+  const auto fill = [](kvmeld::metrics::MetricsPage& page) { return page.gauge("x", "", 1); };
+  auto first = kvmeld::metrics::MetricsEndpoint::serve(fill);
   REQUIRE(first.ok());
   const int port = first->port();
-  CHECK(kvmeld::MetricsEndpoint::serve(fill, {.port = port}).error().code() ==
+  CHECK(kvmeld::metrics::MetricsEndpoint::serve(fill, {.port = port}).error().code() ==
         kvmeld::ErrorCode::unavailable);
-  CHECK(kvmeld::MetricsEndpoint::serve(fill, {.host = "256.0.0.1"}).error().code() ==
+  CHECK(kvmeld::metrics::MetricsEndpoint::serve(fill, {.host = "256.0.0.1"}).error().code() ==
         kvmeld::ErrorCode::unavailable);
   first = kvmeld::Status(kvmeld::ErrorCode::unavailable, "closed");
-  auto second = kvmeld::MetricsEndpoint::serve(fill, {.port = port, .path = "/m"});
+  auto second = kvmeld::metrics::MetricsEndpoint::serve(fill, {.port = port, .path = "/m"});
   REQUIRE(second.ok());
   CHECK(second->port() == port);
   // begun and ended at once
-  for (int i = 0; i < 20; ++i) CHECK(kvmeld::MetricsEndpoint::serve(fill).ok());
+  for (int i = 0; i < 20; ++i) CHECK(kvmeld::metrics::MetricsEndpoint::serve(fill).ok());
 }
 
 #else

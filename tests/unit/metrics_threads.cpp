@@ -5,14 +5,14 @@
 #include <thread>
 #include <vector>
 
-#include <kvmeld/metrics/serving_metrics.hpp>
+#include <kvmeld/metrics/metrics.hpp>
 
 #include "support/catch.hpp"
 
 TEST_CASE("four threads record what one would, while a fifth reads") {
   constexpr int threads = 4, each = 20'000;
-  kvmeld::ServingMetrics metrics;
-  kvmeld::Gauge balance;
+  kvmeld::metrics::ServingMetrics metrics;
+  kvmeld::metrics::Gauge balance;
   const auto value = [](int thread, int i) { return 1e-6 * (1 + (thread * each + i) % 10'007); };
   std::atomic<bool> stop{false};
   std::atomic<int> broken{0};
@@ -51,7 +51,7 @@ TEST_CASE("four threads record what one would, while a fifth reads") {
   reader.join();
   CHECK(broken.load() == 0);
 
-  kvmeld::HistogramCounts plain;
+  kvmeld::metrics::HistogramCounts plain;
   for (int t = 0; t < threads; ++t) {
     for (int i = 0; i < each; ++i) plain.record(value(t, i));
   }

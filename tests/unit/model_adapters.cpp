@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/cache/adapters.hpp>
+#include <kvmeld/geometry.hpp>
 #include <kvmeld/kvmeld.hpp>
 
 #include "support/catch.hpp"

@@ -13,7 +13,7 @@ using kvmeld::ById;
 using kvmeld::ErrorCode;
 using kvmeld::Geometry;
 
-// Takes layer 1, head 0 of the other model, whose keys it turns back by plain formulas in double.
+// Takes layer 1, head 0 of the other model, whose keys it un-rotates by plain formulas in double.
 // `wrong` spoils the answer.
 struct TakeOneHead {
   static constexpr bool reproducible = true;
@@ -26,7 +26,7 @@ struct TakeOneHead {
   [[nodiscard]] kvmeld::Status accepts(const Geometry& from, const Geometry&) const {
     return from.model == "other model"
                ? kvmeld::Status()
-               : kvmeld::detail::error(ErrorCode::geometry_mismatch, "no map from ", from.model);
+               : kvmeld::extend::error(ErrorCode::geometry_mismatch, "no map from ", from.model);
   }
   [[nodiscard]] kvmeld::Result<kvmeld::Payload> transform(const kvmeld::Fragment& fragment,
                                                           std::size_t p, const Geometry& to) const {

@@ -6,7 +6,7 @@ namespace {
 using kvmeld::Aligner;
 using kvmeld::ById;
 using kvmeld::ByKeyNorm;
-using kvmeld::ByProvenance;
+using kvmeld::ByDot;
 using kvmeld::Fuser;
 using kvmeld::Source;
 using kvmeld::TokenMatch;
@@ -116,11 +116,11 @@ TEST_CASE("by provenance: the smallest dot counts, forwards or backwards, ties b
   const std::vector<kvmeld::Metadata> metadata{
       {{{2, 0}, {3, 0}}, {}}, {{{1, 5}, {9, 0}}, {}}, {{{1, 4}}, {}}};
   const auto all = sources(fragments, metadata);
-  CHECK(*ByProvenance{}.order(all) == Order{2, 1, 0});
-  CHECK(*ByProvenance{.reversed = true}.order(all) == Order{0, 1, 2});
+  CHECK(*ByDot{}.order(all) == Order{2, 1, 0});
+  CHECK(*ByDot{.reversed = true}.order(all) == Order{0, 1, 2});
   const std::vector<kvmeld::Metadata> same(3, kvmeld::Metadata{{{1, 1}}, {}});
-  CHECK(ordered(ByProvenance{}, sources(fragments, same)) == ordered(ById{}, sources(fragments)));
-  CHECK(ordered(ByProvenance{.reversed = true}, sources(fragments, same)) ==
+  CHECK(ordered(ByDot{}, sources(fragments, same)) == ordered(ById{}, sources(fragments)));
+  CHECK(ordered(ByDot{.reversed = true}, sources(fragments, same)) ==
         ordered(ById{}, sources(fragments)));
 }
 
@@ -218,7 +218,7 @@ TEST_CASE("a merger takes its parts in any order, and names every one of them") 
   static_assert(defaults.reproducible);
   static_assert(kvmeld::reads(decltype(defaults)::metadata, kvmeld::MetadataFields::confidence));
   static_assert(!kvmeld::reads(decltype(defaults)::metadata, kvmeld::MetadataFields::provenance));
-  static_assert(kvmeld::reads(decltype(kvmeld::merger(ByProvenance{}))::metadata,
+  static_assert(kvmeld::reads(decltype(kvmeld::merger(ByDot{}))::metadata,
                               kvmeld::MetadataFields::provenance));
 
   const std::vector<kvmeld::Digest128> digests{
@@ -227,8 +227,8 @@ TEST_CASE("a merger takes its parts in any order, and names every one of them") 
       kvmeld::merger(kvmeld::SelectLast{.tokens = 1}).digest(),
       kvmeld::merger(ById{}).digest(),
       kvmeld::merger(ByKeyNorm{.layer = 0}).digest(),
-      kvmeld::merger(ByProvenance{}).digest(),
-      kvmeld::merger(ByProvenance{.reversed = true}).digest(),
+      kvmeld::merger(ByDot{}).digest(),
+      kvmeld::merger(ByDot{.reversed = true}).digest(),
       kvmeld::merger(Aligner{TokenMatch{}}).digest(),
       kvmeld::merger(Aligner{TokenMatch{.mode = kvmeld::MatchMode::common_prefix}}).digest(),
       kvmeld::merger(Fuser{kvmeld::Max{}}).digest(),
@@ -264,7 +264,7 @@ TEST_CASE("render ids say what was asked: equal for equal questions, different f
   const auto base = id(set, kvmeld::merger(ById{}), target);
   // nobody reads the dots
   CHECK(id(test::set_of({fragments[1], fragments[0]}), kvmeld::merger(ById{}), target) == base);
-  CHECK(id(set, kvmeld::merger(ByProvenance{}), target) != base);
+  CHECK(id(set, kvmeld::merger(ByDot{}), target) != base);
   CHECK(id(test::set_of({fragments[0]}), kvmeld::merger(ById{}), target) != base);
   kvmeld::Target moved = target;
   moved.first_position = 1;

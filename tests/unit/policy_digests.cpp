@@ -10,18 +10,15 @@
 #include <string>
 #include <typeinfo>
 
-#include <kvmeld/align/attention.hpp>
-#include <kvmeld/align/chain.hpp>
-#include <kvmeld/align/projection.hpp>
-#include <kvmeld/align/select_key_frames.hpp>
-#include <kvmeld/align/select_medoids.hpp>
-#include <kvmeld/anchor/eviction.hpp>
-#include <kvmeld/anchor/signature.hpp>
-#include <kvmeld/fuse/gated.hpp>
-#include <kvmeld/fuse/learned_weights.hpp>
-#include <kvmeld/fuse/norm_preserving_mean.hpp>
+#include <kvmeld/policies/attention.hpp>
+#include <kvmeld/policies/projection.hpp>
+#include <kvmeld/policies/select.hpp>
+#include <kvmeld/anchors/decision.hpp>
+#include <kvmeld/anchors/signature.hpp>
+#include <kvmeld/policies/learned.hpp>
+#include <kvmeld/policies/mean.hpp>
 #include <kvmeld/kvmeld.hpp>
-#include <kvmeld/state/anchor_rows.hpp>
+#include <kvmeld/anchors/detail/blend_rows.hpp>
 
 #include "support/catch.hpp"
 #include "support/fields.hpp"
@@ -136,8 +133,8 @@ void add_selections(Digests& digests) {
 void add_orders_and_seams(Digests& digests) {
   digests.add(every_field<ByKeyNorm>(field(ByKeyNorm{}, "layer", &ByKeyNorm::layer, {0, 1})));
   digests.add(every_field<ById>());
-  digests.add(every_field<ByProvenance>(
-      field(ByProvenance{}, "reversed", &ByProvenance::reversed, {true})));
+  digests.add(every_field<ByDot>(
+      field(ByDot{}, "reversed", &ByDot::reversed, {true})));
   digests.add(every_field<SeamNone>());
   digests.add(every_field<SeamAll>());
   const SeamShare share;
@@ -185,7 +182,7 @@ void add_fusers(Digests& digests) {
   digests.add(every_field<WeightedMean>(
       field(WeightedMean{}, "weighting", &WeightedMean::weighting, {Weighting::confidence})));
   digests.add(every_field<Sum>());
-  digests.add(every_field<kvmeld::detail::BlendSum>());
+  digests.add(every_field<kvmeld::anchors::detail::BlendSum>());
   digests.add(every_field<Max>());
   digests.add(every_field<Median>());
   digests.add(every_field<TrimmedMean>(field(TrimmedMean{}, "f", &TrimmedMean::f, {0, 2})));
@@ -234,18 +231,18 @@ void add_weights(Digests& digests) {
 }
 
 void add_anchor_policies(Digests& digests) {
-  const SimHash simhash;
+  const anchors::SimHash simhash;
   digests.add(
-      every_field<SimHash>(field(simhash, "seed", &SimHash::seed, {0, std::uint64_t{1} << 63U}),
-                           field(simhash, "gram_tokens", &SimHash::gram_tokens, {1, 2}),
-                           field(simhash, "first_tokens", &SimHash::first_tokens, {1, 2})));
-  digests.add(every_field<EmbeddingHash>(
-      field(EmbeddingHash{}, "seed", &EmbeddingHash::seed, {0, std::uint64_t{1} << 63U})));
+      every_field<anchors::SimHash>(field(simhash, "seed", &anchors::SimHash::seed, {0, std::uint64_t{1} << 63U}),
+                           field(simhash, "gram_tokens", &anchors::SimHash::gram_tokens, {1, 2}),
+                           field(simhash, "first_tokens", &anchors::SimHash::first_tokens, {1, 2})));
+  digests.add(every_field<anchors::EmbeddingHash>(
+      field(anchors::EmbeddingHash{}, "seed", &anchors::EmbeddingHash::seed, {0, std::uint64_t{1} << 63U})));
   digests.add(
-      every_field<XxHash>(field(XxHash{}, "seed", &XxHash::seed, {1, std::uint64_t{1} << 63U})));
-  digests.add(every_field<LRU>());
-  digests.add(every_field<LFU>());
-  digests.add(every_field<WindowLFU>(field(WindowLFU{}, "window", &WindowLFU::window, {0, 1})));
+      every_field<anchors::XxHash>(field(anchors::XxHash{}, "seed", &anchors::XxHash::seed, {1, std::uint64_t{1} << 63U})));
+  digests.add(every_field<anchors::LRU>());
+  digests.add(every_field<anchors::LFU>());
+  digests.add(every_field<anchors::WindowLFU>(field(anchors::WindowLFU{}, "window", &anchors::WindowLFU::window, {0, 1})));
 }
 
 Digests all_policies() {

@@ -1,6 +1,6 @@
 // Maps applied to fragments: against plain loops in double, bytes equal for every instruction set,
 // layers that hold fewer tokens, channels permuted bit by bit, gradients against differences.
-#include <kvmeld/align/projection_gradient.hpp>
+#include <kvmeld/policies/projection.hpp>
 
 #include "support/catch.hpp"
 #include "support/projection_maps.hpp"
@@ -108,7 +108,7 @@ std::vector<Case> cases() {
 }
 
 /// f32 sums of n products in any order: n + 1 roundings of the sum of magnitudes, two of inputs
-/// turned by a table, and the type's own.
+/// rotated by a table, and the type's own.
 double tolerance(ElementType type, double value, double size, std::int32_t terms, double largest) {
   const double f32 = (terms + 16) * 0x1p-24 * size;
   switch (type) {

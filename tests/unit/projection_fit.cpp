@@ -17,8 +17,7 @@ TEST_CASE("fits of projections") {
 #include <limits>
 #include <vector>
 
-#include <kvmeld/align/projection_fit.hpp>
-#include <kvmeld/align/projection_fit_gate.hpp>
+#include <kvmeld/fit/fit.hpp>
 
 #include "support/comma_locale.hpp"
 #include "support/projection_maps.hpp"
@@ -27,7 +26,7 @@ namespace {
 
 using kvmeld::ErrorCode;
 using kvmeld::LinearMap;
-using kvmeld::NormalEquations;
+using kvmeld::fit::NormalEquations;
 
 struct Rows {
   std::vector<double> x, y;
@@ -297,7 +296,7 @@ TEST_CASE(
           std::vector<double> row(made.values.begin() + (t * 2 + h) * 4,
                                   made.values.begin() + (t * 2 + h + 1) * 4);
           if (plane == Plane::key)
-            reference::turn(to->layers[0].rope,
+            reference::rotation(to->layers[0].rope,
                             static_cast<double>(positions[static_cast<std::size_t>(t)]), row);
           for (std::int64_t c = 0; c < 4; ++c)
             cache.set(p, t, h, c, static_cast<float>(row[static_cast<std::size_t>(c)]));
@@ -309,8 +308,8 @@ TEST_CASE(
     sources.push_back(source.fragment);
     targets.push_back(*target);
   }
-  auto fit = ProjectionFit::make(*from, *to, {.nearest = 2});
-  auto held = ProjectionFit::make(*from, *to, {.nearest = 2});
+  auto fit = fit::ProjectionFit::make(*from, *to, {.nearest = 2});
+  auto held = fit::ProjectionFit::make(*from, *to, {.nearest = 2});
   REQUIRE((fit.ok() && held.ok()));
   for (std::size_t i = 0; i < 7; ++i) REQUIRE(fit->add(sources[i], targets[i]).ok());
   REQUIRE(held->add(sources[7], targets[7]).ok());
@@ -333,7 +332,7 @@ TEST_CASE(
   CHECK(errors->first < 1e-9);
   CHECK(errors->second < 1e-9);
 
-  AttentionGate good(*found), bad(*poor);
+  fit::AttentionGate good(*found), bad(*poor);
   REQUIRE(good.add(sources[7], targets[7]).ok());
   REQUIRE(bad.add(sources[7], targets[7]).ok());
   CHECK(good.score()->cosine > 0.99999);
@@ -343,7 +342,7 @@ TEST_CASE(
   std::vector<float> values(4 * 3 * 4 * 4);
   test::Random random(12);
   for (float& x : values) x = random.value();
-  AttentionGate asked(*found);
+  fit::AttentionGate asked(*found);
   CHECK(asked.add(sources[7], targets[7], {}, {.values = values, .count = 2, .heads = 4}).code() ==
         ErrorCode::invalid_argument);
   CHECK(asked.score().status().code() == ErrorCode::invalid_argument);
@@ -357,7 +356,7 @@ TEST_CASE(
         ErrorCode::gate_refused);
 
   // Pairs instead of equal places; and what does not fit.
-  auto paired = ProjectionFit::make(*from, *to, {.nearest = 2});
+  auto paired = fit::ProjectionFit::make(*from, *to, {.nearest = 2});
   std::vector<TokenPair> pairs;
   for (std::int32_t i = 39; i >= 0; --i) pairs.push_back({i, i});
   for (std::size_t i = 0; i < 7; ++i) REQUIRE(paired->add(sources[i], targets[i], pairs).ok());
@@ -372,18 +371,18 @@ TEST_CASE(
   CHECK(paired->add(test::sealed(from, 39, 1).fragment, targets[0]).code() ==
         ErrorCode::token_count_mismatch);
   CHECK(paired->tokens() == 280);
-  CHECK(ProjectionFit::make(*from, *to, {.source_layers = {{0}, {1}, {2}}}).status().code() ==
+  CHECK(fit::ProjectionFit::make(*from, *to, {.source_layers = {{0}, {1}, {2}}}).status().code() ==
         ErrorCode::invalid_argument);
-  CHECK(ProjectionFit::make(*from, *to, {.source_layers = {{0}, {1}, {2}, {3}}}).status().code() ==
+  CHECK(fit::ProjectionFit::make(*from, *to, {.source_layers = {{0}, {1}, {2}, {3}}}).status().code() ==
         ErrorCode::invalid_argument);
   // Other ways to share, on the same fragments.
-  for (const FitSharing sharing : {FitSharing::per_head, FitSharing::per_model}) {
-    auto other = ProjectionFit::make(*from, *to, {.nearest = 0, .sharing = sharing});
+  for (const fit::FitSharing sharing : {fit::FitSharing::per_head, fit::FitSharing::per_model}) {
+    auto other = fit::ProjectionFit::make(*from, *to, {.nearest = 0, .sharing = sharing});
     REQUIRE(other.ok());
     REQUIRE(other->add(sources[0], targets[0]).ok());
     const auto map = other->ridge(1e-3);
     REQUIRE(map.ok());
-    CHECK((*map)->matrices().size() == (sharing == FitSharing::per_head ? 16U : 2U));
+    CHECK((*map)->matrices().size() == (sharing == fit::FitSharing::per_head ? 16U : 2U));
     CHECK(other->low_rank(1e-3, 2).ok());
   }
 }
@@ -392,7 +391,7 @@ TEST_CASE("a fit has one name in every locale, and strengths keep all their digi
   using namespace kvmeld;
   const auto model = test::geometry({.layers = 1, .heads = 1, .channels = 4});
   const auto fitted = [&](double strength) {
-    auto fit = ProjectionFit::make(*model, *model, {});
+    auto fit = fit::ProjectionFit::make(*model, *model, {});
     REQUIRE(fit.ok());
     for (std::uint64_t i = 0; i < 4; ++i) {
       REQUIRE(fit->add(test::sealed(model, 20, i).fragment, test::sealed(model, 20, 9 + i).fragment)
@@ -420,20 +419,20 @@ TEST_CASE(
   const auto three = test::geometry({.layers = 2, .heads = 3, .channels = 4}),
              two = test::geometry({.layers = 2, .heads = 2, .channels = 4});
   const auto undivided =
-      ProjectionFit::make(*three, *two, {.nearest = 1, .sharing = FitSharing::per_head});
+      fit::ProjectionFit::make(*three, *two, {.nearest = 1, .sharing = fit::FitSharing::per_head});
   REQUIRE(undivided.status().code() == ErrorCode::invalid_argument);
   CHECK(undivided.status().message().find("3 heads of source layer 0 and 2 of target layer 0") !=
         std::string::npos);
-  CHECK(ProjectionFit::make(*three, *two, {.nearest = 1}).ok());
+  CHECK(fit::ProjectionFit::make(*three, *two, {.nearest = 1}).ok());
   const auto six = test::geometry({.layers = 2, .heads = 6, .channels = 4});
-  CHECK(ProjectionFit::make(*six, *two, {.nearest = 1, .sharing = FitSharing::per_head}).ok());
-  CHECK(ProjectionFit::make(*two, *six, {.nearest = 1, .sharing = FitSharing::per_head}).ok());
+  CHECK(fit::ProjectionFit::make(*six, *two, {.nearest = 1, .sharing = fit::FitSharing::per_head}).ok());
+  CHECK(fit::ProjectionFit::make(*two, *six, {.nearest = 1, .sharing = fit::FitSharing::per_head}).ok());
 
   auto keys_first = *test::geometry({.layers = 3, .heads = 2, .channels = 4});
   keys_first.layers[0].planes.pop_back();
   const auto shared = std::make_shared<Geometry>(keys_first);
   auto fit =
-      ProjectionFit::make(keys_first, keys_first, {.nearest = 0, .sharing = FitSharing::per_model});
+      fit::ProjectionFit::make(keys_first, keys_first, {.nearest = 0, .sharing = fit::FitSharing::per_model});
   INFO(fit.status().message());
   REQUIRE(fit.ok());
   REQUIRE(
@@ -447,8 +446,8 @@ TEST_CASE(
 
   auto axes = *two;
   axes.layers[1].rope.kind = RopeKind::multi_axis;
-  CHECK(ProjectionFit::make(axes, *two).status().code() == ErrorCode::rope_unsupported);
-  CHECK(detail::plane_frequencies(axes.layers[1], axes.layers[1].planes[0], 9).status().code() ==
+  CHECK(fit::ProjectionFit::make(axes, *two).status().code() == ErrorCode::rope_unsupported);
+  CHECK(fit::detail::plane_frequencies(axes.layers[1], axes.layers[1].planes[0], 9).status().code() ==
         ErrorCode::rope_unsupported);
   const auto grown = std::make_shared<Geometry>(*two);
   for (LayerShape& layer : grown->layers) {
@@ -456,7 +455,7 @@ TEST_CASE(
     layer.rope.factor = 2.0;
     layer.rope.original_context = 20;
   }
-  auto lengths = ProjectionFit::make(*grown, *two);
+  auto lengths = fit::ProjectionFit::make(*grown, *two);
   REQUIRE(lengths.ok());
   CHECK(lengths->add(test::sealed(grown, 20, 1).fragment, test::sealed(two, 20, 2).fragment).ok());
   CHECK(

@@ -1,10 +1,8 @@
 // Maps between models: what makes one, what refuses, files, hubs, the gate, and renders through
 // them.
-#include <kvmeld/align/chain.hpp>
-#include <kvmeld/align/projection_compose.hpp>
-#include <kvmeld/align/projection_file.hpp>
-#include <kvmeld/align/token_match.hpp>
-#include <kvmeld/codec/file_bytes.hpp>
+#include <kvmeld/policies/projection.hpp>
+#include <kvmeld/policies/token_match.hpp>
+#include <kvmeld/safetensors.hpp>
 
 #include "support/catch.hpp"
 #include "support/projection_maps.hpp"
@@ -307,7 +305,7 @@ TEST_CASE(
           std::vector<double> row(want.values.begin() + at,
                                   want.values.begin() + at + shape.channels);
           if (shape.plane == Plane::key)
-            reference::turn(to->layers[l].rope, static_cast<double>(5 + o), row);
+            reference::rotation(to->layers[l].rope, static_cast<double>(5 + o), row);
           for (std::int64_t c = 0; c < shape.channels; ++c) {
             const double off =
                 std::abs(out->get(plane, o, h, c) - row[static_cast<std::size_t>(c)]);
@@ -388,9 +386,9 @@ TEST_CASE("a render through a permutation has the bytes of a native one") {
   const auto ids = test::token_ids(7);
   const auto positions = test::gapped_positions(7);
   FragmentSet a, b;
-  REQUIRE(a.insert(*seal(theirs.ref(), {.tokens = ids, .positions = positions}), Provenance{1, 0})
+  REQUIRE(a.insert(*seal(theirs.ref(), {.tokens = ids, .positions = positions}), Dot{1, 0})
               .ok());
-  REQUIRE(b.insert(*seal(native.ref(), {.tokens = ids, .positions = positions}), Provenance{1, 0})
+  REQUIRE(b.insert(*seal(native.ref(), {.tokens = ids, .positions = positions}), Dot{1, 0})
               .ok());
   const Target target{.geometry = *to, .first_position = 2};
   const auto mapped = test::render_everywhere(a, merger(Aligner{Projection{.map = *map}}), target);

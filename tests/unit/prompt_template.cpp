@@ -6,19 +6,19 @@
 #include <string_view>
 #include <vector>
 
-#include <kvmeld/anchor/prompt_fill.hpp>
+#include <kvmeld/anchors/prompt.hpp>
 
 #include "support/law.hpp"
 
-using kvmeld::BoundaryMismatch;
+using kvmeld::anchors::BoundaryMismatch;
 using kvmeld::ErrorCode;
-using kvmeld::fill_slots;
-using kvmeld::FilledPrompt;
-using kvmeld::PromptRun;
-using kvmeld::PromptTemplate;
+using kvmeld::anchors::fill_placeholders;
+using kvmeld::anchors::FilledPrompt;
+using kvmeld::anchors::PromptRun;
+using kvmeld::anchors::PromptTemplate;
 using kvmeld::Result;
-using kvmeld::SlotHistory;
-using kvmeld::SlotValue;
+using kvmeld::anchors::PlaceholderHistory;
+using kvmeld::anchors::PlaceholderValue;
 using kvmeld::TokenId;
 using Source = PromptRun::Source;
 
@@ -65,19 +65,19 @@ ErrorCode parse_error(std::string_view text) {
   return PromptTemplate::parse(text, tokenizer).status().code();
 }
 
-SlotHistory value(const char* name, const char* text) { return {name, {{text, {}}}}; }
+PlaceholderHistory value(const char* name, const char* text) { return {name, {{text, {}}}}; }
 
 // example-begin: template
 /// What the solver reads, and where each piece of it stands: a note, and what the planner said now
 /// and a turn before.
-template <kvmeld::Tokenizer T>
-kvmeld::Result<kvmeld::FilledPrompt> solver_prompt(T& tokenizer, const kvmeld::SlotValue& note,
-                                                   const std::vector<kvmeld::SlotValue>& planner) {
-  const auto made = kvmeld::PromptTemplate::parse(
+template <kvmeld::anchors::Tokenizer T>
+kvmeld::Result<kvmeld::anchors::FilledPrompt> solver_prompt(T& tokenizer, const kvmeld::anchors::PlaceholderValue& note,
+                                                   const std::vector<kvmeld::anchors::PlaceholderValue>& planner) {
+  const auto made = kvmeld::anchors::PromptTemplate::parse(
       "Notes:{note} The planner said:{planner} Before:{planner@-1} Solve it.", tokenizer);
   if (!made) return made.error();
-  const std::vector<kvmeld::SlotHistory> values{{"note", {note}}, {"planner", planner}};
-  return kvmeld::fill_slots(*made, values, tokenizer, {.trained_context = 4096, .agent = "solver"});
+  const std::vector<kvmeld::anchors::PlaceholderHistory> values{{"note", {note}}, {"planner", planner}};
+  return kvmeld::anchors::fill_placeholders(*made, values, tokenizer, {.trained_context = 4096, .agent = "solver"});
 }
 // example-end
 
@@ -94,9 +94,9 @@ std::vector<Brief> brief(const FilledPrompt& prompt) {
     out.push_back({r.source, r.index, r.first, r.position, r.tokens, r.slot});
   return out;
 }
-FilledPrompt filled(std::string_view text, const std::vector<SlotHistory>& values,
-                    const kvmeld::FillOptions& options = {}) {
-  auto made = fill_slots(parsed(text), values, tokenizer, options);
+FilledPrompt filled(std::string_view text, const std::vector<PlaceholderHistory>& values,
+                    const kvmeld::anchors::FillOptions& options = {}) {
+  auto made = fill_placeholders(parsed(text), values, tokenizer, options);
   INFO(made.status().message());
   REQUIRE(made.ok());
   return *made;
@@ -109,7 +109,7 @@ TEST_CASE("templates are read: slots between texts, braces, history") {
   REQUIRE(std::vector(made.texts().begin(), made.texts().end()) ==
           std::vector<std::string>{"the {task} is ", ", ", "", " said"});
   REQUIRE(std::vector(made.slots().begin(), made.slots().end()) ==
-          std::vector<kvmeld::PromptSlot>{{"question", 0}, {"planner", 12}, {"planner", 0}});
+          std::vector<kvmeld::anchors::PromptPlaceholder>{{"question", 0}, {"planner", 12}, {"planner", 0}});
   REQUIRE(made.text_tokens()[1] == ids(", "));
   REQUIRE(made.text_tokens()[2].empty());
   REQUIRE(parsed("}}{{").texts()[0] == "}{");
@@ -129,7 +129,7 @@ TEST_CASE("templates are read: slots between texts, braces, history") {
     return {ErrorCode::engine_failure, "no vocabulary"};
   };
   REQUIRE(PromptTemplate::parse("a{b}", refuses).status().code() == ErrorCode::engine_failure);
-  REQUIRE(fill_slots(parsed("a{b}"), std::vector{value("b", "x")}, refuses).status().code() ==
+  REQUIRE(fill_placeholders(parsed("a{b}"), std::vector{value("b", "x")}, refuses).status().code() ==
           ErrorCode::engine_failure);
 }
 
@@ -161,11 +161,11 @@ TEST_CASE(
 }
 
 TEST_CASE("earlier turns, and every refusal by its code") {
-  const std::vector<SlotHistory> turns{{"p", {{"first", {}}, {"second", {}}, {"third", {}}}}};
+  const std::vector<PlaceholderHistory> turns{{"p", {{"first", {}}, {"second", {}}, {"third", {}}}}};
   REQUIRE(filled("{p@-2} {p} {p@-1}", turns).text == "first third second");
-  const auto code = [](std::string_view text, const std::vector<SlotHistory>& values,
-                       const kvmeld::FillOptions& options = {}) {
-    return fill_slots(parsed(text), values, tokenizer, options).status().code();
+  const auto code = [](std::string_view text, const std::vector<PlaceholderHistory>& values,
+                       const kvmeld::anchors::FillOptions& options = {}) {
+    return fill_placeholders(parsed(text), values, tokenizer, options).status().code();
   };
   REQUIRE(code("{p@-3}", turns) == ErrorCode::history_missing);
   REQUIRE(code("{p@-1}", {value("p", "x")}) == ErrorCode::history_missing);
@@ -233,7 +233,7 @@ TEST_CASE("tokens across a boundary: reported, left out of both sides, and to be
     return out;
   };
   const auto marked =
-      fill_slots(*PromptTemplate::parse("x{p}yz", marks), std::vector{value("p", "uv")}, marks);
+      fill_placeholders(*PromptTemplate::parse("x{p}yz", marks), std::vector{value("p", "uv")}, marks);
   REQUIRE(marked.ok());
   REQUIRE(marked->tokens == Ids{7, 'x', 'u', 'v', 'y', 'z'});
   REQUIRE(marked->mismatches ==
@@ -243,7 +243,7 @@ TEST_CASE("tokens across a boundary: reported, left out of both sides, and to be
                                                {Source::text, 1, 1, 4, 2, 0}});
   // A template that another tokenizer read: what its text begins with is no part of the prompt.
   const auto other =
-      fill_slots(*PromptTemplate::parse("xy", marks), std::vector<SlotHistory>{}, tokenizer);
+      fill_placeholders(*PromptTemplate::parse("xy", marks), std::vector<PlaceholderHistory>{}, tokenizer);
   REQUIRE(other.ok());
   REQUIRE(brief(*other) == std::vector<Brief>{{Source::text, 0, 1, 0, 2, -1}});
   REQUIRE(other->mismatches == std::vector<BoundaryMismatch>{{-1, 0, Ids{7}, {}}});
@@ -253,17 +253,17 @@ TEST_CASE("keys of offsets: a slot's own, and its text's behind it") {
   kvmeld::Context before;
   before.prefix.bytes[3] = 5;
   const PromptTemplate one = parsed("a {p} b {p} c");
-  const auto key = one.slot_context(0, before, "solver");
-  REQUIRE(key == parsed("a {p} b {p} c").slot_context(0, before, "solver"));
+  const auto key = one.placeholder_context(0, before, "solver");
+  REQUIRE(key == parsed("a {p} b {p} c").placeholder_context(0, before, "solver"));
   kvmeld::Context led = before;
   led.lead_in.low = 1;
-  const kvmeld::Digest128 others[] = {one.slot_context(1, before, "solver"),
-                                      one.slot_context(0, {}, "solver"),
-                                      one.slot_context(0, before, "checker"),
-                                      one.slot_context(0, led, "solver"),
-                                      parsed("a {p} b {q} c").slot_context(0, before, "solver"),
-                                      parsed("a {p@-1} b {p} c").slot_context(0, before, "solver"),
-                                      parsed("a {p} b {p} d").slot_context(0, before, "solver")};
+  const kvmeld::Digest128 others[] = {one.placeholder_context(1, before, "solver"),
+                                      one.placeholder_context(0, {}, "solver"),
+                                      one.placeholder_context(0, before, "checker"),
+                                      one.placeholder_context(0, led, "solver"),
+                                      parsed("a {p} b {q} c").placeholder_context(0, before, "solver"),
+                                      parsed("a {p@-1} b {p} c").placeholder_context(0, before, "solver"),
+                                      parsed("a {p} b {p} d").placeholder_context(0, before, "solver")};
   for (const auto& other : others) REQUIRE(!(other == key));
   const FilledPrompt prompt =
       filled("a {p} b {p} c", {value("p", "x")}, {.before = before, .agent = "solver"});
@@ -285,7 +285,7 @@ TEST_CASE("laws of filled templates") {
           return out;
         };
         const int slots = *rc::gen::inRange(0, 6);
-        std::vector<SlotHistory> values;
+        std::vector<PlaceholderHistory> values;
         std::vector<std::string> names, pieces;
         std::string source;
         for (int s = 0; s <= slots; ++s) {
@@ -295,9 +295,9 @@ TEST_CASE("laws of filled templates") {
           if (s == slots) break;
           const std::string name = *rc::gen::element<std::string>("p", "q", "r");
           auto at = std::find_if(values.begin(), values.end(),
-                                 [&](const SlotHistory& h) { return h.name == name; });
+                                 [&](const PlaceholderHistory& h) { return h.name == name; });
           if (at == values.end()) {
-            SlotValue given{draw_text(8), {}};
+            PlaceholderValue given{draw_text(8), {}};
             if (*rc::gen::inRange(0, 4) == 0) {  // an agent's own ids: bytes
               for (const char c : given.text) given.tokens.push_back(static_cast<unsigned char>(c));
             }
@@ -312,7 +312,7 @@ TEST_CASE("laws of filled templates") {
         const long first = *rc::gen::inRange(0, 1000);
         const auto made = PromptTemplate::parse(source, tokenizer);
         RC_ASSERT(made.ok());
-        const auto prompt = fill_slots(*made, values, tokenizer, {.first_position = first});
+        const auto prompt = fill_placeholders(*made, values, tokenizer, {.first_position = first});
         RC_ASSERT(prompt.ok());
 
         // Brute force: the rendered text's tokens with their bytes, and each piece's tokens with

@@ -1,7 +1,6 @@
 // Hostile messages of a reconciliation: an error or a right result, in bounded steps.
 
-#include <kvmeld/state/reconcile.hpp>
-#include <kvmeld/state/reconcile_set.hpp>
+#include <kvmeld/replica/reconcile.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -29,7 +28,7 @@ std::vector<Case> cases() {
           {test::set_pair(5, 0, Differ::tags, false, 6), 16}};
 }
 
-void must_be_right(const Reconciliation& side, const ReconcileDifference& truth) {
+void must_be_right(const replica::Reconciliation& side, const replica::ReconcileDifference& truth) {
   if (side.done() && !test::same(side.result(), truth)) FAIL("a wrong result is called done");
   if (!side.done() && !test::same(side.result(), {})) FAIL("a result before the end");
 }
@@ -38,8 +37,8 @@ void must_be_right(const Reconciliation& side, const ReconcileDifference& truth)
 bool disturbed(const Case& c, const std::vector<Bytes>& genuine, std::size_t at,
                const Bytes& instead) {
   // else a window follows a window for the millions that an edit may announce
-  constexpr ReconcileLimits limits{.items = 10000};
-  Reconciliation a(c.pair.a, limits), b(c.pair.b, limits);
+  constexpr replica::ReconcileLimits limits{.items = 10000};
+  replica::Reconciliation a(c.pair.a, limits), b(c.pair.b, limits);
   (void)a.start(c.salt);
   for (std::size_t i = 0; i < at; ++i) (void)(i % 2 == 0 ? b : a).receive(genuine[i]);
   Bytes message = instead;
@@ -61,12 +60,12 @@ bool disturbed(const Case& c, const std::vector<Bytes>& genuine, std::size_t at,
   return false;
 }
 
-ErrorCode code_of(const Result<ReconcileReply>& reply) {
+ErrorCode code_of(const Result<replica::ReconcileReply>& reply) {
   return reply ? ErrorCode::ok : reply.error().code();
 }
 
 Bytes hello(std::uint64_t items, std::uint8_t first = 0x11) {
-  ByteWriter out;
+  extend::ByteWriter out;
   out.value(first);
   out.varint(0);
   out.value(std::uint64_t{5});
@@ -84,7 +83,7 @@ TEST_CASE("every prefix of every message is an error") {
     REQUIRE(trace.right);
     for (std::size_t m = 0; m < trace.messages.size(); ++m) {
       for (std::size_t n = 0; n < trace.messages[m].size(); ++n) {
-        Reconciliation a(c.pair.a), b(c.pair.b);
+        replica::Reconciliation a(c.pair.a), b(c.pair.b);
         (void)a.start(c.salt);
         for (std::size_t i = 0; i < m; ++i) (void)(i % 2 == 0 ? b : a).receive(trace.messages[i]);
         if ((m % 2 == 0 ? b : a).receive(std::span(trace.messages[m]).first(n)))
@@ -155,8 +154,8 @@ TEST_CASE("messages edited at random end in an error or a right result") {
 
 TEST_CASE("what a peer announces is bounded") {
   const auto pair = test::set_pair(20, 3, Differ::mixed, false, 8);
-  const auto receive = [&](const Bytes& message, const ReconcileLimits& limits = {}) {
-    Reconciliation b(pair.b, limits);
+  const auto receive = [&](const Bytes& message, const replica::ReconcileLimits& limits = {}) {
+    replica::Reconciliation b(pair.b, limits);
     return code_of(b.receive(message));
   };
   CHECK(receive(hello(20)) == ErrorCode::ok);
@@ -171,9 +170,9 @@ TEST_CASE("what a peer announces is bounded") {
   for (const auto& [form, cells, capacity] :
        {std::tuple(0, 65536, 256), std::tuple(0, 0, 1), std::tuple(2, 1, 1),
         std::tuple(1, 65537, 1), std::tuple(0, 1, 257)}) {
-    Reconciliation a(pair.a);
+    replica::Reconciliation a(pair.a);
     (void)a.start(5);
-    ByteWriter out;
+    extend::ByteWriter out;
     out.value(std::uint8_t{0x12});
     out.varint(1);
     out.varint(1000);
@@ -185,9 +184,9 @@ TEST_CASE("what a peer announces is bounded") {
 
   // A peer that always wants more, or another attempt, comes to an end.
   for (const std::uint8_t answer : {std::uint8_t{2}, std::uint8_t{3}}) {
-    Reconciliation a(pair.a);
+    replica::Reconciliation a(pair.a);
     (void)a.start(5);
-    ByteWriter plan;
+    extend::ByteWriter plan;
     plan.value(std::uint8_t{0x12});
     plan.varint(1);
     plan.varint(1000);
@@ -198,7 +197,7 @@ TEST_CASE("what a peer announces is bounded") {
     std::uint64_t step = 3, capacity = 1, extensions = 0;
     ErrorCode code = ErrorCode::ok;
     for (; code == ErrorCode::ok && step < 200; step += 2) {
-      ByteWriter out;
+      extend::ByteWriter out;
       out.value(std::uint8_t{0x14});
       out.varint(step);
       out.value(answer);
@@ -216,18 +215,18 @@ TEST_CASE("what a peer announces is bounded") {
 
 TEST_CASE("a session is begun once, by ascending items within the limit") {
   auto pair = test::set_pair(20, 3, Differ::mixed, false, 8);
-  Reconciliation twice(pair.a);
+  replica::Reconciliation twice(pair.a);
   CHECK(twice.start(1));
   CHECK(twice.start(1).error().code() == ErrorCode::invalid_argument);
   CHECK(code_of(twice.receive(hello(20))) == ErrorCode::invalid_argument);  // over, after the error
 
-  Reconciliation both(pair.a);
+  replica::Reconciliation both(pair.a);
   CHECK(both.start(1));
   CHECK(code_of(both.receive(hello(20))) == ErrorCode::corrupt);  // the peer started too
-  CHECK(Reconciliation(pair.a, {.items = 3}).start(1).error().code() == ErrorCode::quota_exceeded);
+  CHECK(replica::Reconciliation(pair.a, {.items = 3}).start(1).error().code() == ErrorCode::quota_exceeded);
   std::swap(pair.a[4], pair.a[5]);
-  CHECK(Reconciliation(pair.a).start(1).error().code() == ErrorCode::invalid_argument);
-  CHECK(code_of(Reconciliation(pair.a).receive(hello(20))) == ErrorCode::invalid_argument);
+  CHECK(replica::Reconciliation(pair.a).start(1).error().code() == ErrorCode::invalid_argument);
+  CHECK(code_of(replica::Reconciliation(pair.a).receive(hello(20))) == ErrorCode::invalid_argument);
 }
 
 TEST_CASE("sets without provenance meet by the ids in which they differ") {
@@ -241,8 +240,8 @@ TEST_CASE("sets without provenance meet by the ids in which they differ") {
     if (i % 7 != 0) REQUIRE(sets[1].insert(fragment(i)).ok());
   }
   REQUIRE(sets[1].insert(fragment(1), {4, 0}, 0.5F).ok());  // known on both sides, and more on one
-  const auto mine = reconcile_items(sets[0]), theirs = reconcile_items(sets[1]);
-  kvmeld::Reconciliation a(mine), b(theirs);
+  const auto mine = kvmeld::replica::reconcile_items(sets[0]), theirs = kvmeld::replica::reconcile_items(sets[1]);
+  kvmeld::replica::Reconciliation a(mine), b(theirs);
   auto message = a.start(7);
   REQUIRE(message.ok());
   std::optional<std::vector<std::byte>> next = *message;
@@ -253,11 +252,11 @@ TEST_CASE("sets without provenance meet by the ids in which they differ") {
   }
   REQUIRE((a.done() && b.done()));
   CHECK(a.result().different == std::vector<kvmeld::FragmentId>{fragment(1).id()});
-  const auto send = [](const kvmeld::FragmentSet& from, const kvmeld::ReconcileDifference& found,
+  const auto send = [](const kvmeld::FragmentSet& from, const kvmeld::replica::ReconcileDifference& found,
                        kvmeld::FragmentSet& to) {
     auto ids = found.mine_only;
     ids.insert(ids.end(), found.different.begin(), found.different.end());
-    const auto part = part_of(from, ids);
+    const auto part = kvmeld::replica::part_of(from, ids);
     REQUIRE(part.ok());
     REQUIRE(to.join(*part).ok());
   };
@@ -273,10 +272,10 @@ TEST_CASE("a counter of the largest magnitude is refused, not negated") {
   for (const std::uint64_t zigzag :
        {~std::uint64_t{0}, ~std::uint64_t{0} - 1, std::uint64_t{1} << 63U}) {
     for (const std::uint64_t elements : {std::uint64_t{0}, std::uint64_t{60}, ~std::uint64_t{0}}) {
-      ByteWriter out;
+      extend::ByteWriter out;
       out.varint(zigzag);
-      ByteReader in(out.written());
-      (void)kvmeld::detail::DifferenceEstimate{}.read(in, elements, 1);
+      extend::ByteReader in(out.written());
+      (void)kvmeld::replica::detail::DifferenceEstimate{}.read(in, elements, 1);
       CHECK(in.status("counter").code() == ErrorCode::corrupt);
     }
   }

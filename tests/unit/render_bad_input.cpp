@@ -262,11 +262,11 @@ TEST_CASE("a payload that is not there is named, and never rendered around") {
   const auto both = kvmeld::with_variant(a.fragment, cache.ref(), {});
   REQUIRE(both.ok());
   kvmeld::FragmentSet variants;
-  REQUIRE(variants.insert(test::evicted(*both, 1), kvmeld::Provenance{1, 0}).ok());
-  REQUIRE(variants.insert(b.fragment, kvmeld::Provenance{2, 0}).ok());
-  refused(variants, kvmeld::merger(kvmeld::ByProvenance{}), at(g), ErrorCode::payload_missing,
+  REQUIRE(variants.insert(test::evicted(*both, 1), kvmeld::Dot{1, 0}).ok());
+  REQUIRE(variants.insert(b.fragment, kvmeld::Dot{2, 0}).ok());
+  refused(variants, kvmeld::merger(kvmeld::ByDot{}), at(g), ErrorCode::payload_missing,
           {both->id().hex()});
-  CHECK(kvmeld::plan(variants, kvmeld::merger(kvmeld::ByProvenance{.reversed = true}), at(g)).ok());
+  CHECK(kvmeld::plan(variants, kvmeld::merger(kvmeld::ByDot{.reversed = true}), at(g)).ok());
 }
 
 TEST_CASE("a second beginning-of-sequence token does not enter a context") {
@@ -279,9 +279,9 @@ TEST_CASE("a second beginning-of-sequence token does not enter a context") {
   refused(test::set_of({one, two}), concat, at(g), ErrorCode::duplicate_bos,
           {"2 beginning-of-sequence", "id 1"});
   const auto later = test::set_of({one, test::sealed(g, 3, 3, {.tokens = without})});
-  CHECK(kvmeld::plan(later, kvmeld::merger(kvmeld::ByProvenance{}), at(g)).ok());
+  CHECK(kvmeld::plan(later, kvmeld::merger(kvmeld::ByDot{}), at(g)).ok());
   // The only one, but something stands before it.
-  refused(later, kvmeld::merger(kvmeld::ByProvenance{.reversed = true}), at(g),
+  refused(later, kvmeld::merger(kvmeld::ByDot{.reversed = true}), at(g),
           ErrorCode::duplicate_bos, {"id 1"});
   // Matched tokens are one.
   CHECK(kvmeld::plan(test::set_of({one, two}), kvmeld::merger(ById{}, Aligner{TokenMatch{}}), at(g))
@@ -334,8 +334,8 @@ TEST_CASE("keys whose frequencies would change with the length are refused") {
 TEST_CASE("what is known and not possible is refused, with what to do") {
   auto hadamard = test::geometry({.layers = 1, .channels = 32});
   hadamard->layers[0].planes[0].hadamard = 32;
-  const kvmeld::FragmentSet turned = two_spans(hadamard);
-  refused(turned, concat, at(hadamard), ErrorCode::unsupported,
+  const kvmeld::FragmentSet rotated = two_spans(hadamard);
+  refused(rotated, concat, at(hadamard), ErrorCode::unsupported,
           {"layer 0", "Hadamard basis of 32"});
   // Where nothing moves, the basis does not matter.
   CHECK(kvmeld::plan(test::set_of({test::sealed(hadamard, 3, 1)}), concat, at(hadamard)).ok());

@@ -34,7 +34,7 @@ Fragment random_fragment(const std::shared_ptr<const Geometry>& g, std::int64_t 
 FragmentSet set_of(const std::vector<Fragment>& fragments) {
   FragmentSet set;
   for (std::size_t i = 0; i < fragments.size(); ++i)
-    REQUIRE(set.insert(fragments[i], Provenance{i, 0}));
+    REQUIRE(set.insert(fragments[i], Dot{i, 0}));
   return set;
 }
 
@@ -219,15 +219,15 @@ TEST_CASE("a channel-wise fuser of one contribution acts un-rotated") {
   const auto g = test::geometry();
   const Fragment fragment = random_fragment(g, 1, 3, {}, 40);
   HostCache at_source(g, 1), at_zero(g, 1);
-  // The row un-rotated, made non-negative; then turned to 40 it must be what a render to 40 gives.
+  // The row un-rotated, made non-negative; then rotated to 40 it must be what a render to 40 gives.
   REQUIRE(render(exec::seq, set_of({fragment}), merger(Fuser{Absolute{}}), at_zero.mutable_ref(),
                  at(g, 0)));
   REQUIRE(render(exec::seq, set_of({fragment}), merger(Fuser{Absolute{}}), at_source.mutable_ref(),
                  at(g, 40)));
-  const auto turned = seal(at_zero.kv_cache_ref());
-  REQUIRE(turned);
+  const auto rotated = seal(at_zero.kv_cache_ref());
+  REQUIRE(rotated);
   HostCache back(g, 1);
-  REQUIRE(render(exec::seq, set_of({*turned}), merger(), back.mutable_ref(), at(g, 40)));
+  REQUIRE(render(exec::seq, set_of({*rotated}), merger(), back.mutable_ref(), at(g, 40)));
   const auto* a = reinterpret_cast<const float*>(at_source.bytes().data());
   const auto* b = reinterpret_cast<const float*>(back.bytes().data());
   for (std::size_t i = 0; i < back.bytes().size() / sizeof(float); ++i)

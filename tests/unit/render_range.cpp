@@ -7,11 +7,9 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/fuse/gated.hpp>
-#include <kvmeld/fuse/krum.hpp>
-#include <kvmeld/fuse/medoid.hpp>
-#include <kvmeld/fuse/norm_preserving_mean.hpp>
-#include <kvmeld/fuse/order_statistics.hpp>
+#include <kvmeld/policies/learned.hpp>
+#include <kvmeld/policies/robust.hpp>
+#include <kvmeld/policies/mean.hpp>
 
 #include "support/anchor_segments.hpp"
 #include "support/lane_work.hpp"
@@ -71,7 +69,7 @@ kvmeld::FragmentSet set_of(const std::vector<kvmeld::Fragment>& fragments) {
   kvmeld::FragmentSet set;
   std::uint64_t agent = 0;
   for (const kvmeld::Fragment& f : fragments)
-    REQUIRE(set.insert(f, kvmeld::Provenance{++agent, 0}).ok());
+    REQUIRE(set.insert(f, kvmeld::Dot{++agent, 0}).ok());
   return set;
 }
 kvmeld::Target at(const std::shared_ptr<const kvmeld::Geometry>& g, std::int64_t position = 0) {
@@ -120,7 +118,7 @@ TEST_CASE(
   for (const ElementType type : unbounded_types) {
     INFO(kvmeld::to_string(type));
     const auto g = test::geometry({.type = type, .layers = 2, .heads = 2, .channels = 64});
-    // Layer 1's keys (plane 2) of token 3 reach the limit in both channels of each pair: turned,
+    // Layer 1's keys (plane 2) of token 3 reach the limit in both channels of each pair: rotated,
     // one of the two is larger.
     const auto span = span_of(g, 5, 1, [&](std::size_t p, std::int64_t t, std::int64_t) {
       return p == 2 && t == 3 ? largest(type) : 1.0;
@@ -145,10 +143,10 @@ TEST_CASE("a mean of keys is refused where a rotation before or behind it leaves
   for (const ElementType type : unbounded_types) {
     INFO(kvmeld::to_string(type));
     const auto [g, set] = keys(type, 0.9 * largest(type), 0);
-    (void)test::render_everywhere(set, mean, at(g));  // fused as they lie, and not turned
+    (void)test::render_everywhere(set, mean, at(g));  // fused as they lie, and not rotated
     CHECK(names(refusal(set, mean, at(g, 7)), "layer 0 plane 0, output 0 at position 7"));
   }
-  // Of two positions they are turned back first; at position 0 what comes out is not turned.
+  // Of two positions they are un-rotated first; at position 0 what comes out is not rotated.
   const auto [g, set] = keys(ElementType::f32, 0.9 * largest_float, 5);
   CHECK(names(refusal(set, mean, at(g)), "layer 0 plane 0, output 0 at position 0"));
 }
@@ -157,7 +155,7 @@ TEST_CASE("what only looks too large is computed and comes out") {
   for (const ElementType type : unbounded_types) {
     INFO(kvmeld::to_string(type));
     const auto g = test::geometry({.type = type, .layers = 1, .heads = 2, .channels = 64});
-    // One channel of each pair is the largest number, its partner 0: turned by any angle, no
+    // One channel of each pair is the largest number, its partner 0: rotated by any angle, no
     // channel is larger.
     const auto span = span_of(g, 5, 1, [&](std::size_t, std::int64_t, std::int64_t c) {
       return c < 32 ? largest(type) : 0.0;
@@ -444,7 +442,7 @@ TEST_CASE("the scale of quantised blocks is a number too") {
   std::vector<float> row(64, 8.2e6F);  // 127 · 65504 is 8.3e6
   for (std::size_t p = 0; p < 2; ++p) {
     for (std::int64_t t = 0; t < 2; ++t) {
-      kvmeld::detail::store_row<kvmeld::Isa::baseline>(ElementType::q8_0, row.data(), 64,
+      kvmeld::extend::store_row<kvmeld::Isa::baseline>(ElementType::q8_0, row.data(), 64,
                                                        cache.bytes(p, t, 0, 0));
     }
   }
@@ -472,17 +470,17 @@ TEST_CASE("base and offsets that add up beyond the cache's elements are refused"
     return s;
   };
   const auto alone = constant(20000).at(0), zero = constant(0).at(0);
-  const auto delta = kvmeld::measure_offset(constant(25000).at(0), zero);
+  const auto delta = kvmeld::anchors::measure_offset(constant(25000).at(0), zero);
   REQUIRE(delta.ok());
-  kvmeld::ReusePart part{
+  kvmeld::anchors::ReusePart part{
       .base = alone, .position = 50, .offsets = {{.anchor = test::anchor_id(1), .delta = *delta}}};
-  REQUIRE(kvmeld::plan_reuse({&part, 1}, *g, {.compute_last = false}).status().ok());
+  REQUIRE(kvmeld::anchors::plan_reuse({&part, 1}, *g, {.compute_last = false}).status().ok());
   part.offsets[0].weight = 2.0F;  // 20000 + 2 · 25000
-  const auto refused = kvmeld::plan_reuse({&part, 1}, *g, {.compute_last = false});
+  const auto refused = kvmeld::anchors::plan_reuse({&part, 1}, *g, {.compute_last = false});
   REQUIRE(refused.status().code() == ErrorCode::non_finite);
   CHECK(names(refused.status().message(), "layer 1 plane"));
   // What makes new fragments says which row it could not store.
-  const auto far = kvmeld::measure_offset(constant(40000).at(0), constant(-40000).at(0));
+  const auto far = kvmeld::anchors::measure_offset(constant(40000).at(0), constant(-40000).at(0));
   REQUIRE(far.status().code() == ErrorCode::non_finite);
   CHECK(names(far.status().message(), "layer 1, keys of row 0"));
 }

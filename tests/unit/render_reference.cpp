@@ -323,7 +323,7 @@ TEST_CASE("whichever span comes first is read in its encoding without lead-in") 
     bare.push_back(second);
   }
   const auto order = [&](bool reversed) {
-    return kvmeld::merger(kvmeld::ByProvenance{.reversed = reversed});
+    return kvmeld::merger(kvmeld::ByDot{.reversed = reversed});
   };
   const kvmeld::FragmentSet set = test::set_of(behind);
   std::vector<Sealed> forward = behind;
@@ -331,8 +331,8 @@ TEST_CASE("whichever span comes first is read in its encoding without lead-in") 
   const auto cache = test::render_everywhere(set, order(false), at(g));
   CHECK(reference::worst(*cache, forward, reference::concat(forward), Fuse::mean) <= 1.0);
   std::vector<Sealed> backward{bare[2], behind[1], behind[0]};
-  const auto turned = test::render_everywhere(set, order(true), at(g));
-  CHECK(reference::worst(*turned, backward, reference::concat(backward), Fuse::mean) <= 1.0);
+  const auto rotated = test::render_everywhere(set, order(true), at(g));
+  CHECK(reference::worst(*rotated, backward, reference::concat(backward), Fuse::mean) <= 1.0);
 }
 
 TEST_CASE("seams leave holes for the engine, with position and token, and touch nothing there") {
@@ -347,7 +347,7 @@ TEST_CASE("seams leave holes for the engine, with position and token, and touch 
   for (std::size_t o = 10; o < 30; ++o) {
     if (o % 10 < 3) outputs[o].inputs.clear();  // ⌈¼ · 10⌉ tokens of every span but the first
   }
-  const auto merger = kvmeld::merger(kvmeld::ByProvenance{}, kvmeld::SeamShare{.share = 0.25F});
+  const auto merger = kvmeld::merger(kvmeld::ByDot{}, kvmeld::SeamShare{.share = 0.25F});
   const auto cache = test::render_everywhere(set, merger, at(g, 4));
   CHECK(reference::worst(*cache, spans, outputs, Fuse::mean) <= 1.0);
   const auto plan = kvmeld::plan(set, merger, at(g, 4));
@@ -358,7 +358,7 @@ TEST_CASE("seams leave holes for the engine, with position and token, and touch 
   const std::int64_t row = 2 * 2 * 32 * 4;  // bytes of a token: layers, planes, channels, f32
   CHECK(plan->bytes() == 24 * row);
 
-  const auto everything = kvmeld::merger(kvmeld::ByProvenance{}, kvmeld::SeamAll{});
+  const auto everything = kvmeld::merger(kvmeld::ByDot{}, kvmeld::SeamAll{});
   const auto empty = test::render_everywhere(set, everything, at(g));
   CHECK(empty->is_untouched());
 }
@@ -450,7 +450,7 @@ TEST_CASE("means and maxima of points come out right") {
 TEST_CASE("keys at different positions are averaged at one: half a turn apart they do not cancel") {
   auto g = test::geometry({.layers = 1, .heads = 1, .channels = 2});
   g->layers[0].rope.scaling = kvmeld::RopeScaling::explicit_factors;
-  g->layers[0].rope.factors = {0.318309886F};  // 1 / π: the only pair turns by π a position
+  g->layers[0].rope.factors = {0.318309886F};  // 1 / π: the only pair rotates by π a position
   test::TestCache near(g, 1), far(g, 1);
   const float k[] = {1.0F, 2.0F};
   for (int c = 0; c < 2; ++c) {
@@ -473,7 +473,7 @@ TEST_CASE("a window of one agent's text delivered four times renders once") {
   const Sealed once = test::sealed(g, 308, 1);
   kvmeld::FragmentSet set;
   for (std::uint64_t agent = 0; agent < 4; ++agent) {
-    REQUIRE(set.insert(test::sealed(g, 308, 1).fragment, kvmeld::Provenance{agent, agent}).ok());
+    REQUIRE(set.insert(test::sealed(g, 308, 1).fragment, kvmeld::Dot{agent, agent}).ok());
   }
   CHECK(set.size() == 1);
   const auto plan = kvmeld::plan(set, kvmeld::merger(), at(g));

@@ -9,12 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/cache/host_cache.hpp>
-#include <kvmeld/cache/rope_table.hpp>
-#include <kvmeld/cache/stream_copy.hpp>
-#include <kvmeld/exec/streaming.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/rope.hpp>
+#include <kvmeld/extend/rows.hpp>
 #include <kvmeld/kvmeld.hpp>
-#include <kvmeld/state/render_single.hpp>
+#include <kvmeld/extend/render_rows.hpp>
 
 #include "support/catch.hpp"
 
@@ -26,13 +25,13 @@ using kvmeld::RopePairing;
 
 constexpr std::byte kept{1};
 
-using kvmeld::StreamWay;
+using kvmeld::exec::StreamWay;
 
 // Large outputs are written so, from one byte on, until it goes.
 struct Way {
-  explicit Way(StreamWay way) { REQUIRE(kvmeld::set_streaming({way, 1}).ok()); }
+  explicit Way(StreamWay way) { REQUIRE(kvmeld::exec::set_streaming({way, 1}).ok()); }
   Way(const Way&) = delete;
-  ~Way() { (void)kvmeld::set_streaming(kvmeld::default_streaming()); }
+  ~Way() { (void)kvmeld::exec::set_streaming(kvmeld::exec::default_streaming()); }
 };
 
 struct Head {
@@ -47,7 +46,7 @@ std::vector<std::byte> keys(ElementType type, int channels, std::int64_t rows) {
   std::vector<std::byte> out(static_cast<std::size_t>(rows * bytes));
   for (std::int64_t r = 0; r < rows; ++r) {
     for (float& x : row) x = static_cast<float>(bits()) / 2147483648.0F - 1.0F;
-    kvmeld::detail::store_row(type, Isa::baseline, row.data(), channels, out.data() + r * bytes);
+    kvmeld::extend::store_row(type, Isa::baseline, row.data(), channels, out.data() + r * bytes);
   }
   return out;
 }
@@ -60,19 +59,19 @@ std::size_t wrong_bytes(ElementType type, RopePairing pairing, const Head& head,
   const std::vector<std::int64_t> shifts{37};
   const auto table = kvmeld::RopeTable::build(rope, shifts);
   REQUIRE(table.ok());
-  const kvmeld::detail::Turn turn{table->row(0), head.channels, head.first, head.rotary, pairing};
+  const kvmeld::extend::Rotation rotation{table->row(0), head.channels, head.first, head.rotary, pairing};
   const std::vector<std::byte> in = keys(type, head.channels, rows);
   std::vector<std::byte> expected(in.size());
   const std::int64_t bytes = kvmeld::byte_size(type, head.channels);
-  kvmeld::detail::turn_rows(type, Isa::baseline, turn, in.data(), bytes, expected.data(), bytes,
+  kvmeld::detail::rotate_stored_rows(type, Isa::baseline, rotation, in.data(), bytes, expected.data(), bytes,
                             rows);
 
   std::vector<std::byte> buffer(in.size() + 256, kept);
   std::size_t begin = 64 - reinterpret_cast<std::uintptr_t>(buffer.data()) % 64 + offset;
-  kvmeld::detail::PlaneTask task;
+  kvmeld::extend::PlaneTask task;
   task.out.shape.type = type;
   task.out.shape.channels = head.channels;
-  kvmeld::detail::turn_run(task, {isa, true}, turn, in.data(), buffer.data() + begin, rows);
+  kvmeld::detail::rotate_run(task, {isa, true}, rotation, in.data(), buffer.data() + begin, rows);
   kvmeld::detail::stream_fence();
   std::size_t wrong = 0;
   for (std::size_t i = 0; i < buffer.size(); ++i) {
@@ -93,7 +92,7 @@ TEST_CASE("a streamed copy copies its bytes and no other, from and to any addres
     for (std::size_t from = 0; from < 66; from += 3) {
       for (const std::size_t size : {0U, 1U, 63U, 64U, 65U, 200U, 1000U}) {
         std::fill(out.begin(), out.end(), kept);
-        kvmeld::detail::stream_copy(out.data() + to, in.data() + from, size);
+        kvmeld::extend::stream_copy(out.data() + to, in.data() + from, size);
         kvmeld::detail::stream_fence();
         for (std::size_t i = 0; i < size; ++i) wrong += out[to + i] != in[from + i] ? 1U : 0U;
         wrong += out[to - 1] != kept || out[to + size] != kept ? 1U : 0U;
@@ -111,7 +110,7 @@ TEST_CASE("a streamed copy longer than its four stretches copies its bytes and n
   for (const std::size_t to : {64U, 65U, 80U, 127U}) {
     for (const std::size_t size : {16384U, 16447U, 33000U, 49999U}) {
       std::fill(out.begin(), out.end(), kept);
-      kvmeld::detail::stream_copy(out.data() + to, in.data(), size);
+      kvmeld::extend::stream_copy(out.data() + to, in.data(), size);
       kvmeld::detail::stream_fence();
       for (std::size_t i = 0; i < size; ++i) wrong += out[to + i] != in[i] ? 1U : 0U;
       wrong += out[to - 1] != kept || out[to + size] != kept ? 1U : 0U;
@@ -159,7 +158,7 @@ TEST_CASE("a render writes the same bytes whichever way it streams, and off mean
                      values.end(), cache.bytes().begin());
     const auto fragment = kvmeld::seal(cache.kv_cache_ref());
     REQUIRE(fragment.ok());
-    REQUIRE(set.insert(*fragment, kvmeld::Provenance{agent, 0}).ok());
+    REQUIRE(set.insert(*fragment, kvmeld::Dot{agent, 0}).ok());
   }
   std::vector<kvmeld::Digest128> digests;
   for (const StreamWay chosen : {StreamWay::off, StreamWay::one_page, StreamWay::four_pages}) {
@@ -178,23 +177,23 @@ TEST_CASE("a render writes the same bytes whichever way it streams, and off mean
 
 TEST_CASE(
     "how outputs stream is chosen by the processor, measured on request, and set by the caller") {
-  const kvmeld::Streaming chosen = kvmeld::default_streaming();
-  CHECK(kvmeld::streaming() == chosen);
+  const kvmeld::exec::Streaming chosen = kvmeld::exec::default_streaming();
+  CHECK(kvmeld::exec::streaming() == chosen);
   CHECK(chosen.threshold_bytes >= 4 << 20);
   CHECK(kvmeld::detail::streams_output(chosen.threshold_bytes) == (chosen.way != StreamWay::off));
   CHECK_FALSE(kvmeld::detail::streams_output(chosen.threshold_bytes - 1));
-  CHECK(kvmeld::set_streaming({StreamWay::one_page, -1}).code() ==
+  CHECK(kvmeld::exec::set_streaming({StreamWay::one_page, -1}).code() ==
         kvmeld::ErrorCode::invalid_argument);
-  CHECK(kvmeld::set_streaming({static_cast<StreamWay>(9), 1}).code() ==
+  CHECK(kvmeld::exec::set_streaming({static_cast<StreamWay>(9), 1}).code() ==
         kvmeld::ErrorCode::unknown_field);
-  CHECK(kvmeld::streaming() == chosen);
+  CHECK(kvmeld::exec::streaming() == chosen);
   std::vector<std::byte> scratch(std::size_t{2} << 20);
-  const auto measured = kvmeld::measure_streaming(scratch);
+  const auto measured = kvmeld::exec::measure_streaming(scratch);
   REQUIRE(measured.ok());
   CHECK(measured->threshold_bytes == chosen.threshold_bytes);
-  CHECK(kvmeld::streaming() == chosen);  // measuring chooses nothing
+  CHECK(kvmeld::exec::streaming() == chosen);  // measuring chooses nothing
   scratch.pop_back();
-  CHECK(kvmeld::measure_streaming(scratch).status().code() == kvmeld::ErrorCode::invalid_argument);
+  CHECK(kvmeld::exec::measure_streaming(scratch).status().code() == kvmeld::ErrorCode::invalid_argument);
 }
 
 TEST_CASE(

@@ -11,18 +11,17 @@ TEST_CASE("replicas across a trust boundary") {
 }
 #else
 
-#include <kvmeld/codec/hmac_sha256.hpp>
-#include <kvmeld/session/replica.hpp>
-#include <kvmeld/state/sha256_set.hpp>
-#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/replica/openssl.hpp>
+#include <kvmeld/replica/replica.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "support/random_cache.hpp"
 
 using kvmeld::ErrorCode;
-using kvmeld::HmacSha256;
-using kvmeld::MemoryStore;
-using kvmeld::Sha256;
-using Replica = kvmeld::Replica<MemoryStore, HmacSha256, Sha256>;
+using kvmeld::replica::HmacSha256;
+using kvmeld::stores::MemoryStore;
+using kvmeld::replica::Sha256;
+using Replica = kvmeld::replica::Replica<MemoryStore, HmacSha256, Sha256>;
 
 namespace {
 
@@ -30,7 +29,7 @@ std::vector<std::byte> key(unsigned char fill) {
   return std::vector<std::byte>(32, std::byte{fill});
 }
 
-Replica::Options options(kvmeld::MemberId self, unsigned char secret) {
+Replica::Options options(kvmeld::replica::MemberId self, unsigned char secret) {
   Replica::Options out{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
   out.self = self;
   out.epoch = 1;
@@ -64,11 +63,11 @@ TEST_CASE("replicas with SHA-256 ids and a common key meet; who has another key 
   CHECK(b.set().digest() == a.set().digest());
   CHECK(b.set().find(fragment->id())->complete());
   CHECK(stranger.set().empty());
-  kvmeld::FragmentSet strong(kvmeld::sha256_set), plain;
+  kvmeld::FragmentSet strong(kvmeld::replica::sha256_set), plain;
   REQUIRE(strong.insert(*fragment).ok());
   CHECK(plain.join(strong).code() == ErrorCode::hash_mismatch);
-  CHECK(kvmeld::decode_set(encode_set(strong)).status().code() == ErrorCode::hash_mismatch);
-  const auto back = kvmeld::decode_set(encode_set(strong), kvmeld::sha256_set);
+  CHECK(kvmeld::replica::decode_set(kvmeld::replica::encode_set(strong)).status().code() == ErrorCode::hash_mismatch);
+  const auto back = kvmeld::replica::decode_set(kvmeld::replica::encode_set(strong), kvmeld::replica::sha256_set);
   REQUIRE(back.ok());
   CHECK(back->digest() == strong.digest());
 }

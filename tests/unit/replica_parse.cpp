@@ -4,10 +4,10 @@
 #include <functional>
 #include <map>
 
-#include <kvmeld/cache/verify_fragment.hpp>
-#include <kvmeld/session/replica.hpp>
-#include <kvmeld/state/superseded.hpp>
-#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/replica/replica.hpp>
+#include <kvmeld/fragment_set.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -17,9 +17,9 @@ namespace {
 
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
-using kvmeld::MemberId;
-using kvmeld::MemoryStore;
-using Replica = kvmeld::Replica<MemoryStore>;
+using kvmeld::replica::MemberId;
+using kvmeld::stores::MemoryStore;
+using Replica = kvmeld::replica::Replica<MemoryStore>;
 
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 3) {
   return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed,
@@ -30,8 +30,8 @@ Fragment fragment(std::uint64_t seed, std::int64_t tokens = 3) {
 constexpr kvmeld::Digest128 merger_digest{1, 1};
 
 // A message as replicas send it.
-std::vector<std::byte> message(kvmeld::ReplicaMessage type, std::span<const std::byte> body) {
-  return *kvmeld::encode_replica_frame(type, merger_digest, body);
+std::vector<std::byte> message(kvmeld::replica::ReplicaMessage type, std::span<const std::byte> body) {
+  return *kvmeld::replica::encode_replica_frame(type, merger_digest, body);
 }
 
 // Members on a network that delivers everything at once, unless a test says otherwise.
@@ -63,10 +63,10 @@ struct Net {
     while (more) {
       more = false;
       for (MemberId m = 0; m < replicas.size(); ++m) {
-        for (const kvmeld::Outgoing& out : replicas[m].take_outbox()) {
+        for (const kvmeld::replica::Outgoing& out : replicas[m].take_outbox()) {
           more = true;
           for (MemberId to = 0; to < replicas.size(); ++to) {
-            if (to == m || (out.to != to && out.to != kvmeld::everyone)) continue;
+            if (to == m || (out.to != to && out.to != kvmeld::replica::everyone)) continue;
             if (lose && lose(m, to, out)) continue;
             REQUIRE(replicas[to].receive(m, out.bytes).ok());
           }
@@ -86,7 +86,7 @@ struct Net {
 
   std::deque<MemoryStore> stores;
   std::deque<Replica> replicas;
-  std::function<bool(MemberId, MemberId, const kvmeld::Outgoing&)> lose;
+  std::function<bool(MemberId, MemberId, const kvmeld::replica::Outgoing&)> lose;
   std::int64_t now = 0;
 };
 
@@ -119,10 +119,10 @@ TEST_CASE(
     "it") {
   Net net(3);
   const Fragment f = fragment(5, 40);
-  REQUIRE(make_manifest(f, 100)->chunks[0].size() > 16);
+  REQUIRE(kvmeld::replica::make_manifest(f, 100)->chunks[0].size() > 16);
   int lost = 0;
-  net.lose = [&](MemberId from, MemberId, const kvmeld::Outgoing& out) {
-    return from == 0 && out.type == static_cast<std::uint8_t>(kvmeld::ReplicaMessage::chunk) &&
+  net.lose = [&](MemberId from, MemberId, const kvmeld::replica::Outgoing& out) {
+    return from == 0 && out.type == static_cast<std::uint8_t>(kvmeld::replica::ReplicaMessage::chunk) &&
            ++lost % 3 != 0;
   };
   REQUIRE(net.replicas[0].insert(f).ok());
@@ -131,7 +131,7 @@ TEST_CASE(
   net.run(400);
   CHECK(net.converged());
   // The author leaves; a late member gets everything from the others.
-  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) {
+  net.lose = [](MemberId from, MemberId to, const kvmeld::replica::Outgoing&) {
     return from == 0 || to == 0;
   };
   MemoryStore empty;
@@ -199,7 +199,7 @@ TEST_CASE("over a shared store replicas meet without fetching from each other") 
   net.run();
   CHECK(net.converged());
   for (const Replica& r : net.replicas) {
-    CHECK(r.counters().sent_bytes[static_cast<std::size_t>(kvmeld::ReplicaMessage::fetch)] == 0);
+    CHECK(r.counters().sent_bytes[static_cast<std::size_t>(kvmeld::replica::ReplicaMessage::fetch)] == 0);
     CHECK(r.counters().fragments_loaded == 4);
   }
 }
@@ -214,7 +214,7 @@ TEST_CASE("liars and floods cost themselves") {
   REQUIRE(mixed.insert(good, {9, 0, 1}).ok());
   REQUIRE(mixed.join(flood).ok());
   const auto frame = [](const kvmeld::FragmentSet& set) {
-    return message(kvmeld::ReplicaMessage::delta, encode_set(set));
+    return message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(set));
   };
   CHECK(net.replicas[0].receive(9, frame(flood)).status().code() == ErrorCode::quota_exceeded);
   CHECK(net.replicas[0].receive(9, frame(forged)).status().code() == ErrorCode::quota_exceeded);
@@ -225,27 +225,27 @@ TEST_CASE("liars and floods cost themselves") {
 
   // One that answers with wrong bytes is asked no more; the honest one serves.
   REQUIRE(net.replicas[1].insert(bad).ok());
-  net.lose = [&](MemberId, MemberId to, const kvmeld::Outgoing&) { return to == 2; };
+  net.lose = [&](MemberId, MemberId to, const kvmeld::replica::Outgoing&) { return to == 2; };
   net.run(3);
   auto& victim = net.replicas[2];
-  const auto liar = [&](kvmeld::ReplicaMessage type, std::span<const std::byte> body) {
+  const auto byzantine = [&](kvmeld::replica::ReplicaMessage type, std::span<const std::byte> body) {
     return victim.receive(8, message(type, body));
   };
   kvmeld::FragmentSet claim;
   REQUIRE(claim.insert(bad, {8, 0, 1}).ok());
-  REQUIRE(liar(kvmeld::ReplicaMessage::delta, encode_set(claim)).ok());
+  REQUIRE(byzantine(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(claim)).ok());
   CHECK(victim.wanted() == 1);
-  const auto other = encode_manifest(*make_manifest(good, 100));
+  const auto other = kvmeld::replica::encode_manifest(*kvmeld::replica::make_manifest(good, 100));
   for (int i = 0; i < 3; ++i) {
-    CHECK(liar(kvmeld::ReplicaMessage::manifest, kvmeld::detail::encode(kvmeld::detail::Piece{
+    CHECK(byzantine(kvmeld::replica::ReplicaMessage::manifest, kvmeld::replica::messages::encode(kvmeld::replica::messages::Piece{
                                                      bad.id(), manifest_key(bad.id()), other}))
               .status()
               .code() == ErrorCode::id_mismatch);
   }
   CHECK(victim.counters().strikes == 3);
   // not listened to any more
-  CHECK(liar(kvmeld::ReplicaMessage::manifest,
-             kvmeld::detail::encode(kvmeld::detail::Piece{bad.id(), manifest_key(bad.id()), other}))
+  CHECK(byzantine(kvmeld::replica::ReplicaMessage::manifest,
+             kvmeld::replica::messages::encode(kvmeld::replica::messages::Piece{bad.id(), manifest_key(bad.id()), other}))
             .ok());
   net.lose = nullptr;
   net.run(60);
@@ -261,7 +261,7 @@ TEST_CASE("payloads that nobody serves keep no other waiting, of one author or o
     net.run(2);
     const auto flood = named ? test::unserved(4000, 99) : test::unserved(4000, 1000, 0, 80);
     REQUIRE(net.replicas[0]
-                .receive(99, message(kvmeld::ReplicaMessage::delta, encode_set(flood)))
+                .receive(99, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(flood)))
                 .ok());
     CHECK(net.replicas[0].wanted() == 4000);
     net.run(3);
@@ -275,8 +275,8 @@ TEST_CASE("payloads that nobody serves keep no other waiting, of one author or o
 }
 
 TEST_CASE("what is on its way has room by what came, for all and for each peer") {
-  const std::size_t memory = kvmeld::detail::manifest_memory(
-      encode_manifest(*kvmeld::make_manifest(fragment(1, 12), 100)).size());
+  const std::size_t memory = kvmeld::replica::detail::manifest_memory(
+      kvmeld::replica::encode_manifest(*kvmeld::replica::make_manifest(fragment(1, 12), 100)).size());
   MemoryStore store;
   Replica::Options options{.epoch = 1, .merger = merger_digest};
   options.format.chunk_bytes = 100;
@@ -284,7 +284,7 @@ TEST_CASE("what is on its way has room by what came, for all and for each peer")
   options.max_fetch_bytes = 2 * memory + 20'000;
   Replica victim(store, options);
   REQUIRE(victim.open().ok());
-  const auto say = [&](MemberId from, kvmeld::ReplicaMessage type,
+  const auto say = [&](MemberId from, kvmeld::replica::ReplicaMessage type,
                        std::span<const std::byte> body) {
     return victim.receive(from, message(type, body)).status();
   };
@@ -293,22 +293,22 @@ TEST_CASE("what is on its way has room by what came, for all and for each peer")
     const Fragment f = fragment(seed, 12);  // 12 KiB
     kvmeld::FragmentSet claim;
     REQUIRE(claim.insert(f, {from, seed, 1}).ok());
-    REQUIRE(say(from, kvmeld::ReplicaMessage::delta, encode_set(claim)).ok());
-    const auto manifest = kvmeld::make_manifest(f, 100);
+    REQUIRE(say(from, kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(claim)).ok());
+    const auto manifest = kvmeld::replica::make_manifest(f, 100);
     const auto piece = [&](const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
-      return kvmeld::detail::encode(kvmeld::detail::Piece{f.id(), key, bytes});
+      return kvmeld::replica::messages::encode(kvmeld::replica::messages::Piece{f.id(), key, bytes});
     };
     const auto& keys = manifest->chunks[0];
-    kvmeld::Status status = say(from, kvmeld::ReplicaMessage::manifest,
-                                piece(manifest_key(f.id()), encode_manifest(*manifest)));
+    kvmeld::Status status = say(from, kvmeld::replica::ReplicaMessage::manifest,
+                                piece(manifest_key(f.id()), kvmeld::replica::encode_manifest(*manifest)));
     for (std::size_t c = 0; c + short_of < keys.size() && status.ok(); ++c) {
-      const auto chunk = kvmeld::encode_chunk(kvmeld::raw_chunk(f.payloads()[0], c, 100));
-      status = say(from, kvmeld::ReplicaMessage::chunk, piece(keys[c], chunk));
+      const auto chunk = kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(f.payloads()[0], c, 100));
+      status = say(from, kvmeld::replica::ReplicaMessage::chunk, piece(keys[c], chunk));
     }
     return status;
   };
   CHECK(send(8, 1, 1).ok());
-  CHECK(victim.fetch_bytes() == memory + (kvmeld::chunk_count(12 * 1024, 100) - 1) * 100);
+  CHECK(victim.fetch_bytes() == memory + (kvmeld::replica::chunk_count(12 * 1024, 100) - 1) * 100);
   const std::uint64_t held = victim.fetch_bytes();
   CHECK(send(8, 2, 1).code() == ErrorCode::quota_exceeded);  // what the peer may have is used up
   CHECK(victim.fetch_bytes() == held);  // and what came of the second is given back
@@ -328,7 +328,7 @@ TEST_CASE("gaps, lives, authors and fragments have bounds, and who floods is lef
   Replica replica(store, options);
   REQUIRE(replica.open().ok());
   const auto tell = [&](MemberId from, const kvmeld::FragmentSet& set) {
-    return replica.receive(from, message(kvmeld::ReplicaMessage::delta, encode_set(set))).status();
+    return replica.receive(from, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(set))).status();
   };
   const auto gaps = [](std::uint64_t agent, std::uint64_t count) {
     CausalContext out;
@@ -361,8 +361,8 @@ TEST_CASE("gaps, lives, authors and fragments have bounds, and who floods is lef
   // the room at most.
   const auto news = [&](MemberId from, const CausalContext& context) {
     return replica
-        .receive(from, message(kvmeld::ReplicaMessage::news,
-                               kvmeld::detail::encode(kvmeld::detail::News{context, {}})))
+        .receive(from, message(kvmeld::replica::ReplicaMessage::news,
+                               kvmeld::replica::messages::encode(kvmeld::replica::messages::News{context, {}})))
         .status();
   };
   CHECK(news(20, gaps(20, 161)).code() == ErrorCode::oversized);
@@ -377,16 +377,16 @@ TEST_CASE("a bit that rots in a record costs that record, and never makes anothe
   kvmeld::FragmentSet set;
   REQUIRE(set.insert(fragment(1), {3, 7, 1}, 0.5F).ok());
   REQUIRE(set.insert(fragment(2), {3, 8, 1}).ok());
-  const auto record = kvmeld::encode_record(encode_set(set));
-  REQUIRE(kvmeld::decode_record(record).ok());
+  const auto record = kvmeld::replica::encode_record(kvmeld::replica::encode_set(set));
+  REQUIRE(kvmeld::replica::decode_record(record).ok());
   bool refused = true;
   for (std::size_t bit = 0; bit < record.size() * 8; ++bit) {
     auto rotten = record;
     rotten[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
-    refused = refused && !kvmeld::decode_record(rotten).ok();
+    refused = refused && !kvmeld::replica::decode_record(rotten).ok();
   }
   for (std::size_t n = 0; n < record.size(); ++n)
-    refused = refused && !kvmeld::decode_record(std::span(record).first(n)).ok();
+    refused = refused && !kvmeld::replica::decode_record(std::span(record).first(n)).ok();
   CHECK(refused);
   MemoryStore store;
   auto rotten = record;
@@ -412,7 +412,7 @@ TEST_CASE(
     REQUIRE(net.stores[0].erase(key).ok());
     REQUIRE(net.stores[0].put(key, bytes).ok());
   };
-  const auto manifest = make_manifest(f, 100);
+  const auto manifest = kvmeld::replica::make_manifest(f, 100);
   rot(manifest_key(f.id()));
   rot(manifest->chunks[0][1]);
   net.run();
@@ -424,20 +424,20 @@ TEST_CASE(
 TEST_CASE("a manifest whose chunks nobody has is given up, since the id does not cover its list") {
   Net net(3);
   const Fragment f = fragment(6, 4);
-  net.lose = [&](MemberId, MemberId to, const kvmeld::Outgoing&) { return to == 2; };
+  net.lose = [&](MemberId, MemberId to, const kvmeld::replica::Outgoing&) { return to == 2; };
   REQUIRE(net.replicas[1].insert(f).ok());
   net.run(3);
   auto& victim = net.replicas[2];
   kvmeld::FragmentSet claim;
   REQUIRE(claim.insert(f, {8, 0, 1}).ok());
-  REQUIRE(victim.receive(8, message(kvmeld::ReplicaMessage::delta, encode_set(claim))).ok());
-  auto manifest = make_manifest(f, 100);
+  REQUIRE(victim.receive(8, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(claim))).ok());
+  auto manifest = kvmeld::replica::make_manifest(f, 100);
   manifest->chunks[0][2].bytes[5] ^= 1U;
-  const auto body = encode_manifest(*manifest);
+  const auto body = kvmeld::replica::encode_manifest(*manifest);
   REQUIRE(victim
-              .receive(8, message(kvmeld::ReplicaMessage::manifest,
-                                  kvmeld::detail::encode(
-                                      kvmeld::detail::Piece{f.id(), manifest_key(f.id()), body})))
+              .receive(8, message(kvmeld::replica::ReplicaMessage::manifest,
+                                  kvmeld::replica::messages::encode(
+                                      kvmeld::replica::messages::Piece{f.id(), manifest_key(f.id()), body})))
               .ok());
   net.lose = nullptr;
   net.run(200);
@@ -450,9 +450,9 @@ TEST_CASE("every peer is asked for what the others lack") {
     for (MemberId holder = 0; holder + 1 < members; ++holder) {
       Net net(members);
       const Fragment f = fragment(7);
-      const auto manifest = make_manifest(f, 100);
+      const auto manifest = kvmeld::replica::make_manifest(f, 100);
       const MemberId asker = members - 1;
-      net.lose = [&](MemberId, MemberId to, const kvmeld::Outgoing&) { return to == asker; };
+      net.lose = [&](MemberId, MemberId to, const kvmeld::replica::Outgoing&) { return to == asker; };
       REQUIRE(net.replicas[holder].insert(f).ok());
       net.run();
       for (MemberId m = 0; m < asker; ++m) {
@@ -476,7 +476,7 @@ TEST_CASE(
   REQUIRE(net.replicas[0].insert(f).ok());
   net.run();
   // Member 2 leaves without having heard of the removal.
-  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) {
+  net.lose = [](MemberId from, MemberId to, const kvmeld::replica::Outgoing&) {
     return from == 2 || to == 2;
   };
   REQUIRE(net.replicas[1].remove(f.id()).ok());
@@ -497,7 +497,7 @@ TEST_CASE(
 TEST_CASE(
     "a member that was never heard of keeps removals, and payloads for it, until it is heard") {
   Net net(3);
-  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) {
+  net.lose = [](MemberId from, MemberId to, const kvmeld::replica::Outgoing&) {
     return from == 2 || to == 2;
   };
   const Fragment f = fragment(8);
@@ -531,12 +531,12 @@ TEST_CASE(
   REQUIRE(other.tick(1).ok());
   for (const auto& out : other.take_outbox()) REQUIRE(net.replicas[0].receive(5, out.bytes).ok());
   CHECK(net.replicas[0].other_mergers() == std::vector<MemberId>{5});
-  options.frame.name_space = {7, 7};
+  options.frame.scope = {7, 7};
   Replica foreign(store, options);
   REQUIRE(foreign.tick(1).ok());
   for (const auto& out : foreign.take_outbox())
     CHECK(net.replicas[0].receive(5, out.bytes).status().code() == ErrorCode::unauthenticated);
-  auto newer = *kvmeld::encode_frame(1, {});
+  auto newer = *kvmeld::replica::encode_frame(1, {});
   newer[4] = std::byte{9};
   CHECK(net.replicas[0].receive(5, newer).status().code() == ErrorCode::version_mismatch);
 }
@@ -553,25 +553,25 @@ TEST_CASE("sets survive their bytes, and no damage to those makes another set") 
   set.compact(set.context());
   REQUIRE(set.remove(fragment(4).id(), {4, 2}).ok());
   REQUIRE(set.insert(fragment(20)).ok());
-  const auto bytes = encode_set(set);
-  const auto back = kvmeld::decode_set(bytes);
+  const auto bytes = kvmeld::replica::encode_set(set);
+  const auto back = kvmeld::replica::decode_set(bytes);
   REQUIRE(back.ok());
   CHECK(*back == set);
   CHECK(back->digest() == set.digest());
   CHECK(back->context() == set.context());
   CHECK(back->removals().size() == 1);
-  CHECK(encode_set(*back) == bytes);
+  CHECK(kvmeld::replica::encode_set(*back) == bytes);
   for (std::size_t n = 0; n < bytes.size(); ++n)
-    CHECK_FALSE(kvmeld::decode_set(std::span(bytes).first(n)).ok());
+    CHECK_FALSE(kvmeld::replica::decode_set(std::span(bytes).first(n)).ok());
   auto longer = bytes;
   longer.push_back(std::byte{0});
-  CHECK(kvmeld::decode_set(longer).status().code() == ErrorCode::oversized);
+  CHECK(kvmeld::replica::decode_set(longer).status().code() == ErrorCode::oversized);
   // frames catch accidents; here nothing may crash
   for (std::size_t bit = 0; bit < bytes.size() * 8; ++bit) {
     auto flipped = bytes;
     flipped[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
-    const auto read = kvmeld::decode_set(flipped);
-    if (read) CHECK(encode_set(*read).size() <= bytes.size() + 64);
+    const auto read = kvmeld::replica::decode_set(flipped);
+    if (read) CHECK(kvmeld::replica::encode_set(*read).size() <= bytes.size() + 64);
   }
 }
 
@@ -586,7 +586,7 @@ TEST_CASE("a removal that names the dot of another id ends the same in every ord
   REQUIRE(second.join(with_x).ok());
   CHECK(first == second);
   CHECK(first.empty());
-  for (const auto& set : {first, second}) CHECK(kvmeld::decode_set(encode_set(set)).ok());
+  for (const auto& set : {first, second}) CHECK(kvmeld::replica::decode_set(kvmeld::replica::encode_set(set)).ok());
 }
 
 TEST_CASE("an epoch that was used before is noticed, and nothing of it is lost") {
@@ -621,19 +621,19 @@ TEST_CASE(
   REQUIRE(update.insert(fragment(1), {7, 0, 1}).ok());
   Replica replica(store, options);
   REQUIRE(replica.open().ok());
-  REQUIRE(replica.join(update, kvmeld::everyone).ok());
+  REQUIRE(replica.join(update, kvmeld::replica::everyone).ok());
   Replica after(store, options);
   (void)after.open();
   CHECK(after.set().size() == 1);
   // A record of a newer version survives, however many follow it.
-  auto newer = encode_set(update);
+  auto newer = kvmeld::replica::encode_set(update);
   newer[0] = std::byte{99};
-  REQUIRE(store.add_record(kvmeld::encode_record(newer)).ok());
+  REQUIRE(store.add_record(kvmeld::replica::encode_record(newer)).ok());
   for (std::int64_t now = 0; now < 1000; now += 100) REQUIRE(replica.tick(now).ok());
   const auto records = store.records(0);
   REQUIRE(records.ok());
   CHECK(std::count(records->records.begin(), records->records.end(),
-                   kvmeld::encode_record(newer)) == 1);
+                   kvmeld::replica::encode_record(newer)) == 1);
 }
 
 TEST_CASE("a fragment that gains provenance, or loses none, is the same set in either order") {
@@ -645,7 +645,7 @@ TEST_CASE("a fragment that gains provenance, or loses none, is the same set in e
   const Replica::Options options{.epoch = 1, .merger = merger_digest};
   Replica a(stores[0], options), b(stores[1], options);
   const auto give = [](Replica& to, const kvmeld::FragmentSet& set) {
-    REQUIRE(to.receive(9, message(kvmeld::ReplicaMessage::delta, encode_set(set))).ok());
+    REQUIRE(to.receive(9, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(set))).ok());
   };
   give(a, bare);
   give(a, marked);
@@ -666,9 +666,9 @@ TEST_CASE(
   const Fragment f = fragment(5, 200);
   REQUIRE(net.replicas[0].insert(f).ok());
   (void)net.replicas[0].take_outbox();
-  kvmeld::detail::Fetch fetch{f.id(), {}};
-  fetch.chunks.assign(16, make_manifest(f, 1000)->chunks[0][0]);
-  const auto frame = message(kvmeld::ReplicaMessage::fetch, kvmeld::detail::encode(fetch));
+  kvmeld::replica::messages::Fetch fetch{f.id(), {}};
+  fetch.chunks.assign(16, kvmeld::replica::make_manifest(f, 1000)->chunks[0][0]);
+  const auto frame = message(kvmeld::replica::ReplicaMessage::fetch, kvmeld::replica::messages::encode(fetch));
   REQUIRE(net.replicas[0].receive(1, frame).ok());
   CHECK(net.replicas[0].take_outbox().size() == 1);  // once, however often it is named
   // Manifests of a third of a megabyte each, asked for by a name.
@@ -676,12 +676,12 @@ TEST_CASE(
   const Fragment large = fragment(6, 1000);
   REQUIRE(many.replicas[0].insert(large).ok());
   (void)many.replicas[0].take_outbox();
-  const auto ask = message(kvmeld::ReplicaMessage::fetch,
-                           kvmeld::detail::encode(kvmeld::detail::Fetch{large.id(), {}}));
+  const auto ask = message(kvmeld::replica::ReplicaMessage::fetch,
+                           kvmeld::replica::messages::encode(kvmeld::replica::messages::Fetch{large.id(), {}}));
   for (int i = 0; i < 260; ++i) REQUIRE(many.replicas[0].receive(1, ask).ok());
   std::size_t bytes = 0;
   std::size_t longest = 0;
-  for (const kvmeld::Outgoing& out : many.replicas[0].take_outbox()) {
+  for (const kvmeld::replica::Outgoing& out : many.replicas[0].take_outbox()) {
     bytes += out.bytes.size();
     longest = (std::max)(longest, out.bytes.size());
   }
@@ -695,9 +695,9 @@ TEST_CASE(
     }
   };
   Away away;
-  kvmeld::Replica<Away>::Options options{.epoch = 1, .merger = merger_digest};
+  kvmeld::replica::Replica<Away>::Options options{.epoch = 1, .merger = merger_digest};
   options.max_operations = 8;
-  kvmeld::Replica<Away> waiting(away, options);
+  kvmeld::replica::Replica<Away> waiting(away, options);
   for (int i = 0; i < 100; ++i) CHECK(waiting.insert(f).status().code() == ErrorCode::unavailable);
 }
 
@@ -709,13 +709,13 @@ TEST_CASE(
   (void)net.replicas[0].take_outbox();
   (void)net.replicas[1].take_outbox();
   const auto news =
-      message(kvmeld::ReplicaMessage::news, kvmeld::detail::encode(kvmeld::detail::News{{}, {}}));
+      message(kvmeld::replica::ReplicaMessage::news, kvmeld::replica::messages::encode(kvmeld::replica::messages::News{{}, {}}));
   for (MemberId stranger = 1000; stranger < 1000 + 4096; ++stranger)
     (void)net.replicas[0].receive(stranger, news);
   (void)net.replicas[0].take_outbox();
-  kvmeld::ByteWriter empty;
-  write_context(empty, {});
-  const auto want = message(kvmeld::ReplicaMessage::want, empty.written());
+  kvmeld::extend::ByteWriter empty;
+  kvmeld::replica::write_context(empty, {});
+  const auto want = message(kvmeld::replica::ReplicaMessage::want, empty.written());
   for (int i = 0; i < 3; ++i) REQUIRE(net.replicas[0].receive(9999, want).ok());
   CHECK(net.replicas[0].take_outbox().empty());
   net.run();
@@ -732,14 +732,14 @@ TEST_CASE("an agent that started thousands of times is still heard, and nobody s
       kvmeld::CausalContext seen;
       for (std::uint64_t life = 1; life < lives; ++life) seen.append({1, life, 0, 0});
       seen.append({1, lives, 0, last});
-      const kvmeld::detail::News said{seen, {}, lives};
-      return replica.receive(1, message(kvmeld::ReplicaMessage::news, kvmeld::detail::encode(said)))
+      const kvmeld::replica::messages::News said{seen, {}, lives};
+      return replica.receive(1, message(kvmeld::replica::ReplicaMessage::news, kvmeld::replica::messages::encode(said)))
           .status();
     };
     const auto relayed = [&](std::uint64_t sequence) {
       kvmeld::FragmentSet set;
       REQUIRE(set.insert(fragment(sequence), {1, sequence, lives}).ok());
-      REQUIRE(replica.receive(2, message(kvmeld::ReplicaMessage::delta, encode_set(set))).ok());
+      REQUIRE(replica.receive(2, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(set))).ok());
       return replica.set().find(fragment(sequence).id()) != nullptr;
     };
     REQUIRE(news(0).ok());
@@ -753,9 +753,9 @@ TEST_CASE("an agent that started thousands of times is still heard, and nobody s
 TEST_CASE("a blob that only another build can read is not destroyed") {
   MemoryStore store;
   const Fragment f = fragment(3);
-  kvmeld::FragmentFormat<> format;
+  kvmeld::replica::FragmentFormat<> format;
   REQUIRE(store_fragment(store, f, format).ok());
-  const auto key = make_manifest(f)->chunks[0][0];
+  const auto key = kvmeld::replica::make_manifest(f)->chunks[0][0];
   auto other = store.get(key)->bytes();
   std::vector<std::byte> packed(other.begin(), other.end());
   packed[0] = std::byte{1};  // a compressor that this reader lacks
@@ -776,7 +776,7 @@ TEST_CASE(
   for (const bool insider : {false, true}) {
     INFO("the liar is a member: " << insider);
     Net net(3);
-    const MemberId liar = insider ? 2 : 99;
+    const MemberId byzantine = insider ? 2 : 99;
     auto& victim = net.replicas[0];
     auto& author = net.replicas[1];
     REQUIRE(author.insert(fragment(1)).ok());
@@ -785,7 +785,7 @@ TEST_CASE(
     const auto tell = [&](const kvmeld::FragmentSet& set) {
       const kvmeld::Digest256 before = victim.set().digest();
       const kvmeld::CausalContext seen = victim.set().context();
-      REQUIRE(victim.receive(liar, message(kvmeld::ReplicaMessage::delta, encode_set(set))).ok());
+      REQUIRE(victim.receive(byzantine, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(set))).ok());
       CHECK(victim.set().digest() == before);
       CHECK(victim.set().context() == seen);
     };
@@ -793,7 +793,7 @@ TEST_CASE(
     gone.append({1, 1, 0, (1U << 17U) - 1});
     tell(*kvmeld::FragmentSet::from_parts({}, {}, {}, gone));
     tell(*kvmeld::FragmentSet::from_parts(
-        {}, {}, {{{liar, 0, 7}, fragment(9).id(), {{1, 1, 1}, {1, 2, 1}}}}, {}));
+        {}, {}, {{{byzantine, 0, 7}, fragment(9).id(), {{1, 1, 1}, {1, 2, 1}}}}, {}));
     tell(*kvmeld::FragmentSet::from_parts({}, {}, {{{1, 3, 1}, fragment(9).id(), {}}}, {}));
     kvmeld::FragmentSet forged;
     REQUIRE(forged.insert(fragment(8), {1, 1, 1}).ok());
@@ -803,7 +803,7 @@ TEST_CASE(
     // What is known of a dot nobody else changes.
     kvmeld::FragmentSet changed;
     REQUIRE(changed.insert(fragment(1), {1, 0, 1}, 0.9F).ok());
-    (void)victim.receive(liar, message(kvmeld::ReplicaMessage::delta, encode_set(changed)));
+    (void)victim.receive(byzantine, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(changed)));
     CHECK_FALSE(victim.set().find(fragment(1).id())->metadata.marks[0].confidence);
     for (std::uint64_t i = 2; i < 12; ++i) REQUIRE(author.insert(fragment(i)).ok());
     REQUIRE(author.remove(fragment(2).id()).ok());
@@ -834,14 +834,14 @@ TEST_CASE(
     new (&net.replicas[member]) Replica(fresh.emplace_back(), options);
   };
   restart(3);
-  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) {
+  net.lose = [](MemberId from, MemberId to, const kvmeld::replica::Outgoing&) {
     return from == 0 || to == 0 || from == 2 || to == 2;
   };
   net.run();
   CHECK(net.replicas[3].set().size() == 1);
   CHECK_FALSE(net.replicas[3].set().context().contains({0, 0, 1}));
   CHECK(net.replicas[3].counters().unvouched_operations > 0);
-  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) {
+  net.lose = [](MemberId from, MemberId to, const kvmeld::replica::Outgoing&) {
     return from == 0 || to == 0;
   };
   net.run(80);
@@ -850,7 +850,7 @@ TEST_CASE(
   for (MemberId m = 1; m < 4; ++m) net.replicas[m].set_members({1, 2, 3});
   restart(3);
   net.replicas[3].set_members({1, 2, 3});
-  net.lose = [](MemberId from, MemberId to, const kvmeld::Outgoing&) {
+  net.lose = [](MemberId from, MemberId to, const kvmeld::replica::Outgoing&) {
     return from == 0 || to == 0 || from == 2 || to == 2;
   };
   net.run(80);
@@ -860,19 +860,19 @@ TEST_CASE(
 
 TEST_CASE(
     "the merger is known from the first message of any type, and so is whoever renders nothing") {
-  const auto options = [](MemberId self, const kvmeld::MergerDigest& merger) {
+  const auto options = [](MemberId self, const kvmeld::replica::MergerDigest& merger) {
     Replica::Options out{.self = self, .epoch = 1, .merger = merger};
     return out;
   };
-  using Type = kvmeld::ReplicaMessage;
+  using Type = kvmeld::replica::ReplicaMessage;
   for (const Type type : {Type::news, Type::want, Type::delta, Type::fetch, Type::manifest,
                           Type::chunk, Type::lacking}) {
     MemoryStore store;
     Replica here(store, options(1, merger_digest));
     const std::vector<std::byte> nothing;
-    (void)here.receive(2, *kvmeld::encode_replica_frame(type, kvmeld::Digest128{2, 2}, nothing));
-    (void)here.receive(3, *kvmeld::encode_replica_frame(type, kvmeld::does_not_render, nothing));
-    (void)here.receive(4, *kvmeld::encode_replica_frame(type, merger_digest, nothing));
+    (void)here.receive(2, *kvmeld::replica::encode_replica_frame(type, kvmeld::Digest128{2, 2}, nothing));
+    (void)here.receive(3, *kvmeld::replica::encode_replica_frame(type, kvmeld::replica::does_not_render, nothing));
+    (void)here.receive(4, *kvmeld::replica::encode_replica_frame(type, merger_digest, nothing));
     CHECK(here.other_mergers() == std::vector<MemberId>{2});
     CHECK(here.not_rendering() == std::vector<MemberId>{3});
   }
@@ -882,7 +882,7 @@ TEST_CASE(
   REQUIRE(a.insert(fragment(1)).ok());
   for (const auto& out : a.take_outbox()) REQUIRE(b.receive(1, out.bytes).ok());  // a delta alone
   CHECK(b.other_mergers() == std::vector<MemberId>{1});
-  Replica relay(stores[1], options(2, kvmeld::does_not_render));
+  Replica relay(stores[1], options(2, kvmeld::replica::does_not_render));
   REQUIRE(relay.tick(0).ok());
   for (const auto& out : relay.take_outbox()) REQUIRE(a.receive(2, out.bytes).ok());
   CHECK(a.other_mergers().empty());
@@ -900,11 +900,11 @@ std::uint64_t talk(const std::vector<Replica*>& all, int rounds, std::int64_t& n
     for (Replica* const r : all) (void)r->tick(now);
     for (Replica* const from : all) {
       for (const auto& out : from->take_outbox()) {
-        if (i > rounds / 2 && out.type != static_cast<std::uint8_t>(kvmeld::ReplicaMessage::news))
+        if (i > rounds / 2 && out.type != static_cast<std::uint8_t>(kvmeld::replica::ReplicaMessage::news))
           late += out.bytes.size();
         for (Replica* const to : all) {
           if (to == from || to->options().self == from->options().self) continue;
-          if (out.to != kvmeld::everyone && out.to != to->options().self) continue;
+          if (out.to != kvmeld::replica::everyone && out.to != to->options().self) continue;
           reports +=
               to->receive(from->options().self, out.bytes).status().code() == ErrorCode::dot_reused;
         }
@@ -936,7 +936,7 @@ TEST_CASE(
   CHECK(talk({&a, &c}, 400, now, reports) == 0);
   CHECK(reports > 0);
   CHECK(reports <= 4);
-  const kvmeld::AgentLife life{1, 1};
+  const kvmeld::replica::AgentLife life{1, 1};
   for (const Replica* const r : {&a, &c}) {
     REQUIRE(r->reused_lives().size() == 1);
     CHECK(r->reused_lives()[0] == life);
@@ -976,7 +976,7 @@ TEST_CASE("a lost store, or an older copy of it, with an epoch that was used end
     CHECK(b.insert(fragment(98)).status().code() == ErrorCode::dot_reused);
     CHECK(a.counters().refused_operations == 0);
     // In a fresh epoch nothing is lost that anybody holds.
-    second.epoch = kvmeld::fresh_epoch();
+    second.epoch = kvmeld::replica::fresh_epoch();
     Replica again(stores[2], second);
     REQUIRE(again.open().ok());
     REQUIRE(again.insert(fragment(97)).ok());
@@ -990,13 +990,13 @@ TEST_CASE("a store gives no epoch twice") {
   MemoryStore store;
   std::vector<std::uint64_t> given;
   for (int i = 0; i < 50; ++i) {
-    const auto epoch = kvmeld::claim_epoch(store, 3);
+    const auto epoch = kvmeld::replica::claim_epoch(store, 3);
     REQUIRE(epoch.ok());
     given.push_back(*epoch);
     const std::uint64_t number = *epoch;
     // taken
     CHECK_FALSE(
-        *store.put(kvmeld::detail::epoch_key(3, number), std::as_bytes(std::span(&number, 1))));
+        *store.put(kvmeld::replica::detail::epoch_key(3, number), std::as_bytes(std::span(&number, 1))));
   }
   std::sort(given.begin(), given.end());
   CHECK(std::adjacent_find(given.begin(), given.end()) == given.end());

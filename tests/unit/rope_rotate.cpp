@@ -5,8 +5,7 @@
 #include <random>
 #include <vector>
 
-#include <kvmeld/cache/rope_rotate.hpp>
-#include <kvmeld/cache/rope_table.hpp>
+#include <kvmeld/rope.hpp>
 
 #include "support/catch.hpp"
 #include "support/identity_rope.hpp"

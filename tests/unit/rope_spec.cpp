@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/cache/geometry.hpp>
-#include <kvmeld/cache/rope_frequencies.hpp>
+#include <kvmeld/geometry.hpp>
+#include <kvmeld/rope.hpp>
 
 #include "support/catch.hpp"
 
@@ -114,8 +114,8 @@ TEST_CASE("rope frequencies follow the published formulas") {
   SECTION("yarn, index ramp") {
     const RopeSpec rope = yarn4();
     const auto f = frequencies(rope);
-    const auto index = [&](double turns) {
-      return 128.0 * std::log(32768.0 / (turns * 2.0 * pi)) / (2.0 * std::log(1e6));
+    const auto index = [&](double rotates) {
+      return 128.0 * std::log(32768.0 / (rotates * 2.0 * pi)) / (2.0 * std::log(1e6));
     };
     const double low = std::floor(index(32.0)), high = std::ceil(index(1.0));
     CHECK(low == 23.0);
@@ -404,37 +404,37 @@ std::string layer_refusal(const RopeSpec& rope, std::vector<std::pair<Plane, boo
 }  // namespace
 
 TEST_CASE("a rope and the planes' rotary flags do not contradict each other") {
-  const RopeSpec turns = rotary(64), still = RopeSpec::none();
+  const RopeSpec rotates = rotary(64), still = RopeSpec::none();
   const auto says = [](const std::string& message, const char* part) {
     CAPTURE(message);
     CHECK(message.find(part) != std::string::npos);
   };
   for (const auto form : {kvmeld::KeyForm::post_rope, kvmeld::KeyForm::pre_rope}) {
-    CHECK(layer_refusal(turns, {{Plane::key, true}, {Plane::value, false}}, form).empty());
+    CHECK(layer_refusal(rotates, {{Plane::key, true}, {Plane::value, false}}, form).empty());
     CHECK(layer_refusal(still, {{Plane::key, false}, {Plane::value, false}}, form).empty());
-    says(layer_refusal(turns, {{Plane::key, false}, {Plane::value, false}}, form),
+    says(layer_refusal(rotates, {{Plane::key, false}, {Plane::value, false}}, form),
          "not marked rotary");
     says(layer_refusal(still, {{Plane::key, true}, {Plane::value, false}}, form),
          "plane 0 is marked rotary");
-    says(layer_refusal(turns, {{Plane::key, true}, {Plane::value, true}}, form), "values");
+    says(layer_refusal(rotates, {{Plane::key, true}, {Plane::value, true}}, form), "values");
   }
   // Latent attention: the part with position is rotated, the latent is not; index keys as their
   // model has it.
-  CHECK(layer_refusal(turns, {{Plane::latent, false}, {Plane::rope_part, true}}).empty());
-  CHECK(layer_refusal(turns,
+  CHECK(layer_refusal(rotates, {{Plane::latent, false}, {Plane::rope_part, true}}).empty());
+  CHECK(layer_refusal(rotates,
                       {{Plane::latent, false}, {Plane::rope_part, true}, {Plane::index_key, false}})
             .empty());
-  CHECK(layer_refusal(turns,
+  CHECK(layer_refusal(rotates,
                       {{Plane::latent, false}, {Plane::rope_part, true}, {Plane::index_key, true}})
             .empty());
-  CHECK(layer_refusal(turns, {{Plane::key, false}, {Plane::value, false}, {Plane::rope_part, true}})
+  CHECK(layer_refusal(rotates, {{Plane::key, false}, {Plane::value, false}, {Plane::rope_part, true}})
             .empty());
-  CHECK(layer_refusal(turns, {{Plane::latent, true}}).empty());  // one plane that holds both parts
-  says(layer_refusal(turns, {{Plane::latent, false}, {Plane::rope_part, false}}), "rope part");
-  says(layer_refusal(turns, {{Plane::latent, false}}), "no plane");
-  says(layer_refusal(turns, {{Plane::index_key, true}, {Plane::scale, true}}), "scales");
+  CHECK(layer_refusal(rotates, {{Plane::latent, true}}).empty());  // one plane that holds both parts
+  says(layer_refusal(rotates, {{Plane::latent, false}, {Plane::rope_part, false}}), "rope part");
+  says(layer_refusal(rotates, {{Plane::latent, false}}), "no plane");
+  says(layer_refusal(rotates, {{Plane::index_key, true}, {Plane::scale, true}}), "scales");
   // The spec is looked at whether or not a plane says rotary.
-  CHECK(layer_refusal(turns, {}).empty());
+  CHECK(layer_refusal(rotates, {}).empty());
   says(layer_refusal(rotary(63), {}), "63");
   says(layer_refusal(rotary(66), {{Plane::key, true}, {Plane::value, false}}), "66");
   RopeSpec half = still;

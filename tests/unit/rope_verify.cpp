@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/cache/verify_rope.hpp>
+#include <kvmeld/check_view.hpp>
 
 #include "support/catch.hpp"
 #include "support/identity_rope.hpp"

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <string>
 
-#include <kvmeld/codec/safetensors_writer.hpp>
+#include <kvmeld/safetensors.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"

@@ -2,8 +2,7 @@
 
 #include <cmath>
 
-#include <kvmeld/align/select_key_frames.hpp>
-#include <kvmeld/align/select_medoids.hpp>
+#include <kvmeld/policies/select.hpp>
 #include <kvmeld/kvmeld.hpp>
 
 #include "support/law.hpp"
@@ -104,7 +103,7 @@ TEST_CASE("medoids: one of each group, the middle one, the earlier of equals") {
 }
 
 TEST_CASE("medoids look through positions") {
-  // One content at positions 0 and 5, another at 1 and 9: turned back, two groups of two.
+  // One content at positions 0 and 5, another at 1 and 9: un-rotated, two groups of two.
   const auto g = test::geometry({.layers = 2, .heads = 1, .channels = 4});
   const std::vector<std::vector<double>> content{{3, 1, 0, 2}, {-1, 2, 4, 0}};
   const std::vector<std::int64_t> positions{0, 1, 5, 9};

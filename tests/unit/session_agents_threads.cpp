@@ -7,9 +7,8 @@
 #include <thread>
 
 #include <kvmeld/kvmeld.hpp>
-#include <kvmeld/session/agent_session.hpp>
-#include <kvmeld/transport/memory_store.hpp>
-#include <kvmeld/transport/memory_transport.hpp>
+#include <kvmeld/replica/session.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -19,24 +18,24 @@ using namespace kvmeld;
 namespace {
 
 const auto g = test::geometry({.type = ElementType::f16, .layers = 2, .heads = 2, .channels = 32});
-const auto merging = merger(ByProvenance{});
+const auto merging = merger(ByDot{});
 
 /// Counts what really crosses, and stops for good at a given send: a process that was killed there.
 struct CountingTransport {
-  MemoryTransport inner;
+  stores::MemoryTransport inner;
   std::shared_ptr<std::atomic<std::int64_t>> sends_left =
       std::make_shared<std::atomic<std::int64_t>>(INT64_MAX);
-  Traffic sent{}, received{};
+  replica::Traffic sent{}, received{};
 
-  [[nodiscard]] MemberId self() const noexcept { return inner.self(); }
+  [[nodiscard]] replica::MemberId self() const noexcept { return inner.self(); }
   [[nodiscard]] std::size_t max_message_bytes() const noexcept { return inner.max_message_bytes(); }
-  Status send(MemberId to, std::span<const std::byte> bytes) {
+  Status send(replica::MemberId to, std::span<const std::byte> bytes) {
     if (sends_left->fetch_sub(1) <= 0) return Status(ErrorCode::unavailable, "killed");
     KVMELD_TRY(inner.send(to, bytes));
     sent.add(bytes.size());
     return {};
   }
-  Result<std::optional<Envelope>> receive(std::int64_t timeout_ms) {
+  Result<std::optional<replica::Envelope>> receive(std::int64_t timeout_ms) {
     auto got = inner.receive(timeout_ms);
     if (got && *got) received.add((*got)->bytes.size());
     return got;
@@ -59,17 +58,17 @@ struct Gate {
 };
 
 using Session =
-    AgentSession<std::remove_const_t<decltype(merging)>, MemoryStore, CountingTransport>;
+    replica::AgentSession<std::remove_const_t<decltype(merging)>, stores::MemoryStore, CountingTransport>;
 
 struct Agent {
-  MemoryStore store;
+  stores::MemoryStore store;
   CountingTransport transport;
   Session session;
   std::uint64_t said = 0;
 
-  Agent(MemberId self, MemoryHub& hub, const Session::Options& options)
+  Agent(replica::MemberId self, stores::MemoryHub& hub, const Session::Options& options)
       : transport{*hub.join(self)},
-        session(merging, store, transport, g, options, HostMemory({.spare_tokens = 256})) {}
+        session(merging, store, transport, g, options, replica::HostMemory({.spare_tokens = 256})) {}
 
   // From any thread: Catch's macros are the main thread's.
   [[nodiscard]] bool say(std::int64_t tokens) {
@@ -81,8 +80,8 @@ struct Agent {
   }
 };
 
-Session::Options options_for(MemberId self, std::size_t members) {
-  Session::Options options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
+Session::Options options_for(replica::MemberId self, std::size_t members) {
+  Session::Options options{.replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = self;
   options.replica.epoch = 1;
   options.replica.seed = self;
@@ -90,7 +89,7 @@ Session::Options options_for(MemberId self, std::size_t members) {
   options.replica.retry_ms = 5;
   // a peer that was slow for once, on a machine that is busy, is asked again soon
   options.replica.max_retry_ms = 200;
-  for (MemberId m = 1; m <= members; ++m) options.replica.members.push_back(m);
+  for (replica::MemberId m = 1; m <= members; ++m) options.replica.members.push_back(m);
   options.rounds = {.session = 9,
                     .members = options.replica.members,
                     .soft_ms = 4'000,
@@ -101,15 +100,15 @@ Session::Options options_for(MemberId self, std::size_t members) {
   return options;
 }
 
-std::int64_t now_ms() { return static_cast<std::int64_t>(steady_ms()); }
+std::int64_t now_ms() { return static_cast<std::int64_t>(replica::steady_ms()); }
 
 void check_accounts(Agent& agent) {
-  const Accounting accounts = agent.session.accounting();
+  const replica::Accounting accounts = agent.session.accounting();
   CHECK(accounts.total_sent() == agent.transport.sent);
   CHECK(accounts.total_received() == agent.transport.received);
-  Traffic by_layer;
-  for (const TrafficLayer layer : {TrafficLayer::state, TrafficLayer::payload, TrafficLayer::rounds,
-                                   TrafficLayer::application})
+  replica::Traffic by_layer;
+  for (const replica::TrafficLayer layer : {replica::TrafficLayer::state, replica::TrafficLayer::payload, replica::TrafficLayer::rounds,
+                                   replica::TrafficLayer::application})
     by_layer += accounts.sent_of(layer);
   CHECK(by_layer == accounts.total_sent());
 }
@@ -119,14 +118,14 @@ void check_accounts(Agent& agent) {
 TEST_CASE(
     "rounds of three agents in threads: equal content digests, and every byte is accounted for") {
   for (const std::size_t count : {std::size_t{2}, std::size_t{3}}) {
-    MemoryHub hub;
+    stores::MemoryHub hub;
     std::vector<std::unique_ptr<Agent>> agents;
-    for (MemberId m = 1; m <= count; ++m) {
+    for (replica::MemberId m = 1; m <= count; ++m) {
       auto options = options_for(m, count);
       options.background = false;
       agents.push_back(std::make_unique<Agent>(m, hub, options));
     }
-    std::vector<std::vector<RoundReport>> reports(count);
+    std::vector<std::vector<replica::RoundReport>> reports(count);
     std::vector<std::thread> threads;
     for (std::size_t a = 0; a < count; ++a) {
       threads.emplace_back([&, a] {
@@ -145,7 +144,7 @@ TEST_CASE(
     for (std::size_t round = 0; round < 4; ++round) {
       for (std::size_t a = 0; a < count; ++a) {
         REQUIRE(reports[a].size() == 4);
-        const RoundReport& report = reports[a][round];
+        const replica::RoundReport& report = reports[a][round];
         INFO("agent " << a << " round " << round << ": " << report.status.message());
         REQUIRE(report.swapped);
         CHECK(report.round == round + 1);
@@ -162,10 +161,10 @@ TEST_CASE(
     CHECK(reports[0][3].swap->render.tokens == tokens);
     for (auto& agent : agents) {
       check_accounts(*agent);
-      const Accounting accounts = agent->session.accounting();
+      const replica::Accounting accounts = agent->session.accounting();
       CHECK(accounts.rounds_swapped == 4);
       CHECK(accounts.swaps == 4);
-      CHECK(accounts.received_of(TrafficLayer::payload).bytes > 0);
+      CHECK(accounts.received_of(replica::TrafficLayer::payload).bytes > 0);
       CHECK(accounts.sealed_bytes.size() == 2);
       CHECK(agent->session.next_position() == agent->session.current().tokens);
     }
@@ -176,9 +175,9 @@ TEST_CASE(
     "asynchronous agents: a network thread beside each generating one, nobody waits, all end with "
     "one cache") {
   constexpr std::size_t count = 3;
-  MemoryHub hub;
+  stores::MemoryHub hub;
   std::vector<std::unique_ptr<Agent>> agents;
-  for (MemberId m = 1; m <= count; ++m) {
+  for (replica::MemberId m = 1; m <= count; ++m) {
     auto options = options_for(m, count);
     options.spans.seal_every = 4;
     agents.push_back(std::make_unique<Agent>(m, hub, options));
@@ -235,9 +234,9 @@ TEST_CASE(
     "an agent is killed at any one of its sends: the others swap to one cache or keep theirs, and "
     "the next round works") {
   const auto run = [](std::size_t victim, std::int64_t sends, std::int64_t& used) {
-    MemoryHub hub;
+    stores::MemoryHub hub;
     std::vector<std::unique_ptr<Agent>> agents;
-    for (MemberId m = 1; m <= 3; ++m) {
+    for (replica::MemberId m = 1; m <= 3; ++m) {
       auto options = options_for(m, 3);
       options.background = false;
       options.rounds.soft_ms = 60;
@@ -269,8 +268,8 @@ TEST_CASE(
       // The worker is real: the clock stands still while one renders.
       const auto renders = [&] {
         for (std::size_t a = 0; a < 3; ++a) {
-          const Round& r = *agents[a]->session.round();
-          if (dead(a) || r.state() != RoundState::cut ||
+          const replica::Round& r = *agents[a]->session.round();
+          if (dead(a) || r.state() != replica::RoundState::cut ||
               !missing_of(*r.cut(), agents[a]->session.set()).empty())
             continue;
           std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -290,7 +289,7 @@ TEST_CASE(
       CHECK_FALSE(going_on());
       for (std::size_t a = 0; a < 3; ++a) {
         if (dead(a)) continue;
-        const bool did = agents[a]->session.round()->state() == RoundState::swapped;
+        const bool did = agents[a]->session.round()->state() == replica::RoundState::swapped;
         CHECK(did == (digests.count(a) == 1));
         if (did) CHECK(digests[a] == digests.begin()->second);
         swapped += did && round == 2 ? 1 : 0;
@@ -314,18 +313,18 @@ TEST_CASE(
 }
 
 TEST_CASE("what cannot be swapped in leaves the old cache") {
-  MemoryHub hub;
+  stores::MemoryHub hub;
   auto options = options_for(1, 1);
   Agent agent(1, hub, options);
   REQUIRE(agent.session.open().ok());
-  const auto settle = [&]() -> Result<std::optional<SwapReport>> {
+  const auto settle = [&]() -> Result<std::optional<replica::SwapReport>> {
     for (int i = 0; i < 2000; ++i) {
       (void)agent.session.poll(now_ms());
       auto swap = agent.session.try_swap();
       if (!swap || *swap) return swap;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    return std::optional<SwapReport>();
+    return std::optional<replica::SwapReport>();
   };
   REQUIRE(agent.say(5));
   REQUIRE(agent.session.end_span()->has_value());
@@ -354,12 +353,12 @@ TEST_CASE("what cannot be swapped in leaves the old cache") {
 }
 
 TEST_CASE("words of which only a later render knows are carried over the swap to an earlier one") {
-  MemoryHub hub;
-  MemoryStore store;
+  stores::MemoryHub hub;
+  stores::MemoryStore store;
   auto transport = hub.join(1);
   const Gate gate;
-  AgentSession session(merging, store, *transport, g, options_for(1, 1),
-                       HostMemory({.spare_tokens = 64}), gate);
+  replica::AgentSession session(merging, store, *transport, g, options_for(1, 1),
+                       replica::HostMemory({.spare_tokens = 64}), gate);
   const auto say = [&](std::int64_t tokens, std::uint64_t seed) {
     test::TestCache words(g, tokens);
     words.fill(seed);
@@ -371,7 +370,7 @@ TEST_CASE("words of which only a later render knows are carried over the swap to
   while (gate.runs->load() < 1) std::this_thread::yield();
   *gate.open = false;
   say(3, 2);  // its render waits at the gate
-  std::optional<SwapReport> swap;
+  std::optional<replica::SwapReport> swap;
   while (!swap) {
     auto tried = session.try_swap();
     REQUIRE(tried.ok());
@@ -388,13 +387,13 @@ TEST_CASE("words of which only a later render knows are carried over the swap to
 }
 
 TEST_CASE("a round's cache that is rendered after the deadline is never swapped in") {
-  MemoryHub hub;
-  MemoryStore store;
+  stores::MemoryHub hub;
+  stores::MemoryStore store;
   auto transport = hub.join(1);
   const Gate gate;
   auto options = options_for(1, 1);
   options.background = false;
-  AgentSession session(merging, store, *transport, g, options, HostMemory({.spare_tokens = 64}),
+  replica::AgentSession session(merging, store, *transport, g, options, replica::HostMemory({.spare_tokens = 64}),
                        gate);
   test::TestCache words(g, 4);
   words.fill(1);
@@ -403,7 +402,7 @@ TEST_CASE("a round's cache that is rendered after the deadline is never swapped 
   *gate.open = false;
   REQUIRE(session.begin_round(0).ok());
   for (const std::int64_t now : {0, 10}) REQUIRE(session.poll(now).ok());
-  REQUIRE(session.round()->state() == RoundState::cut);
+  REQUIRE(session.round()->state() == replica::RoundState::cut);
   REQUIRE(session.poll(9'001).ok());
   CHECK(session.round()->status().code() == ErrorCode::timed_out);
   *gate.open = true;
@@ -421,7 +420,7 @@ TEST_CASE("a round's cache that is rendered after the deadline is never swapped 
 }
 
 TEST_CASE("every cut is swapped in, though the generating thread is always at a safe point") {
-  MemoryHub hub;
+  stores::MemoryHub hub;
   auto options = options_for(1, 1);
   options.background = false;
   Agent agent(1, hub, options);
@@ -439,7 +438,7 @@ TEST_CASE("every cut is swapped in, though the generating thread is always at a 
   for (int round = 0; round < 100 && swapped == round; ++round) {
     if (!agent.session.begin_round(now_ms())) break;
     while (agent.session.in_round()) (void)agent.session.poll(now_ms());
-    swapped += agent.session.round()->state() == RoundState::swapped ? 1 : 0;
+    swapped += agent.session.round()->state() == replica::RoundState::swapped ? 1 : 0;
   }
   stop = true;
   generating.join();
@@ -448,7 +447,7 @@ TEST_CASE("every cut is swapped in, though the generating thread is always at a 
 }
 
 TEST_CASE("own words that were replaced are not carried, those said at the barrier are") {
-  MemoryHub hub;
+  stores::MemoryHub hub;
   auto options = options_for(1, 1);
   options.background = false;
   Agent agent(1, hub, options);

@@ -7,7 +7,7 @@
 #include <optional>
 
 #include <kvmeld/kvmeld.hpp>
-#include <kvmeld/session/round.hpp>
+#include <kvmeld/replica/rounds.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -16,7 +16,7 @@ using namespace kvmeld;
 
 namespace {
 
-const auto by_provenance = merger(ByProvenance{});
+const auto by_provenance = merger(ByDot{});
 
 struct Member;
 
@@ -25,22 +25,22 @@ struct Member;
 struct Network {
   struct Message {
     std::int64_t due;
-    MemberId from, to;
-    std::optional<Round::Outgoing> round{};
+    replica::MemberId from, to;
+    std::optional<replica::Round::Outgoing> round{};
     std::optional<FragmentSet> news{};
     std::vector<FragmentId> want{};
     Fragment give{};
   };
   std::vector<Message> waiting;
-  std::vector<MemberId> members;
-  std::map<MemberId, bool> dead;
+  std::vector<replica::MemberId> members;
+  std::map<replica::MemberId, bool> dead;
   std::uint64_t sends = 0;
   std::uint64_t kill_at = ~std::uint64_t{0};
   std::optional<test::Random> lossy{};
 
   void send(std::int64_t now, Message message) {
-    for (const MemberId to : members) {
-      if (to == message.from || (message.to != everyone && message.to != to) || dead[message.from])
+    for (const replica::MemberId to : members) {
+      if (to == message.from || (message.to != replica::everyone && message.to != to) || dead[message.from])
         continue;
       if (sends++ == kill_at) {
         dead[message.from] = true;
@@ -60,12 +60,12 @@ struct Network {
 };
 
 struct Member {
-  MemberId self;
-  Round round;
+  replica::MemberId self;
+  replica::Round round;
   FragmentSet set;
   std::shared_ptr<const Geometry> geometry;
   Digest128 cache{};               // content digest of the live cache
-  std::optional<RoundCut> disk{};  // what it wrote down before it published
+  std::optional<replica::RoundCut> disk{};  // what it wrote down before it published
   std::int64_t next_want = 0;
 
   void step(Network& net, std::int64_t now) {
@@ -75,13 +75,13 @@ struct Member {
                           return e.complete();
                         }))) {
       auto cut =
-          make_cut(set, by_provenance.digest(), round.options().session, round.number(), self);
+          kvmeld::replica::make_cut(set, by_provenance.digest(), round.options().session, round.number(), self);
       REQUIRE(cut.ok());
       disk = *cut;
       REQUIRE(round.publish(*cut).ok());
     }
     std::vector<FragmentId> missing;
-    if (round.state() == RoundState::cut) {
+    if (round.state() == replica::RoundState::cut) {
       REQUIRE(set.join(round.cut()->set).ok());
       missing = missing_of(*round.cut(), set);
       if (missing.empty()) {
@@ -96,13 +96,13 @@ struct Member {
         round.finish({});
       }
     }
-    for (Round::Outgoing& out : round.take_messages()) net.send(now, {0, self, out.to, out});
+    for (replica::Round::Outgoing& out : round.take_messages()) net.send(now, {0, self, out.to, out});
     if (now < next_want) return;
     next_want = now + 20;
     for (const FragmentSet::Entry& entry : set.entries()) {
       if (!entry.complete()) missing.push_back(entry.id);
     }
-    if (!missing.empty()) net.send(now, {.due = 0, .from = self, .to = everyone, .want = missing});
+    if (!missing.empty()) net.send(now, {.due = 0, .from = self, .to = replica::everyone, .want = missing});
   }
 
   void receive(Network& net, std::int64_t now, const Network::Message& message) {
@@ -136,17 +136,17 @@ struct World {
   std::vector<Member> all;
   std::int64_t now = 0;
 
-  explicit World(std::size_t n, RoundOptions options = {}) {
+  explicit World(std::size_t n, replica::RoundOptions options = {}) {
     const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 32});
     options.session = 77;
     options.soft_ms = 200;
     options.cut_ms = 400;
     options.timeout_ms = 800;
     options.retry_ms = 50;
-    for (MemberId m = 0; m < n; ++m) options.members.push_back(m + 10);
+    for (replica::MemberId m = 0; m < n; ++m) options.members.push_back(m + 10);
     net.members = options.members;
-    for (const MemberId m : options.members) {
-      all.push_back({m, Round(m, options), {}, g});
+    for (const replica::MemberId m : options.members) {
+      all.push_back({m, replica::Round(m, options), {}, g});
       say(all.back(), 1);
     }
   }
@@ -160,7 +160,7 @@ struct World {
   void begin_alive() {
     for (Member& m : all) {
       if (net.dead[m.self]) continue;
-      net.send(now, {.due = 0, .from = m.self, .to = everyone, .news = without_payloads(m.set)});
+      net.send(now, {.due = 0, .from = m.self, .to = replica::everyone, .news = without_payloads(m.set)});
       if (!net.dead[m.self]) begin(m);
     }
   }
@@ -190,12 +190,12 @@ struct World {
       if (net.dead[m.self]) continue;
       INFO("member " << m.self << ": " << m.round.status().message());
       CHECK(m.round.number() == number);
-      if (m.round.state() == RoundState::swapped) {
+      if (m.round.state() == replica::RoundState::swapped) {
         ++swapped;
         CHECK(m.cache == one.value_or(m.cache));
         one = m.cache;
       } else {
-        CHECK(m.round.state() == RoundState::kept);
+        CHECK(m.round.state() == replica::RoundState::kept);
         CHECK(m.round.status().code() == ErrorCode::timed_out);
         CHECK(m.cache == Digest128{});
       }
@@ -277,138 +277,138 @@ TEST_CASE("a straggler waits out its round, and is at the next barrier with the 
   world.net.dead[12] = false;  // it has not been here since
   for (std::size_t i = 0; i < 2; ++i) world.begin(world.all[i]);
   world.run_until(world.now + 100);
-  CHECK(world.all[2].round.state() == RoundState::idle);
+  CHECK(world.all[2].round.state() == replica::RoundState::idle);
   world.begin(world.all[2]);
   CHECK(world.all[2].round.number() == 3);
 }
 
 TEST_CASE("other mergers, other cuts, other sessions") {
-  RoundOptions options{
+  replica::RoundOptions options{
       .session = 5, .members = {1, 2, 3}, .soft_ms = 10, .cut_ms = 20, .timeout_ms = 30};
   const Digest128 ours{1, 1}, theirs{2, 2};
   FragmentSet set;
   const auto g = test::geometry({.layers = 1});
   REQUIRE(set.insert(test::sealed(g, 2, 1).fragment, {1, 0, 1}).ok());
   const auto ready = [&](std::uint64_t session, std::uint64_t round, const Digest128& m) {
-    return encode(RoundReady{session, round, m, {}});
+    return encode(replica::RoundReady{session, round, m, {}});
   };
-  const auto cut = [&](std::uint64_t round, MemberId publisher, const Digest128& m) {
-    return *make_cut(set, m, 5, round, publisher);
+  const auto cut = [&](std::uint64_t round, replica::MemberId publisher, const Digest128& m) {
+    return *kvmeld::replica::make_cut(set, m, 5, round, publisher);
   };
 
-  Round member(1, options);
+  replica::Round member(1, options);
   REQUIRE(member.begin(0, ours, {}).ok());
   CHECK(member.begin(0, ours, {}).code() == ErrorCode::invalid_argument);
   // Refused before anything is rendered, by the ready and by the cut alike.
-  Round early = member;
-  REQUIRE(early.receive(2, RoundMessage::ready, ready(5, 1, theirs), 1).ok());
-  CHECK(early.state() == RoundState::kept);
+  replica::Round early = member;
+  REQUIRE(early.receive(2, replica::RoundMessage::ready, ready(5, 1, theirs), 1).ok());
+  CHECK(early.state() == replica::RoundState::kept);
   CHECK(early.status().code() == ErrorCode::merger_mismatch);
   CHECK(early.cut() == nullptr);
-  Round late = member;
-  REQUIRE(late.receive(3, RoundMessage::cut, encode(cut(1, 2, theirs)), 1).ok());
+  replica::Round late = member;
+  REQUIRE(late.receive(3, replica::RoundMessage::cut, kvmeld::replica::encode(cut(1, 2, theirs)), 1).ok());
   CHECK(late.status().code() == ErrorCode::merger_mismatch);
   // The publisher does not count who merges otherwise.
-  Round publisher(2, options);
+  replica::Round publisher(2, options);
   REQUIRE(publisher.begin(0, ours, {}).ok());
-  REQUIRE(publisher.receive(1, RoundMessage::ready, ready(5, 1, theirs), 1).ok());
+  REQUIRE(publisher.receive(1, replica::RoundMessage::ready, ready(5, 1, theirs), 1).ok());
   // of another session
-  REQUIRE(publisher.receive(3, RoundMessage::ready, ready(6, 1, ours), 1).ok());
-  REQUIRE(publisher.receive(44, RoundMessage::ready, ready(5, 1, ours), 1).ok());  // no member
+  REQUIRE(publisher.receive(3, replica::RoundMessage::ready, ready(6, 1, ours), 1).ok());
+  REQUIRE(publisher.receive(44, replica::RoundMessage::ready, ready(5, 1, ours), 1).ok());  // no member
   CHECK_FALSE(publisher.wants_cut(11, {}, true));
   CHECK(publisher.mismatched().size() == 1);
-  REQUIRE(publisher.receive(3, RoundMessage::ready, ready(5, 1, ours), 12).ok());
+  REQUIRE(publisher.receive(3, replica::RoundMessage::ready, ready(5, 1, ours), 12).ok());
   CHECK(publisher.wants_cut(12, {}, true));
   CHECK(publisher.publish(cut(2, 3, ours)).code() == ErrorCode::invalid_argument);
 
-  REQUIRE(member.receive(2, RoundMessage::cut, encode(cut(1, 2, ours)), 1).ok());
-  REQUIRE(member.state() == RoundState::cut);
+  REQUIRE(member.receive(2, replica::RoundMessage::cut, encode(cut(1, 2, ours)), 1).ok());
+  REQUIRE(member.state() == replica::RoundState::cut);
   REQUIRE(set.insert(test::sealed(g, 2, 2).fragment, {1, 1, 1}).ok());
-  const Status second = member.receive(3, RoundMessage::cut, encode(cut(1, 2, ours)), 2);
+  const Status second = member.receive(3, replica::RoundMessage::cut, encode(cut(1, 2, ours)), 2);
   CHECK(second.code() == ErrorCode::corrupt);
   CHECK(second.message().find("round 1") != std::string::npos);
   CHECK(member.conflicts() == 1);
   CHECK(member.cut()->set.size() == 1);
-  CHECK(member.receive(3, RoundMessage::cut, encode(cut(1, 3, ours)), 2).code() ==
+  CHECK(member.receive(3, replica::RoundMessage::cut, encode(cut(1, 3, ours)), 2).code() ==
         ErrorCode::corrupt);
-  CHECK(member.receive(3, RoundMessage::cut, std::vector<std::byte>(9), 2).code() ==
+  CHECK(member.receive(3, replica::RoundMessage::cut, std::vector<std::byte>(9), 2).code() ==
         ErrorCode::truncated);
   member.finish(Status(ErrorCode::engine_failure, "no room"));
   CHECK(member.status().code() == ErrorCode::engine_failure);
 
-  CHECK(Round(9, options).begin(0, ours, {}).code() == ErrorCode::invalid_argument);
+  CHECK(replica::Round(9, options).begin(0, ours, {}).code() == ErrorCode::invalid_argument);
   options.quorum = 4;
-  CHECK(Round(1, options).begin(0, ours, {}).code() == ErrorCode::invalid_argument);
+  CHECK(replica::Round(1, options).begin(0, ours, {}).code() == ErrorCode::invalid_argument);
 }
 
 TEST_CASE(
     "numbers far ahead end no rounds, and a cut that is given on does not outrun the round's own") {
-  const RoundOptions options{
+  const replica::RoundOptions options{
       .session = 5, .members = {1, 2, 3}, .soft_ms = 10, .cut_ms = 20, .timeout_ms = 30};
   const Digest128 ours{1, 1};
   FragmentSet set;
   REQUIRE(set.insert(test::sealed(test::geometry({.layers = 1}), 2, 1).fragment, {1, 0, 1}).ok());
-  const auto ready = [&](std::uint64_t round) { return encode(RoundReady{5, round, ours, {}}); };
+  const auto ready = [&](std::uint64_t round) { return encode(replica::RoundReady{5, round, ours, {}}); };
   const auto cut = [&](std::uint64_t round) {
-    return encode(*make_cut(set, ours, 5, round, options.members[round % 3]));
+    return kvmeld::replica::encode(*kvmeld::replica::make_cut(set, ours, 5, round, options.members[round % 3]));
   };
-  Round member(1, options);
+  replica::Round member(1, options);
   for (const std::uint64_t round :
        {~std::uint64_t{0}, ~std::uint64_t{0} - 1, std::uint64_t{1} << 40U, options.max_ahead + 1}) {
-    const Status far = member.receive(3, RoundMessage::ready, ready(round), 0);
+    const Status far = member.receive(3, replica::RoundMessage::ready, ready(round), 0);
     CHECK(far.code() == ErrorCode::corrupt);
     CHECK(far.message().find(std::to_string(round)) != std::string::npos);
-    CHECK(member.receive(3, RoundMessage::cut, cut(round), 0).code() == ErrorCode::corrupt);
+    CHECK(member.receive(3, replica::RoundMessage::cut, cut(round), 0).code() == ErrorCode::corrupt);
   }
   REQUIRE(member.begin(0, ours, {}).ok());
   CHECK(member.number() == 1);
   // Member 3 gives on a cut of a round that nobody has begun; round 1's own still counts, and its
   // number does not.
-  REQUIRE(member.receive(3, RoundMessage::cut, cut(7), 1).ok());
-  REQUIRE(member.receive(3, RoundMessage::cut, cut(1), 1).ok());
-  REQUIRE(member.state() == RoundState::cut);
+  REQUIRE(member.receive(3, replica::RoundMessage::cut, cut(7), 1).ok());
+  REQUIRE(member.receive(3, replica::RoundMessage::cut, cut(1), 1).ok());
+  REQUIRE(member.state() == replica::RoundState::cut);
   CHECK(member.cut()->round == 1);
   // From who publishes it: kept for later, and this round's cut stays what it is.
-  REQUIRE(member.receive(3, RoundMessage::cut, cut(2), 2).ok());
+  REQUIRE(member.receive(3, replica::RoundMessage::cut, cut(2), 2).ok());
   CHECK(member.cut()->round == 1);
   member.finish({});
-  REQUIRE(member.state() == RoundState::swapped);
+  REQUIRE(member.state() == replica::RoundState::swapped);
   CHECK(member.cut()->round == 1);
   REQUIRE(member.begin(3, ours, {}).ok());
   CHECK(member.number() == 2);
-  REQUIRE(member.state() == RoundState::cut);
+  REQUIRE(member.state() == replica::RoundState::cut);
   CHECK(member.cut()->round == 2);
   member.finish({});
   // A member far ahead within the bound: known by number, and the next cut of that round is
   // adopted.
-  REQUIRE(member.receive(2, RoundMessage::ready, ready(9), 4).ok());
+  REQUIRE(member.receive(2, replica::RoundMessage::ready, ready(9), 4).ok());
   REQUIRE(member.begin(5, ours, {}).ok());
   CHECK(member.number() == 9);
-  REQUIRE(member.receive(2, RoundMessage::cut, cut(9), 5).ok());
+  REQUIRE(member.receive(2, replica::RoundMessage::cut, cut(9), 5).ok());
   CHECK(member.cut()->round == 9);
   // No number comes after the last one.
-  RoundOptions any = options;
+  replica::RoundOptions any = options;
   any.max_ahead = ~std::uint64_t{0};
-  Round last(1, any);
-  REQUIRE(last.receive(3, RoundMessage::ready, ready(~std::uint64_t{0}), 0).ok());
+  replica::Round last(1, any);
+  REQUIRE(last.receive(3, replica::RoundMessage::ready, ready(~std::uint64_t{0}), 0).ok());
   REQUIRE(last.begin(0, ours, {}).ok());
   last.tick(1'000);
   CHECK(last.begin(1'000, ours, {}).code() == ErrorCode::invalid_argument);
 }
 
 TEST_CASE("whoever asks for a cut at every moment gets it a few times") {
-  const RoundOptions options{.session = 5, .members = {1, 2, 3}, .retry_ms = 100};
+  const replica::RoundOptions options{.session = 5, .members = {1, 2, 3}, .retry_ms = 100};
   const Digest128 ours{1, 1};
   FragmentSet set;
   REQUIRE(set.insert(test::sealed(test::geometry({.layers = 1}), 2, 1).fragment, {1, 0, 1}).ok());
-  Round member(1, options);
+  replica::Round member(1, options);
   REQUIRE(member.begin(0, ours, {}).ok());
-  REQUIRE(member.receive(2, RoundMessage::cut, encode(*make_cut(set, ours, 5, 1, 2)), 0).ok());
+  REQUIRE(member.receive(2, replica::RoundMessage::cut, kvmeld::replica::encode(*kvmeld::replica::make_cut(set, ours, 5, 1, 2)), 0).ok());
   member.finish({});
   (void)member.take_messages();
-  const auto asks = [&](MemberId from, std::int64_t now) {
+  const auto asks = [&](replica::MemberId from, std::int64_t now) {
     REQUIRE(
-        member.receive(from, RoundMessage::ready, encode(RoundReady{5, 1, ours, {}}), now).ok());
+        member.receive(from, replica::RoundMessage::ready, encode(replica::RoundReady{5, 1, ours, {}}), now).ok());
     return member.take_messages().size();
   };
   std::size_t answers = 0;
@@ -420,21 +420,21 @@ TEST_CASE("whoever asks for a cut at every moment gets it a few times") {
   // Who is behind learns the number as often, no more.
   REQUIRE(member.begin(1'000, ours, {}).ok());
   (void)member.take_messages();
-  const auto old = encode(RoundReady{5, 0, ours, {}});
-  for (int i = 0; i < 9; ++i) REQUIRE(member.receive(3, RoundMessage::ready, old, 1'001).ok());
+  const auto old = encode(replica::RoundReady{5, 0, ours, {}});
+  for (int i = 0; i < 9; ++i) REQUIRE(member.receive(3, replica::RoundMessage::ready, old, 1'001).ok());
   CHECK(member.take_messages().size() == 1);
 }
 
 TEST_CASE("a publisher that comes back finds its own cut with the others") {
-  const RoundOptions options{.session = 5, .members = {1, 2, 3}};
+  const replica::RoundOptions options{.session = 5, .members = {1, 2, 3}};
   const Digest128 m{1, 1};
   FragmentSet set;
   REQUIRE(set.insert(test::sealed(test::geometry({.layers = 1}), 2, 1).fragment, {1, 0, 1}).ok());
-  const RoundCut cut = *make_cut(set, m, 5, 1, 2);
-  Round reborn(2, options);
+  const replica::RoundCut cut = *kvmeld::replica::make_cut(set, m, 5, 1, 2);
+  replica::Round reborn(2, options);
   REQUIRE(reborn.begin(0, m, {}).ok());
-  REQUIRE(reborn.receive(1, RoundMessage::cut, encode(cut), 1).ok());
-  CHECK(reborn.state() == RoundState::cut);
+  REQUIRE(reborn.receive(1, replica::RoundMessage::cut, encode(cut), 1).ok());
+  CHECK(reborn.state() == replica::RoundState::cut);
   CHECK_FALSE(reborn.wants_cut(5'000, {}, true));
   CHECK(*reborn.cut() == cut);
 }
@@ -446,10 +446,10 @@ TEST_CASE("an exact cut needs every payload and the metadata that was published"
   REQUIRE(set.insert(a, {1, 0, 1}, 0.25F, 5).ok());
   REQUIRE(set.insert(b, {1, 1, 1}).ok());
   REQUIRE(set.supersede(a.id(), b.id(), {1, 2, 1}).ok());
-  const RoundCut only_b = *make_cut(set, {}, 0, 1, 1);
+  const replica::RoundCut only_b = *kvmeld::replica::make_cut(set, {}, 0, 1, 1);
   CHECK(only_b.set.size() == 1);
   REQUIRE(set.remove(b.id(), {1, 3, 1}).ok());
-  const RoundCut only_a = *make_cut(set, {}, 0, 1, 1);
+  const replica::RoundCut only_a = *kvmeld::replica::make_cut(set, {}, 0, 1, 1);
   CHECK((only_a.set.size() == 1 && only_a.set.entries().front().id == a.id()));
   // b was removed since, and a lost bytes and gained confidence: both cuts still mean what they
   // meant, or say what is missing.
@@ -463,7 +463,7 @@ TEST_CASE("an exact cut needs every payload and the metadata that was published"
 }
 
 TEST_CASE("deadlines count what passes, wherever the clock is set to") {
-  const RoundOptions options{.session = 5,
+  const replica::RoundOptions options{.session = 5,
                              .members = {1, 2},
                              .soft_ms = 100,
                              .cut_ms = 200,
@@ -471,23 +471,23 @@ TEST_CASE("deadlines count what passes, wherever the clock is set to") {
                              .retry_ms = 50};
   for (const std::int64_t jump :
        {std::int64_t{-3'600'000}, std::int64_t{3'600'000}, -(std::int64_t{1} << 62U)}) {
-    Round round(1, options);
+    replica::Round round(1, options);
     std::int64_t now = 10'000'000;
     REQUIRE(round.begin(now, Digest128{1, 1}, {}).ok());
     (void)round.take_messages();
     now += jump;
     std::int64_t waited = 0;
     std::size_t repeated = 0;
-    for (; waited < 10'000 && round.state() == RoundState::waiting; waited += 10) {
+    for (; waited < 10'000 && round.state() == replica::RoundState::waiting; waited += 10) {
       round.tick(now += 10);
       repeated += round.take_messages().size();
     }
-    CHECK(round.state() == RoundState::kept);
+    CHECK(round.state() == replica::RoundState::kept);
     CHECK(round.status().code() == ErrorCode::timed_out);
     CHECK(waited <= 220);
     if (jump < 0) CHECK(repeated == 3);
   }
-  kvmeld::Elapsed clock(1000);
+  kvmeld::replica::Elapsed clock(1000);
   CHECK(clock.advance(-5) == 0);
   CHECK(clock.advance(std::numeric_limits<std::int64_t>::max()) == 1000);
   CHECK(clock.advance(std::numeric_limits<std::int64_t>::min()) == 1000);
@@ -497,20 +497,20 @@ TEST_CASE("deadlines count what passes, wherever the clock is set to") {
 TEST_CASE(
     "a round of unequal mergers ends in merger_mismatch for the publisher, too, and no round is "
     "for who renders nothing") {
-  const RoundOptions options{
+  const replica::RoundOptions options{
       .session = 5, .members = {1, 2}, .soft_ms = 10, .cut_ms = 20, .timeout_ms = 30};
-  for (const MemberId self : {1U, 2U}) {
-    Round round(self, options);
+  for (const replica::MemberId self : {1U, 2U}) {
+    replica::Round round(self, options);
     REQUIRE(round.begin(0, Digest128{1, 1}, {}).ok());
     REQUIRE(round
-                .receive(3 - self, RoundMessage::ready,
-                         encode(RoundReady{5, 1, Digest128{2, 2}, {}}), 1)
+                .receive(3 - self, replica::RoundMessage::ready,
+                         encode(replica::RoundReady{5, 1, Digest128{2, 2}, {}}), 1)
                 .ok());
     for (std::int64_t now = 0; now < 40; ++now) round.tick(now);
-    CHECK(round.state() == RoundState::kept);
+    CHECK(round.state() == replica::RoundState::kept);
     CHECK(round.status().code() == ErrorCode::merger_mismatch);
     CHECK(round.mismatched().size() == 1);
   }
-  CHECK(Round(1, options).begin(0, kvmeld::does_not_render, {}).code() ==
+  CHECK(replica::Round(1, options).begin(0, kvmeld::replica::does_not_render, {}).code() ==
         ErrorCode::invalid_argument);
 }

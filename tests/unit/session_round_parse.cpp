@@ -1,7 +1,7 @@
 // Bytes of rounds that nobody vouches for: every prefix and every flipped bit is an error or
 // another message, never a crash.
 
-#include <kvmeld/session/round_cut.hpp>
+#include <kvmeld/replica/rounds.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -10,7 +10,7 @@ using namespace kvmeld;
 
 namespace {
 
-RoundCut some_cut() {
+replica::RoundCut some_cut() {
   FragmentSet set;
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 32});
   for (std::uint64_t i = 0; i < 5; ++i) {
@@ -21,12 +21,12 @@ RoundCut some_cut() {
   const FragmentId first = set.entries().front().id;
   REQUIRE(set.supersede(first, FragmentId{{1, 2, 3}}, {9, 1, 1}).ok());
   REQUIRE(set.insert(test::sealed(g, 1, 9).fragment).ok());
-  return *make_cut(set, {4, 5}, 6, 7, 8);
+  return *kvmeld::replica::make_cut(set, {4, 5}, 6, 7, 8);
 }
 
-RoundReady some_ready() {
-  RoundReady ready{6, 7, {4, 5}, {}};
-  for (const Provenance& dot : {Provenance{1, 5, 1}, {1, 6, 1}, {1, 9, 1}, {1, 1, 2}, {4, 1000, 1}})
+replica::RoundReady some_ready() {
+  replica::RoundReady ready{6, 7, {4, 5}, {}};
+  for (const Dot& dot : {Dot{1, 5, 1}, {1, 6, 1}, {1, 9, 1}, {1, 1, 2}, {4, 1000, 1}})
     (void)ready.context.add(dot);
   return ready;
 }
@@ -42,7 +42,7 @@ void attack(const std::vector<std::byte>& good, const Decode& decode) {
   for (std::size_t bit = 0; bit < 8 * good.size(); ++bit) {
     std::vector<std::byte> bad = good;
     bad[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
-    if (const auto read = decode(bad)) REQUIRE(decode(encode(*read)).ok());
+    if (const auto read = decode(bad)) REQUIRE(decode(kvmeld::replica::encode(*read)).ok());
   }
   std::vector<std::byte> longer = good;
   longer.push_back(std::byte{0});
@@ -52,20 +52,20 @@ void attack(const std::vector<std::byte>& good, const Decode& decode) {
     std::vector<std::byte> bad = good;
     for (int k = 0; k < 4; ++k)
       bad[random.below(bad.size())] = static_cast<std::byte>(random.below(256));
-    if (const auto read = decode(bad)) REQUIRE(decode(encode(*read)).ok());
+    if (const auto read = decode(bad)) REQUIRE(decode(kvmeld::replica::encode(*read)).ok());
   }
 }
 
 }  // namespace
 
 TEST_CASE("cuts") {
-  const RoundCut cut = some_cut();
-  const auto bytes = encode(cut);
-  CHECK(*decode_cut(bytes) == cut);
-  attack(bytes, [](std::span<const std::byte> b) { return decode_cut(b); });
+  const replica::RoundCut cut = some_cut();
+  const auto bytes = kvmeld::replica::encode(cut);
+  CHECK(*kvmeld::replica::decode_cut(bytes) == cut);
+  attack(bytes, [](std::span<const std::byte> b) { return kvmeld::replica::decode_cut(b); });
   std::vector<std::byte> lie = bytes;
   lie[45] ^= std::byte{1};  // in the digest
-  CHECK(decode_cut(lie).error().code() == ErrorCode::id_mismatch);
+  CHECK(kvmeld::replica::decode_cut(lie).error().code() == ErrorCode::id_mismatch);
   FragmentSet removed = cut.set;
   REQUIRE(removed
               .remove(removed.entries().begin()->metadata.unattributed
@@ -73,14 +73,14 @@ TEST_CASE("cuts") {
                           : removed.entries().front().id,
                       {7, 7, 7})
               .ok());
-  RoundCut log = cut;
+  replica::RoundCut log = cut;
   log.set = removed;
-  CHECK(decode_cut(encode(log)).error().code() == ErrorCode::corrupt);
+  CHECK(kvmeld::replica::decode_cut(kvmeld::replica::encode(log)).error().code() == ErrorCode::corrupt);
 }
 
 TEST_CASE("readies") {
-  const RoundReady ready = some_ready();
-  const auto bytes = encode(ready);
-  CHECK(*decode_ready(bytes) == ready);
-  attack(bytes, [](std::span<const std::byte> b) { return decode_ready(b); });
+  const replica::RoundReady ready = some_ready();
+  const auto bytes = kvmeld::replica::encode(ready);
+  CHECK(*kvmeld::replica::decode_ready(bytes) == ready);
+  attack(bytes, [](std::span<const std::byte> b) { return kvmeld::replica::decode_ready(b); });
 }

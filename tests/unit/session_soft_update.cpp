@@ -1,6 +1,6 @@
 // new = β · fused + (1 − β) · local against plain doubles; β = 0 and 1 are identities of bytes.
 
-#include <kvmeld/session/soft_update.hpp>
+#include <kvmeld/calibrate.hpp>
 
 #include <cmath>
 

@@ -1,7 +1,7 @@
 // Collecting new tokens: what is sealed equals sealing the engine's cache whole, positions are
 // counted, errors change nothing.
 
-#include <kvmeld/session/span_buffer.hpp>
+#include <kvmeld/replica/session_memory.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -55,7 +55,7 @@ TEST_CASE("rows that come one by one, in any layout, seal to what the whole cach
       const auto expected = seal(cache.ref(), whole);
       REQUIRE(expected.ok());
 
-      SpanBuffer buffer(g, {},
+      replica::SpanBuffer buffer(g, {},
                         {.context = {.lead_in = lead_in}, .first_position = 20, .drop_first = 3});
       for (const auto& [begin, end] :
            {std::pair<std::int64_t, std::int64_t>{0, 2}, {2, 5}, {5, 6}, {6, 11}}) {
@@ -82,7 +82,7 @@ TEST_CASE("spans of every N tokens; what is over waits, and its lead-in is the s
   test::TestCache cache(g, 10);
   cache.fill(1);
   const auto ids = test::token_ids(10);
-  SpanBuffer buffer(g, {.seal_every = 4}, {.first_position = 6});
+  replica::SpanBuffer buffer(g, {.seal_every = 4}, {.first_position = 6});
   REQUIRE(buffer.append(cache.ref(), ids).ok());
   REQUIRE(buffer.full());
   const auto first = buffer.seal_full(), second = buffer.seal_full();
@@ -98,11 +98,11 @@ TEST_CASE("spans of every N tokens; what is over waits, and its lead-in is the s
   CHECK(second->payloads()[0].positions == from(10, 4));
   CHECK(last->payloads()[0].positions == from(14, 2));
   CHECK(first->payloads()[0].lead_in == Digest128{});
-  CHECK(second->payloads()[0].lead_in == continued_lead_in({}, first->id()));
+  CHECK(second->payloads()[0].lead_in == kvmeld::replica::continued_lead_in({}, first->id()));
   CHECK(last->payloads()[0].lead_in ==
-        continued_lead_in(second->payloads()[0].lead_in, second->id()));
+        kvmeld::replica::continued_lead_in(second->payloads()[0].lead_in, second->id()));
   CHECK(std::ranges::equal(last->tokens(), std::span(ids).subspan(8)));
-  CHECK(buffer.seal()->token_count() == 0);  // a turn without words
+  CHECK(buffer.seal()->token_count() == 0);  // a rotation without words
 }
 
 TEST_CASE("a second encoding travels with its span") {
@@ -112,7 +112,7 @@ TEST_CASE("a second encoding travels with its span") {
   without.fill(2);
   const auto ids = test::token_ids(6);
   const Context context{.lead_in = lead_in_digest(std::vector<TokenId>{1})};
-  SpanBuffer buffer(g, {.seal_every = 6, .variants = true},
+  replica::SpanBuffer buffer(g, {.seal_every = 6, .variants = true},
                     {.context = context, .first_position = 40, .variant_position = 4});
   REQUIRE(buffer.append(with.ref(), ids).ok());
   CHECK_FALSE(buffer.full());
@@ -129,7 +129,7 @@ TEST_CASE("a second encoding travels with its span") {
                    without.ref(), {.tokens = ids, .positions = variant_positions});
   REQUIRE(expected.ok());
   CHECK(made->id() == expected->id());
-  CHECK(SpanBuffer(g).append_variant(with.ref()).code() == ErrorCode::invalid_argument);
+  CHECK(replica::SpanBuffer(g).append_variant(with.ref()).code() == ErrorCode::invalid_argument);
 }
 
 TEST_CASE("what cannot be appended changes nothing") {
@@ -139,7 +139,7 @@ TEST_CASE("what cannot be appended changes nothing") {
   bad.fill(2);
   bad.set(3, 2, 1, 5, std::numeric_limits<float>::quiet_NaN());
   const auto ids = test::token_ids(3);
-  SpanBuffer buffer(g, {}, {.first_position = 9});
+  replica::SpanBuffer buffer(g, {}, {.first_position = 9});
   REQUIRE(buffer.append(good.ref(), ids).ok());
   const auto refuse = [&](const Status& status, ErrorCode code, const char* number) {
     INFO(status.message());

@@ -5,9 +5,8 @@
 #include <thread>
 
 #include <kvmeld/kvmeld.hpp>
-#include <kvmeld/session/agent_session.hpp>
-#include <kvmeld/transport/memory_store.hpp>
-#include <kvmeld/transport/memory_transport.hpp>
+#include <kvmeld/replica/session.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"
@@ -17,7 +16,7 @@ using namespace kvmeld;
 namespace {
 
 const auto g = test::geometry({.type = ElementType::f16, .layers = 1, .heads = 1, .channels = 32});
-const auto merging = merger(ByProvenance{});
+const auto merging = merger(ByDot{});
 
 /// A content hash that is not the default one.
 struct OtherHash : Xxh3_128 {
@@ -25,9 +24,9 @@ struct OtherHash : Xxh3_128 {
   OtherHash() noexcept : Xxh3_128(7) {}
 };
 
-template <class Options = AgentSessionOptions<>>
-Options options_for(MemberId self, std::vector<MemberId> members) {
-  Options options{.replica = {.epoch = 1, .merger = kvmeld::does_not_render}};
+template <class Options = replica::AgentSessionOptions<>>
+Options options_for(replica::MemberId self, std::vector<replica::MemberId> members) {
+  Options options{.replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = self;
   options.replica.epoch = 1;
   options.replica.members = members;
@@ -43,7 +42,7 @@ Options options_for(MemberId self, std::vector<MemberId> members) {
   return options;
 }
 
-std::int64_t now_ms() { return static_cast<std::int64_t>(steady_ms()); }
+std::int64_t now_ms() { return static_cast<std::int64_t>(replica::steady_ms()); }
 
 template <class Session>
 Status say(Session& session, std::int64_t tokens, std::uint64_t seed) {
@@ -57,7 +56,7 @@ Status say(Session& session, std::int64_t tokens, std::uint64_t seed) {
 /// Polls and tries until a cache of so many rendered tokens is swapped in; the last swap, or none
 /// after some seconds.
 template <class Session>
-std::optional<SwapReport> swap_of(Session& session, std::int64_t tokens) {
+std::optional<replica::SwapReport> swap_of(Session& session, std::int64_t tokens) {
   for (int i = 0; i < 4000; ++i) {
     (void)session.poll(now_ms());
     auto swap = session.try_swap();
@@ -68,22 +67,22 @@ std::optional<SwapReport> swap_of(Session& session, std::int64_t tokens) {
   return {};
 }
 
-std::vector<std::byte> frame(SessionMessage type, std::span<const std::byte> body) {
-  return *encode_frame(static_cast<std::uint8_t>(type), body);
+std::vector<std::byte> frame(replica::SessionMessage type, std::span<const std::byte> body) {
+  return *kvmeld::replica::encode_frame(static_cast<std::uint8_t>(type), body);
 }
 
 }  // namespace
 
 TEST_CASE("words with ids of any content hash are carried over a swap") {
-  MemoryHub hub;
-  MemoryStore store;
+  stores::MemoryHub hub;
+  stores::MemoryStore store;
   auto transport = hub.join(1);
-  AgentSession session(merging, store, *transport, g,
-                       options_for<AgentSessionOptions<NoAuth, OtherHash>>(1, {1}));
+  replica::AgentSession session(merging, store, *transport, g,
+                       options_for<replica::AgentSessionOptions<replica::NoAuth, OtherHash>>(1, {1}));
   REQUIRE(say(session, 5, 1).ok());
   REQUIRE(session.poll(now_ms()).ok());
   REQUIRE(say(session, 3, 2).ok());  // said since the snapshot
-  std::optional<SwapReport> swap;
+  std::optional<replica::SwapReport> swap;
   while (!swap) {
     auto tried = session.try_swap();
     INFO((tried ? "" : tried.error().message()));
@@ -96,10 +95,10 @@ TEST_CASE("words with ids of any content hash are carried over a swap") {
 }
 
 TEST_CASE("a cut that lacks an agent's own words does not take them out of its view") {
-  MemoryHub hub;
-  MemoryStore store;
+  stores::MemoryHub hub;
+  stores::MemoryStore store;
   auto transport = hub.join(1), peer = hub.join(2);
-  AgentSession session(merging, store, *transport, g, options_for(1, {1, 2}));
+  replica::AgentSession session(merging, store, *transport, g, options_for(1, {1, 2}));
   REQUIRE(say(session, 5, 1).ok());
   REQUIRE(swap_of(session, 5).has_value());  // swapped in: these are in no span any more
   const Fragment theirs = test::sealed(g, 2, 77).fragment;
@@ -110,10 +109,10 @@ TEST_CASE("a cut that lacks an agent's own words does not take them out of its v
   FragmentSet theirs_alone;
   REQUIRE(theirs_alone.insert(theirs, {2, 0, 1}).ok());
   REQUIRE(session.begin_round(now_ms()).ok());
-  REQUIRE(peer->send(1, frame(SessionMessage::round_cut,
-                              encode(*make_cut(theirs_alone, merging.digest(), 9, 1, 2))))
+  REQUIRE(peer->send(1, frame(replica::SessionMessage::round_cut,
+                              kvmeld::replica::encode(*kvmeld::replica::make_cut(theirs_alone, merging.digest(), 9, 1, 2))))
               .ok());
-  std::optional<SwapReport> swap;
+  std::optional<replica::SwapReport> swap;
   for (int i = 0; i < 4000 && !(swap && swap->round == 1); ++i) {
     (void)session.poll(now_ms());
     auto tried = session.try_swap();
@@ -140,12 +139,12 @@ namespace {
 
 /// Host memory where something happens while a cache is put in.
 struct SlowMemory {
-  using Backing = HostBacking;
-  HostMemory inner;
+  using Backing = replica::HostBacking;
+  replica::HostMemory inner;
   std::shared_ptr<std::function<void()>> during = std::make_shared<std::function<void()>>();
 
-  [[nodiscard]] HostBacking backing() const { return inner.backing(); }
-  [[nodiscard]] Result<InstallReport> install(std::shared_ptr<Rendered<HostBuffer>> next,
+  [[nodiscard]] replica::HostBacking backing() const { return inner.backing(); }
+  [[nodiscard]] Result<replica::InstallReport> install(std::shared_ptr<replica::Rendered<replica::HostBuffer>> next,
                                               std::span<const Fragment> carried,
                                               std::int64_t first) {
     if (*during) (*during)();
@@ -161,28 +160,28 @@ struct SlowMemory {
 
 TEST_CASE(
     "a message that arrives past the deadline does not end a round whose cache is being put in") {
-  MemoryHub hub;
-  MemoryStore store;
+  stores::MemoryHub hub;
+  stores::MemoryStore store;
   auto transport = hub.join(1), peer = hub.join(2);
   auto options = options_for(1, {2, 1});  // this agent publishes round 1
   options.background = false;
   SlowMemory memory;
   const auto during = memory.during;
-  AgentSession session(merging, store, *transport, g, options, std::move(memory));
+  replica::AgentSession session(merging, store, *transport, g, options, std::move(memory));
   REQUIRE(say(session, 4, 1).ok());
   REQUIRE(session.begin_round(0).ok());
   REQUIRE(session.poll(0).ok());
-  REQUIRE(session.round()->state() == RoundState::cut);
+  REQUIRE(session.round()->state() == replica::RoundState::cut);
   bool was_there = false;
   *during = [&] {
     was_there = true;
-    CHECK(peer->send(1, frame(SessionMessage::round_ready,
-                              encode(RoundReady{9, 1, merging.digest(), {}})))
+    CHECK(peer->send(1, frame(replica::SessionMessage::round_ready,
+                              encode(replica::RoundReady{9, 1, merging.digest(), {}})))
               .ok());
     CHECK(session.poll(9'001).ok());
-    CHECK(session.round()->state() == RoundState::cut);
+    CHECK(session.round()->state() == replica::RoundState::cut);
   };
-  std::optional<SwapReport> swap;
+  std::optional<replica::SwapReport> swap;
   for (int i = 0; i < 4000 && !swap; ++i) {
     auto tried = session.try_swap();
     REQUIRE(tried.ok());
@@ -192,7 +191,7 @@ TEST_CASE(
   REQUIRE(was_there);
   REQUIRE(swap.has_value());
   REQUIRE(session.poll(9'002).ok());
-  CHECK(session.round()->state() == RoundState::swapped);
+  CHECK(session.round()->state() == replica::RoundState::swapped);
   CHECK(session.accounting().rounds_swapped == 1);
   CHECK(session.accounting().rounds_kept == 0);
 }
@@ -201,15 +200,15 @@ TEST_CASE(
     "words that nobody takes are said once to be so, and stay in the agent's view while there is "
     "room") {
   const auto run = [&](std::int64_t max_refused, std::int64_t each, std::int64_t carried) {
-    MemoryHub hub;
-    MemoryStore stores[2];
+    stores::MemoryHub hub;
+    stores::MemoryStore stores[2];
     auto transport = hub.join(1), other_transport = hub.join(2);
     auto options = options_for(1, {1, 2});
     options.replica.max_operations = 2;
     options.max_refused_tokens = max_refused;
-    AgentSession session(merging, stores[0], *transport, g, options,
-                         HostMemory({.spare_tokens = 16}));
-    AgentSession other(merging, stores[1], *other_transport, g, options_for(2, {1, 2}));
+    replica::AgentSession session(merging, stores[0], *transport, g, options,
+                         replica::HostMemory({.spare_tokens = 16}));
+    replica::AgentSession other(merging, stores[1], *other_transport, g, options_for(2, {1, 2}));
     for (std::uint64_t i = 0; i < 2; ++i) {
       REQUIRE(say(session, 1, i).ok());
       CHECK(session.poll(now_ms()).ok());
@@ -223,7 +222,7 @@ TEST_CASE(
     // what the others say comes in, again and again
     for (std::int64_t round = 1; round <= 2; ++round) {
       REQUIRE(say(other, 3, 10 + static_cast<std::uint64_t>(round)).ok());
-      std::optional<SwapReport> swap;
+      std::optional<replica::SwapReport> swap;
       for (int i = 0; i < 4000 && !swap; ++i) {
         (void)other.poll(now_ms());
         (void)session.poll(now_ms());
@@ -245,14 +244,14 @@ TEST_CASE(
 }
 
 TEST_CASE("frames of the host's own that nobody takes do not pile up") {
-  MemoryHub hub;
-  MemoryStore store;
+  stores::MemoryHub hub;
+  stores::MemoryStore store;
   auto transport = hub.join(1), peer = hub.join(2);
   auto options = options_for(1, {1, 2});
   options.max_application_bytes = 10'000;
-  AgentSession session(merging, store, *transport, g, options);
+  replica::AgentSession session(merging, store, *transport, g, options);
   for (std::size_t i = 0; i < 40; ++i) {
-    REQUIRE(peer->send(1, frame(SessionMessage::application,
+    REQUIRE(peer->send(1, frame(replica::SessionMessage::application,
                                 std::vector<std::byte>(936, static_cast<std::byte>(i))))
                 .ok());
   }
@@ -263,7 +262,7 @@ TEST_CASE("frames of the host's own that nobody takes do not pile up") {
   CHECK(taken.back().second.bytes.front() == std::byte{39});
   CHECK(session.accounting().application_dropped == 30);
   CHECK(session.take_application().empty());
-  REQUIRE(peer->send(1, frame(SessionMessage::application, std::vector<std::byte>(9'000))).ok());
+  REQUIRE(peer->send(1, frame(replica::SessionMessage::application, std::vector<std::byte>(9'000))).ok());
   REQUIRE(session.poll(1).ok());
   CHECK(session.take_application().size() == 1);
 }

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <thread>
 
-#include <kvmeld/session/swap_buffer.hpp>
+#include <kvmeld/replica/session_memory.hpp>
 
 #include "support/catch.hpp"
 #include "support/rendering.hpp"
@@ -13,7 +13,7 @@ using namespace kvmeld;
 
 namespace {
 
-using Worker = RenderWorker<decltype(merger(ById{}))>;
+using Worker = replica::RenderWorker<decltype(merger(ById{}))>;
 
 Digest128 expected_digest(const FragmentSet& set, const Geometry& g) {
   const auto made = plan(set, merger(ById{}), Target{g});
@@ -24,7 +24,7 @@ Digest128 expected_digest(const FragmentSet& set, const Geometry& g) {
   return *content_digest(out.kv_cache_ref());
 }
 
-RenderOutcome<HostBuffer> outcome_of(Worker& worker) {
+replica::RenderOutcome<replica::HostBuffer> outcome_of(Worker& worker) {
   REQUIRE(worker.wait_idle(20'000));
   auto outcome = worker.take();
   REQUIRE(outcome.has_value());
@@ -45,7 +45,7 @@ TEST_CASE("the newest request wins, and what came out is what a render makes") {
   std::uint64_t last = 0;
   for (const FragmentSet& s : history) last = worker.request(s, Target{*g});
   CHECK(last == 6);
-  RenderOutcome<HostBuffer> outcome = outcome_of(worker);
+  replica::RenderOutcome<replica::HostBuffer> outcome = outcome_of(worker);
   CHECK(outcome.request == 6);
   REQUIRE(outcome.status.ok());
   CHECK(outcome.rendered->report.content_digest == expected_digest(set, *g));
@@ -68,8 +68,8 @@ TEST_CASE(
   const auto a = test::sealed(g, 4, 1).fragment, b = test::sealed(g, 3, 2).fragment;
   FragmentSet set;
   REQUIRE(set.insert(a, {1, 0}).ok());
-  Worker worker(merger(ById{}), HostBacking{.spare_tokens = 5});
-  SwapBuffer live;
+  Worker worker(merger(ById{}), replica::HostBacking{.spare_tokens = 5});
+  replica::SwapBuffer live;
   test::TestCache words(g, 2, test::Layout::paged);
   words.fill(7);
   CHECK_FALSE(live.current());
@@ -91,10 +91,10 @@ TEST_CASE(
   // Carrying b behind a is rendering {a, b} in that order; an appended row keeps its bytes.
   FragmentSet both = set;
   REQUIRE(both.insert(b, {2, 0}).ok());
-  const auto made = plan(both, merger(ByProvenance{}), Target{*g});
+  const auto made = plan(both, merger(ByDot{}), Target{*g});
   const auto reference = test::run_in(exec::seq, *made, test::Layout::canonical);
   CHECK(*content_digest(before.kv_cache_ref()) == *content_digest(reference->ref()));
-  CHECK(*content_digest(detail::rows_from(after.kv_cache_ref(), 7)) ==
+  CHECK(*content_digest(replica::detail::rows_from(after.kv_cache_ref(), 7)) ==
         *content_digest(words.ref()));
 }
 
@@ -109,8 +109,8 @@ TEST_CASE("readers keep the buffer that they hold while the agent swaps, appends
   }
   test::TestCache words(g, 1);
   words.fill(3);
-  Worker worker(merger(ById{}), HostBacking{.spare_tokens = 64});
-  SwapBuffer live;
+  Worker worker(merger(ById{}), replica::HostBacking{.spare_tokens = 64});
+  replica::SwapBuffer live;
   std::atomic<bool> stop{false};
   std::atomic<int> reads{0}, wrong{0};
   std::vector<std::thread> readers;

@@ -5,7 +5,7 @@
 #include <limits>
 #include <set>
 
-#include <kvmeld/state/superseded.hpp>
+#include <kvmeld/fragment_set.hpp>
 
 namespace {
 
@@ -13,7 +13,7 @@ using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::FragmentSet;
 using kvmeld::Metadata;
-using kvmeld::Provenance;
+using kvmeld::Dot;
 
 struct OtherHash : kvmeld::Xxh3_128 {
   static constexpr std::uint8_t tag = 9;
@@ -35,9 +35,9 @@ TEST_CASE("the same fragment from several agents is one entry with all of their 
   REQUIRE(set.insert(f, {1, 3, 1}, 0.125F).ok());  // said again in a later life, less sure
   REQUIRE(set.size() == 1);
   const Metadata& m = set.entries().front().metadata;
-  std::vector<Provenance> dots;
+  std::vector<Dot> dots;
   for (const kvmeld::Mark& mark : m.marks) dots.push_back(mark.dot);
-  CHECK(dots == std::vector<Provenance>{{0, 10}, {1, 9}, {1, 3, 1}, {2, 8}, {3, 7}});
+  CHECK(dots == std::vector<Dot>{{0, 10}, {1, 9}, {1, 3, 1}, {2, 8}, {3, 7}});
   CHECK(m.best_confidence() == 0.75F);
   CHECK(m.confidence_of(1) == 0.25F);
   CHECK_FALSE(m.confidence_of(9));
@@ -228,21 +228,21 @@ TEST_CASE("a context is a set of dots in ranges") {
   test::Random random(3);
   for (int round = 0; round < 200; ++round) {
     CausalContext a, b;
-    std::set<Provenance> in_a, in_b;
+    std::set<Dot> in_a, in_b;
     for (int i = 0; i < 30; ++i) {
-      const Provenance dot{random.below(2), random.below(12), random.below(2)};
+      const Dot dot{random.below(2), random.below(12), random.below(2)};
       if (random.below(2) == 0) {
         CHECK(a.add(dot) == in_a.insert(dot).second);
       } else {
         CHECK(b.add(dot) == in_b.insert(dot).second);
       }
     }
-    const auto same = [](const CausalContext& context, const std::set<Provenance>& dots) {
+    const auto same = [](const CausalContext& context, const std::set<Dot>& dots) {
       CausalContext fresh;
-      for (const Provenance& dot : dots) fresh.add(dot);
+      for (const Dot& dot : dots) fresh.add(dot);
       return context == fresh && context.dots() == dots.size();
     };
-    std::set<Provenance> both, common;
+    std::set<Dot> both, common;
     std::set_union(in_a.begin(), in_a.end(), in_b.begin(), in_b.end(),
                    std::inserter(both, both.end()));
     std::set_intersection(in_a.begin(), in_a.end(), in_b.begin(), in_b.end(),

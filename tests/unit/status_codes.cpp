@@ -22,7 +22,7 @@ TEST_CASE("every code has a name of its own") {
 TEST_CASE("a status is a code and a sentence") {
   CHECK(Status{}.ok());
   CHECK(Status{}.message().empty());
-  const Status bad = kvmeld::detail::error(ErrorCode::truncated, "ends at byte ", 7, " of ", 12U,
+  const Status bad = kvmeld::extend::error(ErrorCode::truncated, "ends at byte ", 7, " of ", 12U,
                                            ", share ", 0.5F);
   CHECK_FALSE(bad);
   CHECK(bad.code() == ErrorCode::truncated);
@@ -50,7 +50,7 @@ TEST_CASE("a result holds a value or an error, and gives a movable value away") 
 TEST_CASE("messages name enumerators, and say the number of one that this build has no name for") {
   using namespace kvmeld;
   const auto text = [](const auto& value) {
-    return detail::error(ErrorCode::unknown_field, "<", value, ">").message();
+    return extend::error(ErrorCode::unknown_field, "<", value, ">").message();
   };
   CHECK(text(Plane::rope_part) == "<rope_part>");
   CHECK(text(KeyForm::pre_rope) == "<pre_rope>");
@@ -60,7 +60,7 @@ TEST_CASE("messages name enumerators, and say the number of one that this build 
   CHECK(text(RopeScaling::explicit_factors) == "<explicit_factors>");
   CHECK(text(MatchMode::neighbours) == "<neighbours>");
   CHECK(text(ElementType::bf16) == "<bf16>");
-  CHECK(text(StreamWay::four_pages) == "<four_pages>");
+  CHECK(text(exec::StreamWay::four_pages) == "<four_pages>");
   CHECK(text(static_cast<Plane>(77)) == "<unknown 77>");
 }
 
@@ -80,8 +80,8 @@ TEST_CASE(
   CHECK(Alignment{.positions = {1}}.groups.empty());
   CHECK(AlignmentGroup{.row_begin = {0}}.contributions.empty());
   CHECK(Contribution{.token = 3}.source == 0);
-  CHECK(Mark{.time_ms = 3}.dot == Provenance{});
+  CHECK(Mark{.time_ms = 3}.dot == Dot{});
   CHECK(Removal{.id = {}}.removed.empty());
   CHECK(TokenSlots{.first = 3}.table == nullptr);
-  CHECK(Streaming{.threshold_bytes = 3}.way == StreamWay::off);
+  CHECK(exec::Streaming{.threshold_bytes = 3}.way == exec::StreamWay::off);
 }

@@ -1,7 +1,7 @@
 // What is left of a file store when the machine stops, at every system call of a history: this
 // program stands between the library and the system, and keeps a model of a disk that loses
 // whatever was not synced. It also ends calls with EINTR, and fails syncs.
-#include <kvmeld/transport/file_store.hpp>
+#include <kvmeld/stores/file.hpp>
 
 #include <dlfcn.h>
 #include <stdarg.h>
@@ -276,8 +276,8 @@ int faccessat(int folder, const char* path, int mode, int flags) noexcept {
 namespace {
 
 using kvmeld::BlobKey;
-using kvmeld::Durability;
-using kvmeld::FileStore;
+using kvmeld::stores::Durability;
+using kvmeld::stores::FileStore;
 
 /// In memory, if there is such a place: the model is the disk, and thousands of files are quick.
 std::filesystem::path files_folder() {
@@ -465,7 +465,7 @@ bool locked_in_the_making(const std::filesystem::path& store) {
   bool all = true;
   std::error_code none;
   for (const auto& entry : std::filesystem::directory_iterator(store / "temp", none)) {
-    const kvmeld::detail::FileHandle file(::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC));
+    const kvmeld::stores::detail::FileHandle file(::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC));
     const bool begun = file.valid() && std::filesystem::file_size(entry, none) > 0;
     all = all && !(begun && ::flock(file.get(), LOCK_EX | LOCK_NB) == 0);
   }

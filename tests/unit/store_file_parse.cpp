@@ -1,5 +1,5 @@
 // A record log that was torn or damaged at every place; also built under address and undefined.
-#include <kvmeld/transport/file_store.hpp>
+#include <kvmeld/stores/file.hpp>
 
 #include <filesystem>
 #include <fstream>
@@ -11,10 +11,10 @@
 namespace {
 
 using kvmeld::ErrorCode;
-using kvmeld::FileStore;
+using kvmeld::stores::FileStore;
 using test::Bytes;
 
-const kvmeld::FileStoreOptions fast{.durability = kvmeld::Durability::none};
+const kvmeld::stores::FileStoreOptions fast{.durability = kvmeld::stores::Durability::none};
 
 Bytes read_file(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
@@ -28,7 +28,7 @@ void write_file(const std::string& path, std::span<const std::byte> bytes) {
             static_cast<std::streamsize>(bytes.size()));
 }
 
-bool has(const kvmeld::RecordBatch& batch, const Bytes& record) {
+bool has(const kvmeld::replica::RecordBatch& batch, const Bytes& record) {
   return std::find(batch.records.begin(), batch.records.end(), record) != batch.records.end();
 }
 
@@ -197,15 +197,15 @@ TEST_CASE("opening takes time in proportion to the log, whatever was written int
     Bytes bytes = log.whole;
     for (std::size_t i = 0; i < count; ++i) {
       const Bytes rest((count - i - 1) * record_head);
-      kvmeld::detail::RecordHead one(bytes.size(), rest);
+      kvmeld::stores::detail::RecordHead one(bytes.size(), rest);
       one.bytes_checksum ^= right ? 0U : 1U;
       const auto words = std::as_bytes(std::span(&one, 1));
       bytes.insert(bytes.end(), words.begin(), words.end());
     }
     write_file(log.path, bytes);
-    const std::int64_t begin = kvmeld::detail::monotonic_ns();
+    const std::int64_t begin = kvmeld::stores::detail::monotonic_ns();
     CHECK(log.open().records(0)->records == log.records);
-    return static_cast<double>(kvmeld::detail::monotonic_ns() - begin) * 1e-9;
+    return static_cast<double>(kvmeld::stores::detail::monotonic_ns() - begin) * 1e-9;
   };
   for (const bool right : {true, false}) {
     INFO("of 8000 heads, checksums " << (right ? "right" : "wrong"));

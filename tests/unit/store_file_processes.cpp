@@ -1,7 +1,6 @@
 // The file store among processes that really die, disks that are really full, and users who may
 // not.
-#include <kvmeld/transport/file_store.hpp>
-#include <kvmeld/transport/shared_memory_store.hpp>
+#include <kvmeld/stores/file.hpp>
 
 #include <sched.h>
 #include <signal.h>
@@ -20,12 +19,12 @@
 
 namespace {
 
-using kvmeld::Durability;
+using kvmeld::stores::Durability;
 using kvmeld::ErrorCode;
-using kvmeld::FileStore;
+using kvmeld::stores::FileStore;
 using test::Bytes;
 
-const kvmeld::FileStoreOptions fast{.durability = Durability::none};
+const kvmeld::stores::FileStoreOptions fast{.durability = Durability::none};
 
 /// A child that runs `work` and leaves with what it returns; Catch's checks belong to the parent.
 pid_t child(const std::function<int()>& work) {
@@ -273,7 +272,7 @@ TEST_CASE(
 
 TEST_CASE("a process that stops with the lock makes records unavailable, and blobs not") {
   const test::TempFolder folder;
-  kvmeld::FileStoreOptions options = fast;
+  kvmeld::stores::FileStoreOptions options = fast;
   options.lock_timeout_ms = 50;
   auto store = FileStore::open(folder / "store", options);
   REQUIRE(store.ok());
@@ -357,7 +356,7 @@ TEST_CASE("a full disk refuses, and loses nothing") {
 TEST_CASE(
     "what cannot be a store is refused with the reason, and what may not be used with the errno") {
   const test::TempFolder folder;
-  const auto refusal = [](const std::string& path, const kvmeld::FileStoreOptions& options = fast) {
+  const auto refusal = [](const std::string& path, const kvmeld::stores::FileStoreOptions& options = fast) {
     const auto store = FileStore::open(path, options);
     REQUIRE_FALSE(store.ok());
     return store.error();
@@ -374,7 +373,7 @@ TEST_CASE(
   std::filesystem::create_directory(folder / "there");
   std::filesystem::create_directory_symlink(folder / "there", folder / "link");
   CHECK(FileStore::open(folder / "link", fast).ok());
-  kvmeld::FileStoreOptions own = fast;
+  kvmeld::stores::FileStoreOptions own = fast;
   own.folder_must_be_own = true;
   CHECK(refusal(folder / "link", own).code() == ErrorCode::invalid_argument);
   CHECK(FileStore::open(folder / "there", own).ok());
@@ -384,7 +383,7 @@ TEST_CASE(
     return static_cast<unsigned>(std::filesystem::status(folder / name).permissions());
   };
   const mode_t before = ::umask(077);
-  kvmeld::FileStoreOptions shared = fast;
+  kvmeld::stores::FileStoreOptions shared = fast;
   shared.file_mode = 0660;
   shared.folder_mode = 0770;
   auto store = FileStore::open(folder / "shared", shared);

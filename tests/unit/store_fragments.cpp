@@ -1,11 +1,11 @@
 // Fragments that cross between processes through files and shared memory, alone and as the state of
 // replicas.
-#include <kvmeld/cache/verify_fragment.hpp>
-#include <kvmeld/metrics/collect_session.hpp>
-#include <kvmeld/metrics/prometheus_text.hpp>
-#include <kvmeld/session/replica.hpp>
-#include <kvmeld/transport/file_store.hpp>
-#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/metrics/collect.hpp>
+#include <kvmeld/metrics/metrics.hpp>
+#include <kvmeld/replica/replica.hpp>
+#include <kvmeld/stores/file.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -22,11 +22,11 @@
 namespace {
 
 using kvmeld::ErrorCode;
-using kvmeld::FileStore;
+using kvmeld::stores::FileStore;
 using kvmeld::Fragment;
-using Replica = kvmeld::Replica<FileStore>;
+using Replica = kvmeld::replica::Replica<FileStore>;
 
-constexpr kvmeld::FragmentFormat<> format{};
+constexpr kvmeld::replica::FragmentFormat<> format{};
 
 /// Of 32 KiB and more, so that it is worth mapping.
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
@@ -36,7 +36,7 @@ Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
 }
 
 kvmeld::Result<FileStore> open_store(const test::TempFolder& folder) {
-  return FileStore::open(folder / "store", {.durability = kvmeld::Durability::none});
+  return FileStore::open(folder / "store", {.durability = kvmeld::stores::Durability::none});
 }
 
 template <class Work>
@@ -69,7 +69,7 @@ std::vector<std::filesystem::path> places() {
   return all;
 }
 
-Replica::Options options(kvmeld::MemberId self, std::uint32_t epoch = 1) {
+Replica::Options options(kvmeld::replica::MemberId self, std::uint32_t epoch = 1) {
   Replica::Options out{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
   out.self = self;
   out.epoch = epoch;
@@ -86,11 +86,11 @@ TEST_CASE("a fragment crosses between processes, byte for byte and without a cop
     const Fragment sent = fragment(1);
     REQUIRE(went_well(child([&] {
       auto store = open_store(folder);
-      return store && kvmeld::store_fragment(*store, sent, format).ok();
+      return store && kvmeld::replica::store_fragment(*store, sent, format).ok();
     })));
     auto store = open_store(folder);
     REQUIRE(store.ok());
-    const auto got = kvmeld::load_fragment(*store, sent.id(), format);
+    const auto got = kvmeld::replica::load_fragment(*store, sent.id(), format);
     REQUIRE(got.ok());
     CHECK(kvmeld::verify_fragment(*got).ok());
     const kvmeld::Payload& there = sent.payloads()[0];
@@ -108,7 +108,7 @@ TEST_CASE(
   const Fragment sent = fragment(2);
   auto store = open_store(folder);
   REQUIRE(store.ok());
-  REQUIRE(kvmeld::store_fragment(*store, sent, format).ok());
+  REQUIRE(kvmeld::replica::store_fragment(*store, sent, format).ok());
   std::filesystem::path file;
   for (const auto& entry :
        std::filesystem::recursive_directory_iterator(folder / "store/payloads")) {
@@ -127,10 +127,10 @@ TEST_CASE(
                                      {std::uintmax_t{0}, size - 1},
                                      {std::uintmax_t{0}, std::uintmax_t{0}}}) {
     damage(at, new_size);
-    CHECK_FALSE(kvmeld::load_fragment(*store, sent.id(), format).ok());
+    CHECK_FALSE(kvmeld::replica::load_fragment(*store, sent.id(), format).ok());
     CHECK_FALSE(std::filesystem::exists(file));
-    REQUIRE(kvmeld::store_fragment(*store, sent, format).ok());
-    const auto again = kvmeld::load_fragment(*store, sent.id(), format);
+    REQUIRE(kvmeld::replica::store_fragment(*store, sent, format).ok());
+    const auto again = kvmeld::replica::load_fragment(*store, sent.id(), format);
     REQUIRE(again.ok());
     CHECK(kvmeld::verify_fragment(*again).ok());
   }
@@ -141,7 +141,7 @@ TEST_CASE(
     "what it had acknowledged") {
   for (const auto& place : places()) {
     const test::TempFolder folder(place);
-    const auto agent = [&](kvmeld::MemberId self, std::uint32_t epoch, std::uint64_t first,
+    const auto agent = [&](kvmeld::replica::MemberId self, std::uint32_t epoch, std::uint64_t first,
                            int count, int acknowledged) {
       auto store = open_store(folder);
       if (!store) return false;
@@ -222,11 +222,11 @@ TEST_CASE(
   CHECK(replica.set().size() == 0);
   CHECK(replica.counters().store_damage.places == 1);
   CHECK(replica.counters().store_damage.bytes == store->damage().bytes);
-  kvmeld::Accounting accounting;
+  kvmeld::replica::Accounting accounting;
   accounting.store_damage = replica.counters().store_damage;
-  kvmeld::MetricsPage page;
-  REQUIRE(kvmeld::collect(page, accounting).ok());
-  CHECK(kvmeld::prometheus_text(page).find("kvmeld_store_damaged_places 1\n") != std::string::npos);
+  kvmeld::metrics::MetricsPage page;
+  REQUIRE(kvmeld::metrics::collect(page, accounting).ok());
+  CHECK(kvmeld::metrics::prometheus_text(page).find("kvmeld_store_damaged_places 1\n") != std::string::npos);
   REQUIRE(replica.insert(fragment(9)).ok());
   CHECK(open_store(folder)->damage().bytes == store->damage().bytes);  // nobody forgets it
 }
@@ -267,7 +267,7 @@ TEST_CASE(
   const Fragment sent = fragment(4);
   auto store = open_store(folder);
   REQUIRE(store.ok());
-  REQUIRE(kvmeld::store_fragment(*store, sent, format).ok());
+  REQUIRE(kvmeld::replica::store_fragment(*store, sent, format).ok());
   std::filesystem::path file;
   for (const auto& entry :
        std::filesystem::recursive_directory_iterator(folder / "store/payloads")) {
@@ -278,24 +278,24 @@ TEST_CASE(
     std::fstream(file, std::ios::in | std::ios::out | std::ios::binary).seekp(5000).put('\x55');
   };
   flip();
-  const auto again = kvmeld::store_fragment(*store, sent, format);
+  const auto again = kvmeld::replica::store_fragment(*store, sent, format);
   REQUIRE(again.ok());
   CHECK(again->bytes == sent.payloads()[0].byte_count);  // put anew
-  REQUIRE(kvmeld::load_fragment(*store, sent.id(), format).ok());
+  REQUIRE(kvmeld::replica::load_fragment(*store, sent.id(), format).ok());
   // Chunks behind a store that keeps no payloads in one piece.
-  kvmeld::MemoryStore memory;
-  REQUIRE(kvmeld::store_fragment(memory, sent, format).ok());
-  const auto manifest = kvmeld::make_manifest(sent, format.chunk_bytes);
+  kvmeld::stores::MemoryStore memory;
+  REQUIRE(kvmeld::replica::store_fragment(memory, sent, format).ok());
+  const auto manifest = kvmeld::replica::make_manifest(sent, format.chunk_bytes);
   REQUIRE(manifest.ok());
   REQUIRE(memory.put(manifest->chunks[0][0], std::vector<std::byte>(10)).ok());
-  REQUIRE(kvmeld::store_fragment(memory, sent, format).ok());
-  CHECK(kvmeld::load_fragment(memory, sent.id(), format).ok());
+  REQUIRE(kvmeld::replica::store_fragment(memory, sent, format).ok());
+  CHECK(kvmeld::replica::load_fragment(memory, sent.id(), format).ok());
 
   auto copying = FileStore::open(folder / "store",
-                                 {.durability = kvmeld::Durability::none, .private_copies = true});
+                                 {.durability = kvmeld::stores::Durability::none, .private_copies = true});
   REQUIRE(copying.ok());
-  const auto shared = kvmeld::load_fragment(*store, sent.id(), format);
-  const auto copied = kvmeld::load_fragment(*copying, sent.id(), format);
+  const auto shared = kvmeld::replica::load_fragment(*store, sent.id(), format);
+  const auto copied = kvmeld::replica::load_fragment(*copying, sent.id(), format);
   REQUIRE((shared.ok() && copied.ok()));
   flip();
   CHECK(kvmeld::verify_fragment(*copied).ok());
@@ -307,13 +307,13 @@ TEST_CASE("a folder without write permission is read, one with a link inside is 
   const Fragment sent = fragment(5);
   {
     auto store = open_store(folder);
-    REQUIRE((store.ok() && kvmeld::store_fragment(*store, sent, format).ok()));
+    REQUIRE((store.ok() && kvmeld::replica::store_fragment(*store, sent, format).ok()));
     REQUIRE(store->add_record({}).ok());
   }
   const std::string root = folder / "store";
   const auto read = [&] {
     auto store = FileStore::open(root, {.read_only = true});
-    if (!store || !store->read_only() || !kvmeld::load_fragment(*store, sent.id(), format).ok())
+    if (!store || !store->read_only() || !kvmeld::replica::load_fragment(*store, sent.id(), format).ok())
       return false;
     const kvmeld::BlobKey key{};
     return store->records(0)->records.size() == 1 &&
@@ -334,7 +334,7 @@ TEST_CASE("a folder without write permission is read, one with a link inside is 
     std::filesystem::permissions(root, std::filesystem::perms(0555));
     CHECK(went_well(child([&] {
       if (::setgid(65534) != 0 || ::setuid(65534) != 0) return false;
-      const auto writing = FileStore::open(root, {.durability = kvmeld::Durability::none});
+      const auto writing = FileStore::open(root, {.durability = kvmeld::stores::Durability::none});
       return !writing && writing.error().code() == ErrorCode::unavailable && read();
     })));
     std::filesystem::permissions(root, std::filesystem::perms::all);
@@ -347,14 +347,14 @@ TEST_CASE("a folder without write permission is read, one with a link inside is 
     std::filesystem::create_directories(linked);
     std::filesystem::create_directory(folder / ("elsewhere_" + name));
     std::filesystem::create_directory_symlink(folder / ("elsewhere_" + name), linked + "/" + name);
-    const auto refused = FileStore::open(linked, {.durability = kvmeld::Durability::none});
+    const auto refused = FileStore::open(linked, {.durability = kvmeld::stores::Durability::none});
     REQUIRE_FALSE(refused.ok());
     CHECK(refused.error().code() == ErrorCode::invalid_argument);
     CHECK(refused.error().message().find(name) != std::string::npos);
   }
   // One of the inner 256, too.
   const std::string inner = folder / "inner";
-  auto store = FileStore::open(inner, {.durability = kvmeld::Durability::none});
+  auto store = FileStore::open(inner, {.durability = kvmeld::stores::Durability::none});
   REQUIRE(store.ok());
   kvmeld::BlobKey key{};
   std::filesystem::create_directory_symlink(folder / "elsewhere_blobs", inner + "/blobs/00");

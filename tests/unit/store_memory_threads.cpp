@@ -1,22 +1,22 @@
 // The in-process store against the laws of BlobStore; also built under the thread sanitizer.
-#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "support/store_laws.hpp"
 
 using kvmeld::ErrorCode;
 
 TEST_CASE("a memory store keeps the laws, through one handle and through two") {
-  kvmeld::MemoryStore store;
+  kvmeld::stores::MemoryStore store;
   test::store_laws(store, store, 1);
-  kvmeld::MemoryStore other = store;
+  kvmeld::stores::MemoryStore other = store;
   test::store_laws(store, other, 2);
   CHECK(store.blob_count() == 0);
 }
 
 TEST_CASE("a memory store refuses what is beyond its capacity, and counts") {
-  kvmeld::MemoryStore store(100'000);
+  kvmeld::stores::MemoryStore store(100'000);
   test::full_laws(store, 3, 9'000, 1'000'000);
-  kvmeld::MemoryStore exact(10);
+  kvmeld::stores::MemoryStore exact(10);
   CHECK(exact.put(test::blob_key(4, 0), test::blob_bytes(0, 10)).ok());
   CHECK(exact.used_bytes() == 10);
   CHECK(exact.put(test::blob_key(4, 1), {}).ok());
@@ -26,7 +26,7 @@ TEST_CASE("a memory store refuses what is beyond its capacity, and counts") {
 }
 
 TEST_CASE("a memory store names a cursor that it never gave, and reads from the start for it") {
-  kvmeld::MemoryStore store;
+  kvmeld::stores::MemoryStore store;
   REQUIRE(store.add_record(test::blob_bytes(1, 8)).ok());
   const auto batch = store.records(~std::uint64_t{0});
   REQUIRE(batch.ok());

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <limits>
 
-#include <kvmeld/tensor/element.hpp>
+#include <kvmeld/tensor.hpp>
 
 #include "support/catch.hpp"
 

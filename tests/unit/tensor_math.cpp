@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <limits>
 
-#include <kvmeld/tensor/math.hpp>
+#include <kvmeld/math.hpp>
 
 #include "support/catch.hpp"
 #include "support/tensor_forms.hpp"

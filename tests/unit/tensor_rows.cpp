@@ -8,8 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include <kvmeld/tensor/row_lanes.hpp>
-#include <kvmeld/tensor/rows.hpp>
+#include <kvmeld/extend/rows.hpp>
 
 #include "support/catch.hpp"
 #include "support/identity_tensor.hpp"
@@ -51,7 +50,7 @@ KVMELD_TARGET_AVX2 void store_sixteen(const float* x, std::byte* out) {
     even[i] = x[2 * i];
     odd[i] = x[2 * i + 1];
   }
-  detail::Lanes16<ElementType::bf16>::store(detail::load_lanes(even), detail::load_lanes(odd), out);
+  extend::Lanes16<ElementType::bf16>::store(extend::load_lanes(even), extend::load_lanes(odd), out);
 }
 #endif
 

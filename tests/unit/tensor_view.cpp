@@ -3,8 +3,8 @@
 #include <cfenv>
 #include <cstdint>
 
-#include <kvmeld/tensor/float_environment.hpp>
-#include <kvmeld/tensor/tensor_view.hpp>
+#include <kvmeld/exec.hpp>
+#include <kvmeld/tensor.hpp>
 
 #include "support/catch.hpp"
 
@@ -45,7 +45,7 @@ float product(float a, float b) {
 }  // namespace
 
 TEST_CASE("this test is compiled as the library asks for") {
-  const Status status = check_float_environment();
+  const Status status = exec::check_float_environment();
   INFO(status.message());
   REQUIRE(status.ok());
 }
@@ -58,18 +58,18 @@ TEST_CASE(
     detail::write_float_control(before | mode);
     CHECK(__builtin_bit_cast(std::uint32_t, product(0x1p-140f, 0.5f)) == 0);
     {
-      const FloatEnvironmentGuard guard;
+      const exec::FloatEnvironmentGuard guard;
       CHECK(__builtin_bit_cast(std::uint32_t, product(0x1p-140f, 0.5f)) == 0x100u);
-      REQUIRE(check_float_environment().ok());
+      REQUIRE(exec::check_float_environment().ok());
     }
     CHECK(__builtin_bit_cast(std::uint32_t, product(0x1p-140f, 0.5f)) == 0);
-    REQUIRE(check_float_environment().ok());  // what a guard can undo is no error
+    REQUIRE(exec::check_float_environment().ok());  // what a guard can undo is no error
     detail::write_float_control(before);
   }
   std::fesetround(FE_UPWARD);
   REQUIRE(product(1.0f + 0x1p-23f, 1.0f + 0x1p-23f) == 1.0f + 3 * 0x1p-23f);
   {
-    const FloatEnvironmentGuard guard;
+    const exec::FloatEnvironmentGuard guard;
     REQUIRE(product(1.0f + 0x1p-23f, 1.0f + 0x1p-23f) == 1.0f + 2 * 0x1p-23f);
   }
   REQUIRE(product(1.0f + 0x1p-23f, 1.0f + 0x1p-23f) == 1.0f + 3 * 0x1p-23f);

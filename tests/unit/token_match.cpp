@@ -262,7 +262,7 @@ TEST_CASE(
 
 TEST_CASE("neighbours see through positions, and match nothing that the layer does not hold") {
   const auto g = test::geometry({.layers = 2, .heads = 2, .channels = 32});
-  // Two caches of the same fresh keys, turned to other positions.
+  // Two caches of the same fresh keys, rotated to other positions.
   const std::vector<std::int64_t> early{0, 1, 2, 3}, late{100, 103, 104, 900};
   std::vector<Fragment> made;
   for (const auto* positions : {&early, &late}) {

@@ -11,20 +11,17 @@ TEST_CASE("SHA-256 and HMAC") {
 }
 #else
 
-#include <kvmeld/cache/verify_fragment.hpp>
-#include <kvmeld/codec/assembler.hpp>
-#include <kvmeld/codec/ed25519.hpp>
-#include <kvmeld/codec/hmac_sha256.hpp>
-#include <kvmeld/codec/sha256.hpp>
-#include <kvmeld/state/sha256_set.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/replica/wire.hpp>
+#include <kvmeld/replica/openssl.hpp>
 
 #include "support/random_cache.hpp"
 
 namespace {
 
 using kvmeld::ErrorCode;
-using kvmeld::HmacSha256;
-using kvmeld::Sha256;
+using kvmeld::replica::HmacSha256;
+using kvmeld::replica::Sha256;
 using Bytes = std::vector<std::byte>;
 
 std::span<const std::byte> text(std::string_view s) {
@@ -58,7 +55,7 @@ TEST_CASE("SHA-256 gives the published digests, however the bytes are cut") {
   CHECK(hex(copy.digest32()) == "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb");
   hash = copy;
   CHECK(hash.digest32() == copy.digest32());
-  CHECK(kvmeld::sha256_set.digest(text("abc")).words[0] == 0xeacf018fbf1678baULL);
+  CHECK(kvmeld::replica::sha256_set.digest(text("abc")).words[0] == 0xeacf018fbf1678baULL);
 }
 
 TEST_CASE("a SHA-256 fragment crosses, and never as one of another hash") {
@@ -69,20 +66,20 @@ TEST_CASE("a SHA-256 fragment crosses, and never as one of another hash") {
   REQUIRE(fragment.ok());
   CHECK(fragment->id().tag() == 2);
   CHECK(kvmeld::verify_fragment<Sha256>(*fragment).ok());
-  const auto wire = kvmeld::encode_manifest<Sha256>(*fragment, 1000);
+  const auto wire = kvmeld::replica::encode_manifest<Sha256>(*fragment, 1000);
   REQUIRE(wire.ok());
-  CHECK(kvmeld::encode_manifest(*fragment).error().code() == ErrorCode::hash_mismatch);
-  CHECK(kvmeld::decode_manifest(*wire).error().code() == ErrorCode::hash_mismatch);
-  const auto manifest = kvmeld::decode_manifest<Sha256>(*wire);
+  CHECK(kvmeld::replica::encode_manifest(*fragment).error().code() == ErrorCode::hash_mismatch);
+  CHECK(kvmeld::replica::decode_manifest(*wire).error().code() == ErrorCode::hash_mismatch);
+  const auto manifest = kvmeld::replica::decode_manifest<Sha256>(*wire);
   REQUIRE(manifest.ok());
-  kvmeld::Assembler<Sha256> assembler(*manifest);
+  kvmeld::replica::Assembler<Sha256> assembler(*manifest);
   for (std::size_t c = 0; c < manifest->chunks[0].size(); ++c) {
-    const auto raw = kvmeld::raw_chunk(fragment->payloads()[0], c, 1000);
+    const auto raw = kvmeld::replica::raw_chunk(fragment->payloads()[0], c, 1000);
     CHECK(manifest->chunks[0][c].bytes[0] == 0x82);
     // another hash's key is no chunk of this one
-    CHECK(assembler.add(kvmeld::chunk_key(raw), kvmeld::encode_chunk(raw)).ok());
+    CHECK(assembler.add(kvmeld::replica::chunk_key(raw), kvmeld::replica::encode_chunk(raw)).ok());
     CHECK(assembler.left() == manifest->chunks[0].size() - c);
-    REQUIRE(assembler.add(manifest->chunks[0][c], kvmeld::encode_chunk(raw)).ok());
+    REQUIRE(assembler.add(manifest->chunks[0][c], kvmeld::replica::encode_chunk(raw)).ok());
   }
   const auto back = assembler.finish();
   REQUIRE(back.ok());
@@ -99,67 +96,67 @@ TEST_CASE("HMAC-SHA-256 gives the published tags") {
 }
 
 TEST_CASE("only members with the key are heard") {
-  const kvmeld::FrameOptions<HmacSha256> keyed{.auth = HmacSha256("a secret of the session")};
-  const kvmeld::FrameOptions<HmacSha256> other{.auth = HmacSha256("a secret of the sessioN")};
-  const auto frame = kvmeld::encode_frame(5, text("body"), keyed);
+  const kvmeld::replica::FrameOptions<HmacSha256> keyed{.auth = HmacSha256("a secret of the session")};
+  const kvmeld::replica::FrameOptions<HmacSha256> other{.auth = HmacSha256("a secret of the sessioN")};
+  const auto frame = kvmeld::replica::encode_frame(5, text("body"), keyed);
   REQUIRE(frame.ok());
-  const auto view = kvmeld::decode_frame(*frame, keyed);
+  const auto view = kvmeld::replica::decode_frame(*frame, keyed);
   REQUIRE(view.ok());
   CHECK(std::ranges::equal(view->body, text("body")));
-  CHECK(kvmeld::decode_frame(*frame, keyed).ok());  // a replay is valid: what is above bears it
-  CHECK(kvmeld::decode_frame(*frame, other).error().code() == ErrorCode::unauthenticated);
-  CHECK(kvmeld::decode_frame(*frame, kvmeld::FrameOptions<>{}).error().code() ==
+  CHECK(kvmeld::replica::decode_frame(*frame, keyed).ok());  // a replay is valid: what is above bears it
+  CHECK(kvmeld::replica::decode_frame(*frame, other).error().code() == ErrorCode::unauthenticated);
+  CHECK(kvmeld::replica::decode_frame(*frame, kvmeld::replica::FrameOptions<>{}).error().code() ==
         ErrorCode::unauthenticated);
-  CHECK(kvmeld::decode_frame(*kvmeld::encode_frame(5, text("body")), keyed).error().code() ==
+  CHECK(kvmeld::replica::decode_frame(*kvmeld::replica::encode_frame(5, text("body")), keyed).error().code() ==
         ErrorCode::unauthenticated);
-  CHECK(kvmeld::encode_frame(5, text("body"), kvmeld::FrameOptions<HmacSha256>{}).error().code() ==
+  CHECK(kvmeld::replica::encode_frame(5, text("body"), kvmeld::replica::FrameOptions<HmacSha256>{}).error().code() ==
         ErrorCode::unsupported);
   for (std::size_t n = 0; n < frame->size(); ++n)
-    CHECK_FALSE(kvmeld::decode_frame(std::span(*frame).first(n), keyed).ok());
+    CHECK_FALSE(kvmeld::replica::decode_frame(std::span(*frame).first(n), keyed).ok());
   for (std::size_t bit = 0; bit < frame->size() * 8; ++bit) {
     Bytes flipped = *frame;
     flipped[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
-    CHECK_FALSE(kvmeld::decode_frame(flipped, keyed).ok());
+    CHECK_FALSE(kvmeld::replica::decode_frame(flipped, keyed).ok());
   }
   // A forger can mend the checksum, not the tag.
   Bytes forged = *frame;
   forged[6] = std::byte{6};
-  const std::uint64_t sum = kvmeld::detail::frame_sum(forged, std::span(forged).subspan(40, 4));
+  const std::uint64_t sum = kvmeld::replica::detail::frame_sum(forged, std::span(forged).subspan(40, 4));
   std::memcpy(forged.data() + 32, &sum, 8);
-  CHECK(kvmeld::decode_frame(forged, keyed).error().code() == ErrorCode::unauthenticated);
+  CHECK(kvmeld::replica::decode_frame(forged, keyed).error().code() == ErrorCode::unauthenticated);
   // Nor take the tag off.
   Bytes bare(frame->begin(), frame->end() - 32);
   bare[7] = std::byte{0};
-  const std::uint64_t bare_sum = kvmeld::detail::frame_sum(bare, std::span(bare).subspan(40, 4));
+  const std::uint64_t bare_sum = kvmeld::replica::detail::frame_sum(bare, std::span(bare).subspan(40, 4));
   std::memcpy(bare.data() + 32, &bare_sum, 8);
-  CHECK(kvmeld::decode_frame(bare, kvmeld::FrameOptions<>{}).ok());
-  CHECK(kvmeld::decode_frame(bare, keyed).error().code() == ErrorCode::unauthenticated);
+  CHECK(kvmeld::replica::decode_frame(bare, kvmeld::replica::FrameOptions<>{}).ok());
+  CHECK(kvmeld::replica::decode_frame(bare, keyed).error().code() == ErrorCode::unauthenticated);
 }
 #endif
 
 TEST_CASE("a signed frame proves its sender") {
-  using kvmeld::Ed25519;
+  using kvmeld::replica::Ed25519;
   Ed25519::Key one{}, two{};
   one[0] = std::byte{1};
   two[0] = std::byte{2};
   const auto public_one = Ed25519::public_key(one), public_two = Ed25519::public_key(two);
   REQUIRE(public_one.ok());
   REQUIRE(public_two.ok());
-  const std::map<kvmeld::MemberId, Ed25519::Key> all{{1, *public_one}, {2, *public_two}};
-  const kvmeld::FrameOptions<Ed25519> first{.auth = Ed25519(one, all)},
+  const std::map<kvmeld::replica::MemberId, Ed25519::Key> all{{1, *public_one}, {2, *public_two}};
+  const kvmeld::replica::FrameOptions<Ed25519> first{.auth = Ed25519(one, all)},
       second{.auth = Ed25519(two, all)};
-  const auto frame = kvmeld::encode_frame(5, text("body"), first);
+  const auto frame = kvmeld::replica::encode_frame(5, text("body"), first);
   REQUIRE(frame.ok());
-  CHECK(kvmeld::decode_frame(*frame, second, 1).ok());
+  CHECK(kvmeld::replica::decode_frame(*frame, second, 1).ok());
   // in another's name
-  CHECK(kvmeld::decode_frame(*frame, second, 2).error().code() == ErrorCode::unauthenticated);
-  CHECK(kvmeld::decode_frame(*frame, second, 3).error().code() == ErrorCode::unauthenticated);
-  CHECK(kvmeld::decode_frame(*frame, second).error().code() == ErrorCode::unauthenticated);
+  CHECK(kvmeld::replica::decode_frame(*frame, second, 2).error().code() == ErrorCode::unauthenticated);
+  CHECK(kvmeld::replica::decode_frame(*frame, second, 3).error().code() == ErrorCode::unauthenticated);
+  CHECK(kvmeld::replica::decode_frame(*frame, second).error().code() == ErrorCode::unauthenticated);
   for (std::size_t byte = 0; byte < frame->size(); ++byte) {
     auto flipped = *frame;
     flipped[byte] ^= std::byte{4};
-    CHECK_FALSE(kvmeld::decode_frame(flipped, second, 1).ok());
+    CHECK_FALSE(kvmeld::replica::decode_frame(flipped, second, 1).ok());
   }
-  CHECK(kvmeld::encode_frame(5, text("body"), kvmeld::FrameOptions<Ed25519>{}).error().code() ==
+  CHECK(kvmeld::replica::encode_frame(5, text("body"), kvmeld::replica::FrameOptions<Ed25519>{}).error().code() ==
         ErrorCode::unsupported);
 }

@@ -1,11 +1,9 @@
 // Manifests, chunks and frames: whole round trips, the exact bytes, and every way in which they can
 // be cut or bent.
-#include <kvmeld/cache/host_cache.hpp>
-#include <kvmeld/cache/verify_fragment.hpp>
-#include <kvmeld/codec/assembler.hpp>
-#include <kvmeld/codec/frame.hpp>
-#include <kvmeld/session/fragment_io.hpp>
-#include <kvmeld/transport/memory_store.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/replica/wire.hpp>
+#include <kvmeld/replica/stores.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include <fstream>
 #include <stdexcept>
@@ -15,11 +13,11 @@
 
 namespace {
 
-using kvmeld::Assembler;
+using kvmeld::replica::Assembler;
 using kvmeld::BlobKey;
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
-using kvmeld::Manifest;
+using kvmeld::replica::Manifest;
 using Bytes = std::vector<std::byte>;
 
 /// Memory of this process that is there, not only promised.
@@ -93,8 +91,8 @@ std::vector<std::vector<Bytes>> stored(const Fragment& fragment, std::size_t chu
   std::vector<std::vector<Bytes>> out;
   for (const kvmeld::Payload& payload : fragment.payloads()) {
     out.emplace_back();
-    for (std::size_t c = 0; c < kvmeld::chunk_count(payload.byte_count, chunk_bytes); ++c) {
-      out.back().push_back(kvmeld::encode_chunk(kvmeld::raw_chunk(payload, c, chunk_bytes)));
+    for (std::size_t c = 0; c < kvmeld::replica::chunk_count(payload.byte_count, chunk_bytes); ++c) {
+      out.back().push_back(kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(payload, c, chunk_bytes)));
     }
   }
   return out;
@@ -118,15 +116,15 @@ std::string hex(std::span<const std::byte> bytes) {
 
 TEST_CASE("a fragment crosses as manifest and chunks, in any order and repeatedly") {
   for (const std::size_t chunk_bytes :
-       {std::size_t{1000}, std::size_t{64}, kvmeld::default_chunk_bytes}) {
-    const Bytes wire = bytes_of(kvmeld::encode_manifest(rich(), chunk_bytes));
-    auto manifest = kvmeld::decode_manifest(wire);
+       {std::size_t{1000}, std::size_t{64}, kvmeld::replica::default_chunk_bytes}) {
+    const Bytes wire = bytes_of(kvmeld::replica::encode_manifest(rich(), chunk_bytes));
+    auto manifest = kvmeld::replica::decode_manifest(wire);
     INFO(manifest.error().message());
     REQUIRE(manifest.ok());
     CHECK(manifest->chunk_bytes == chunk_bytes);
     for (const auto& payload : manifest->fragment.payloads()) CHECK(payload.bytes == nullptr);
     same(manifest->fragment, rich());
-    CHECK(kvmeld::encode_manifest(*manifest) == wire);
+    CHECK(kvmeld::replica::encode_manifest(*manifest) == wire);
 
     Assembler assembler(*manifest);
     const auto chunks = stored(rich(), chunk_bytes);
@@ -161,7 +159,7 @@ TEST_CASE("a fragment crosses as manifest and chunks, in any order and repeatedl
 }
 
 TEST_CASE("one payload of two is fetched alone") {
-  const auto manifest = kvmeld::make_manifest(rich(), 500);
+  const auto manifest = kvmeld::replica::make_manifest(rich(), 500);
   REQUIRE(manifest.ok());
   Assembler assembler(*manifest, 1);
   const auto chunks = stored(rich(), 500);
@@ -178,7 +176,7 @@ TEST_CASE("one payload of two is fetched alone") {
 TEST_CASE("empty fragments, and chunks that occur twice") {
   const auto g = test::geometry({.heads = 1, .channels = 32});
   const auto empty = test::sealed(g, 0, 1).fragment;
-  auto manifest = kvmeld::decode_manifest(bytes_of(kvmeld::encode_manifest(empty)));
+  auto manifest = kvmeld::replica::decode_manifest(bytes_of(kvmeld::replica::encode_manifest(empty)));
   REQUIRE(manifest.ok());
   Assembler none(*manifest);
   CHECK(none.complete());
@@ -191,7 +189,7 @@ TEST_CASE("empty fragments, and chunks that occur twice") {
   for (auto& buffer : zeros.buffers()) std::fill(buffer.begin(), buffer.end(), std::byte{0});
   const auto flat = kvmeld::seal(zeros.ref());
   REQUIRE(flat.ok());
-  const auto twice = kvmeld::make_manifest(*flat, 128);
+  const auto twice = kvmeld::replica::make_manifest(*flat, 128);
   REQUIRE(twice.ok());
   Assembler assembler(*twice);
   CHECK(twice->chunks[0].size() > 1);
@@ -222,28 +220,28 @@ TEST_CASE("memory follows the chunks that came, and a few of them make no payloa
   for (std::int64_t i = 0; i < body->token_count; ++i) payload.positions.push_back(i);
   payload.token_sets.push_back({});
   payload.layer_set = {0};
-  REQUIRE(kvmeld::detail::lay_out(*geometry, payload, std::uint64_t{1} << 40U).ok());
+  REQUIRE(kvmeld::replica::lay_out(*geometry, payload, std::uint64_t{1} << 40U).ok());
   REQUIRE(payload.byte_count == std::size_t{1} << 31U);
-  kvmeld::Manifest manifest;
+  kvmeld::replica::Manifest manifest;
   const Bytes zeros(manifest.chunk_bytes);
-  const BlobKey key = kvmeld::chunk_key(std::span<const std::byte>(zeros));
+  const BlobKey key = kvmeld::replica::chunk_key(std::span<const std::byte>(zeros));
   manifest.chunks.emplace_back(2048, key);
   body->payloads.push_back(payload);
-  body->id = kvmeld::detail::fragment_id<kvmeld::Xxh3_128>(*body);
+  body->id = kvmeld::extend::fragment_id<kvmeld::Xxh3_128>(*body);
   manifest.fragment = kvmeld::Fragment(body);
-  const Bytes wire = kvmeld::encode_manifest(manifest);
-  const auto refused = kvmeld::decode_manifest(wire);
+  const Bytes wire = kvmeld::replica::encode_manifest(manifest);
+  const auto refused = kvmeld::replica::decode_manifest(wire);
   CHECK(refused.error().code() == ErrorCode::oversized);
   CHECK(refused.error().message().find("2146435072 bytes") != std::string::npos);
 
   // Whoever raises the bound has the chunk once until it gives the payload out.
   const auto believed =
-      kvmeld::decode_manifest(wire, {.max_repeated_bytes = std::uint64_t{1} << 31U});
+      kvmeld::replica::decode_manifest(wire, {.max_repeated_bytes = std::uint64_t{1} << 31U});
   REQUIRE(believed.ok());
   Assembler assembler(*believed);
   CHECK(assembler.bytes_of(key) == zeros.size());
   CHECK(assembler.bytes_of(BlobKey{}) == 0);
-  REQUIRE(assembler.add(key, kvmeld::encode_chunk(std::span<const std::byte>(zeros))).ok());
+  REQUIRE(assembler.add(key, kvmeld::replica::encode_chunk(std::span<const std::byte>(zeros))).ok());
   CHECK(assembler.complete());
   CHECK(assembler.held_bytes() == zeros.size());
   CHECK(assembler.bytes_of(key) == 0);
@@ -254,14 +252,14 @@ TEST_CASE("memory follows the chunks that came, and a few of them make no payloa
   for (auto& buffer : flat.buffers()) std::fill(buffer.begin(), buffer.end(), std::byte{0});
   const auto fragment = kvmeld::seal(flat.ref());
   REQUIRE(fragment.ok());
-  kvmeld::MemoryStore store;
-  kvmeld::FragmentFormat<> format;
+  kvmeld::stores::MemoryStore store;
+  kvmeld::replica::FragmentFormat<> format;
   format.chunk_bytes = 128;
   format.max_repeated_bytes = 1000;
-  CHECK(kvmeld::store_fragment(store, *fragment, format).error().code() == ErrorCode::oversized);
+  CHECK(kvmeld::replica::store_fragment(store, *fragment, format).error().code() == ErrorCode::oversized);
   format.max_repeated_bytes = 1 << 20;
-  CHECK(kvmeld::store_fragment(store, *fragment, format).ok());
-  CHECK(kvmeld::load_fragment(store, fragment->id(), format).ok());
+  CHECK(kvmeld::replica::store_fragment(store, *fragment, format).ok());
+  CHECK(kvmeld::replica::load_fragment(store, fragment->id(), format).ok());
 }
 
 TEST_CASE("a payload whose bytes cannot be counted is refused, however much is allowed") {
@@ -272,7 +270,7 @@ TEST_CASE("a payload whose bytes cannot be counted is refused, however much is a
   payload.positions = {0, 1};
   payload.token_sets.push_back(kvmeld::TokenSet{});
   payload.layer_set.assign(1, 0);
-  CHECK(kvmeld::detail::lay_out(*geometry, payload, ~std::uint64_t{0}).code() ==
+  CHECK(kvmeld::replica::lay_out(*geometry, payload, ~std::uint64_t{0}).code() ==
         ErrorCode::oversized);
 #if defined(__cpp_exceptions)
   CHECK_THROWS_AS(kvmeld::HostCache(geometry, 2), std::length_error);
@@ -294,7 +292,7 @@ TEST_CASE("planes with scales, of several shapes, and layers without any") {
   for (std::byte& b : cache.bytes()) b = static_cast<std::byte>(random.below(64));
   const auto fragment = kvmeld::seal(cache.kv_cache_ref());
   REQUIRE(fragment.ok());
-  const auto manifest = kvmeld::decode_manifest(bytes_of(kvmeld::encode_manifest(*fragment, 100)));
+  const auto manifest = kvmeld::replica::decode_manifest(bytes_of(kvmeld::replica::encode_manifest(*fragment, 100)));
   REQUIRE(manifest.ok());
   Assembler assembler(*manifest);
   const auto chunks = stored(*fragment, 100);
@@ -306,10 +304,10 @@ TEST_CASE("planes with scales, of several shapes, and layers without any") {
 }
 
 TEST_CASE("a manifest that lies is found out, at the latest when its bytes are there") {
-  const auto manifest = kvmeld::make_manifest(rich(), 1000);
+  const auto manifest = kvmeld::replica::make_manifest(rich(), 1000);
   REQUIRE(manifest.ok());
   const auto refused = [](const Manifest& m, ErrorCode code) {
-    const auto made = kvmeld::decode_manifest(kvmeld::encode_manifest(m));
+    const auto made = kvmeld::replica::decode_manifest(kvmeld::replica::encode_manifest(m));
     REQUIRE(!made.ok());
     INFO(made.error().message());
     CHECK(kvmeld::to_string(made.error().code()) == kvmeld::to_string(code));
@@ -377,14 +375,14 @@ TEST_CASE("a manifest that lies is found out, at the latest when its bytes are t
   Manifest chunky = *manifest;
   chunky.chunk_bytes = 0;
   refused(chunky, ErrorCode::oversized);
-  chunky.chunk_bytes = kvmeld::max_chunk_bytes + 1;
+  chunky.chunk_bytes = kvmeld::replica::max_chunk_bytes + 1;
   refused(chunky, ErrorCode::oversized);
   chunky.chunk_bytes = 1;
   refused(chunky, ErrorCode::truncated);  // needs more keys than there are bytes
 
   // What only the payload's digest covers: positions, and which layer holds which token.
   const auto assembled = [&](const Manifest& m) {
-    auto made = kvmeld::decode_manifest(kvmeld::encode_manifest(m));
+    auto made = kvmeld::replica::decode_manifest(kvmeld::replica::encode_manifest(m));
     REQUIRE(made.ok());
     Assembler assembler(*made);
     const auto chunks = stored(rich(), 1000);
@@ -405,76 +403,76 @@ TEST_CASE("a manifest that lies is found out, at the latest when its bytes are t
   swapped.chunks[0].back() = swapped.chunks[0][0];  // one key for two sizes
   refused(swapped, ErrorCode::corrupt);
 
-  CHECK(kvmeld::make_manifest(test::evicted(rich(), 1)).error().code() ==
+  CHECK(kvmeld::replica::make_manifest(test::evicted(rich(), 1)).error().code() ==
         ErrorCode::payload_missing);
-  CHECK(kvmeld::make_manifest(rich(), 0).error().code() == ErrorCode::invalid_argument);
-  CHECK(kvmeld::make_manifest(Fragment{}).error().code() == ErrorCode::invalid_argument);
-  CHECK(kvmeld::decode_manifest(kvmeld::encode_manifest(*manifest), {.max_payload_bytes = 100})
+  CHECK(kvmeld::replica::make_manifest(rich(), 0).error().code() == ErrorCode::invalid_argument);
+  CHECK(kvmeld::replica::make_manifest(Fragment{}).error().code() == ErrorCode::invalid_argument);
+  CHECK(kvmeld::replica::decode_manifest(kvmeld::replica::encode_manifest(*manifest), {.max_payload_bytes = 100})
             .error()
             .code() == ErrorCode::oversized);
 }
 
 TEST_CASE("fragments of one model share its geometry") {
-  const Bytes wire = bytes_of(kvmeld::encode_manifest(rich()));
+  const Bytes wire = bytes_of(kvmeld::replica::encode_manifest(rich()));
   const auto known = std::make_shared<const kvmeld::Geometry>(rich().geometry());
-  CHECK(kvmeld::decode_manifest(wire, {}, known)->fragment.shared_geometry() == known);
+  CHECK(kvmeld::replica::decode_manifest(wire, {}, known)->fragment.shared_geometry() == known);
   const std::shared_ptr<const kvmeld::Geometry> other = test::geometry();
-  CHECK(kvmeld::decode_manifest(wire, {}, other)->fragment.geometry() == rich().geometry());
+  CHECK(kvmeld::replica::decode_manifest(wire, {}, other)->fragment.geometry() == rich().geometry());
 }
 
 TEST_CASE("stored chunks declare what they hold") {
   const Bytes raw(300, std::byte{7});
-  const BlobKey key = kvmeld::chunk_key(raw);
+  const BlobKey key = kvmeld::replica::chunk_key(raw);
   CHECK(key.bytes[0] == 0x81);
   CHECK(key.is_chunk());
-  const Bytes good = kvmeld::encode_chunk(raw);
+  const Bytes good = kvmeld::replica::encode_chunk(raw);
   CHECK(good.size() == 303);
-  CHECK(*kvmeld::decode_chunk(good, key) == raw);
-  CHECK(kvmeld::decode_chunk(good, key, 299).error().code() == ErrorCode::oversized);
-  CHECK(kvmeld::decode_chunk(good, kvmeld::manifest_key(rich().id())).error().code() ==
+  CHECK(*kvmeld::replica::decode_chunk(good, key) == raw);
+  CHECK(kvmeld::replica::decode_chunk(good, key, 299).error().code() == ErrorCode::oversized);
+  CHECK(kvmeld::replica::decode_chunk(good, kvmeld::manifest_key(rich().id())).error().code() ==
         ErrorCode::hash_mismatch);
   BlobKey other = key;
   other.bytes[31] ^= 1;
-  CHECK(kvmeld::decode_chunk(good, other).error().code() == ErrorCode::id_mismatch);
+  CHECK(kvmeld::replica::decode_chunk(good, other).error().code() == ErrorCode::id_mismatch);
   for (std::size_t n = 0; n < good.size(); ++n)
-    CHECK_FALSE(kvmeld::decode_chunk(std::span(good).first(n), key).ok());
+    CHECK_FALSE(kvmeld::replica::decode_chunk(std::span(good).first(n), key).ok());
   for (std::size_t bit = 0; bit < good.size() * 8; ++bit) {
     Bytes flipped = good;
     flipped[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
-    CHECK_FALSE(kvmeld::decode_chunk(flipped, key).ok());
+    CHECK_FALSE(kvmeld::replica::decode_chunk(flipped, key).ok());
   }
   Bytes longer = good;
   longer.push_back(std::byte{0});
-  CHECK(kvmeld::decode_chunk(longer, key).error().code() == ErrorCode::oversized);
+  CHECK(kvmeld::replica::decode_chunk(longer, key).error().code() == ErrorCode::oversized);
   Bytes foreign = good;
   foreign[0] = std::byte{1};
-  CHECK(kvmeld::decode_chunk(foreign, key).error().code() == ErrorCode::unsupported);
+  CHECK(kvmeld::replica::decode_chunk(foreign, key).error().code() == ErrorCode::unsupported);
 }
 
 TEST_CASE("every prefix and every flipped bit of a message is an error") {
-  const kvmeld::FrameOptions<> options{.name_space =
-                                           kvmeld::frame_namespace("tenant", "model", "tokenizer")};
-  const Bytes manifest = bytes_of(kvmeld::encode_manifest(rich(), 256));
-  const Bytes frame = bytes_of(kvmeld::encode_frame(3, manifest, options));
+  const kvmeld::replica::FrameOptions<> options{.scope =
+                                           kvmeld::replica::frame_namespace("tenant", "model", "tokenizer")};
+  const Bytes manifest = bytes_of(kvmeld::replica::encode_manifest(rich(), 256));
+  const Bytes frame = bytes_of(kvmeld::replica::encode_frame(3, manifest, options));
   CHECK(frame.size() > 1500);
   CHECK(frame.size() < 2700);
-  const auto view = kvmeld::decode_frame(frame, options);
+  const auto view = kvmeld::replica::decode_frame(frame, options);
   REQUIRE(view.ok());
   CHECK(view->type == 3);
   CHECK(std::ranges::equal(view->body, manifest));
   std::size_t accepted = 0;
   for (std::size_t n = 0; n < frame.size(); ++n)
-    accepted += kvmeld::decode_frame(
+    accepted += kvmeld::replica::decode_frame(
                     Bytes(frame.begin(), frame.begin() + static_cast<std::ptrdiff_t>(n)), options)
                     .ok();
   for (std::size_t n = 0; n < manifest.size(); ++n)
-    accepted += kvmeld::decode_manifest(
+    accepted += kvmeld::replica::decode_manifest(
                     Bytes(manifest.begin(), manifest.begin() + static_cast<std::ptrdiff_t>(n)))
                     .ok();
   for (std::size_t bit = 0; bit < frame.size() * 8; ++bit) {
     Bytes flipped = frame;
     flipped[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
-    const auto got = kvmeld::decode_frame(flipped, options);
+    const auto got = kvmeld::replica::decode_frame(flipped, options);
     accepted += got.ok();
     if (!got.ok() && got.error().message().empty()) accepted += 1000;
   }
@@ -484,14 +482,14 @@ TEST_CASE("every prefix and every flipped bit of a message is an error") {
   // same fragment or is found out later.
   std::size_t passed = 0, other = 0;
   const auto chunks = stored(rich(), 256);
-  const auto keys = kvmeld::make_manifest(rich(), 256)->chunks;
+  const auto keys = kvmeld::replica::make_manifest(rich(), 256)->chunks;
   for (std::size_t bit = 0; bit < (manifest.size() - 8) * 8; bit += 5) {
     Bytes flipped(manifest.begin(), manifest.end() - 8);
     flipped[bit / 8] ^= static_cast<std::byte>(1U << (bit % 8));
-    kvmeld::ByteWriter w;
+    kvmeld::extend::ByteWriter w;
     w.bytes(flipped);
-    w.value(kvmeld::detail::accident_sum(flipped));
-    const auto got = kvmeld::decode_manifest(w.written());
+    w.value(kvmeld::replica::detail::accident_sum(flipped));
+    const auto got = kvmeld::replica::decode_manifest(w.written());
     if (!got.ok()) continue;
     ++passed;
     if (got->fragment.id() != rich().id()) ++other;
@@ -507,14 +505,14 @@ TEST_CASE("every prefix and every flipped bit of a message is an error") {
 }
 
 TEST_CASE("frames of newer versions, other namespaces and hostile lengths") {
-  const kvmeld::FrameOptions<> options{.name_space = kvmeld::frame_namespace("a", "b", "c"),
+  const kvmeld::replica::FrameOptions<> options{.scope = kvmeld::replica::frame_namespace("a", "b", "c"),
                                        .max_body_bytes = 100};
   const Bytes body(100, std::byte{1});
-  const Bytes frame = bytes_of(kvmeld::encode_frame(9, body, options));
+  const Bytes frame = bytes_of(kvmeld::replica::encode_frame(9, body, options));
   const auto code = [&](std::size_t at, int value) {
     Bytes bent = frame;
     bent[at] = static_cast<std::byte>(value);
-    return kvmeld::decode_frame(bent, options).error().code();
+    return kvmeld::replica::decode_frame(bent, options).error().code();
   };
   CHECK(code(4, 1) == ErrorCode::version_mismatch);
   CHECK(code(4, 3) == ErrorCode::version_mismatch);
@@ -528,13 +526,13 @@ TEST_CASE("frames of newer versions, other namespaces and hostile lengths") {
   Bytes newer = frame;
   newer[4] = std::byte{3};
   CHECK(
-      kvmeld::decode_frame(newer, options).error().message() ==
+      kvmeld::replica::decode_frame(newer, options).error().message() ==
       "frame of wire version 3.0; this build reads version 2: update the older of the two members");
-  CHECK(kvmeld::decode_frame(frame, kvmeld::FrameOptions<>{}).error().code() ==
+  CHECK(kvmeld::replica::decode_frame(frame, kvmeld::replica::FrameOptions<>{}).error().code() ==
         ErrorCode::unauthenticated);
-  CHECK(kvmeld::frame_namespace("ab", "", "c") != kvmeld::frame_namespace("a", "b", "c"));
-  CHECK(kvmeld::encode_frame(9, Bytes(101), options).error().code() == ErrorCode::oversized);
-  CHECK(kvmeld::decode_frame(bytes_of(kvmeld::encode_frame(0, {})))->body.empty());
+  CHECK(kvmeld::replica::frame_namespace("ab", "", "c") != kvmeld::replica::frame_namespace("a", "b", "c"));
+  CHECK(kvmeld::replica::encode_frame(9, Bytes(101), options).error().code() == ErrorCode::oversized);
+  CHECK(kvmeld::replica::decode_frame(bytes_of(kvmeld::replica::encode_frame(0, {})))->body.empty());
 }
 
 TEST_CASE("the bytes stay what docs/wire.md says") {
@@ -545,9 +543,9 @@ TEST_CASE("the bytes stay what docs/wire.md says") {
   cache.fill(1);
   const auto made = kvmeld::seal(cache.ref(), {.tokens = tokens});
   REQUIRE(made.ok());
-  const Bytes manifest = bytes_of(kvmeld::encode_manifest(*made, 16));
+  const Bytes manifest = bytes_of(kvmeld::replica::encode_manifest(*made, 16));
   const Bytes frame =
-      bytes_of(kvmeld::encode_frame(1, std::span(manifest).first(4), kvmeld::FrameOptions<>{}));
+      bytes_of(kvmeld::replica::encode_frame(1, std::span(manifest).first(4), kvmeld::replica::FrameOptions<>{}));
   CHECK(hex(manifest) ==
         "4b564d4d"
         "02"

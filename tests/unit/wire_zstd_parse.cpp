@@ -11,20 +11,20 @@ TEST_CASE("compressed chunks") {
 }
 #else
 
-#include <kvmeld/codec/assembler.hpp>
-#include <kvmeld/codec/zstd.hpp>
+#include <kvmeld/replica/wire.hpp>
+#include <kvmeld/replica/zstd.hpp>
 
 #include "support/random_cache.hpp"
 
 namespace {
 
-using kvmeld::ChunkForm;
+using kvmeld::replica::ChunkForm;
 using kvmeld::ElementType;
 using kvmeld::ErrorCode;
-using kvmeld::Zstd;
+using kvmeld::replica::Zstd;
 using Bytes = std::vector<std::byte>;
 
-static_assert(kvmeld::Compressor<Zstd> && kvmeld::Compressor<kvmeld::NoCompression>);
+static_assert(kvmeld::replica::Compressor<Zstd> && kvmeld::replica::Compressor<kvmeld::replica::NoCompression>);
 
 Bytes noise(std::size_t n, std::uint64_t seed) {
   test::Random random(seed);
@@ -87,20 +87,20 @@ TEST_CASE("floats whose channels differ in magnitude get shorter, noise stays as
     REQUIRE(fragment.ok());
     const kvmeld::Payload& payload = fragment->payloads()[0];
     const std::size_t cut = 100000;
-    const auto manifest = kvmeld::make_manifest(*fragment, cut);
+    const auto manifest = kvmeld::replica::make_manifest(*fragment, cut);
     REQUIRE(manifest.ok());
-    kvmeld::Assembler assembler(*manifest);
+    kvmeld::replica::Assembler assembler(*manifest);
     std::size_t stored = 0;
     for (std::size_t c = 0; c < manifest->chunks[0].size(); ++c) {
-      const auto form = kvmeld::chunk_form(*g, payload, c, cut);
+      const auto form = kvmeld::replica::chunk_form(*g, payload, c, cut);
       CHECK(form.row_elements == 128);
       CHECK(form.type == type);
-      const Bytes chunk = kvmeld::encode_chunk(kvmeld::raw_chunk(payload, c, cut), Zstd{}, form);
+      const Bytes chunk = kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(payload, c, cut), Zstd{}, form);
       stored += chunk.size();
       CHECK(chunk[0] == std::byte{1});
       CHECK(assembler.add(manifest->chunks[0][c], chunk).error().code() == ErrorCode::unsupported);
       REQUIRE(assembler.add(manifest->chunks[0][c], chunk, Zstd{}).ok());
-      CHECK(kvmeld::decode_chunk(chunk, manifest->chunks[0][c], cut, Zstd{}).ok());
+      CHECK(kvmeld::replica::decode_chunk(chunk, manifest->chunks[0][c], cut, Zstd{}).ok());
     }
     CHECK(assembler.finish().ok());
     const double ratio = static_cast<double>(payload.byte_count) / static_cast<double>(stored);
@@ -108,22 +108,22 @@ TEST_CASE("floats whose channels differ in magnitude get shorter, noise stays as
     CHECK(ratio > (type == ElementType::bf16 ? 1.4 : 1.12));
   }
   const Bytes random = noise(5000, 1);
-  const Bytes kept = kvmeld::encode_chunk(random, Zstd{}, {ElementType::f16, 64});
+  const Bytes kept = kvmeld::replica::encode_chunk(random, Zstd{}, {ElementType::f16, 64});
   CHECK(kept[0] == std::byte{0});
   CHECK(kept.size() == 5003);
-  CHECK(kvmeld::decode_chunk(kept, kvmeld::chunk_key(random), 5000, Zstd{}).ok());
+  CHECK(kvmeld::replica::decode_chunk(kept, kvmeld::replica::chunk_key(random), 5000, Zstd{}).ok());
 }
 
 TEST_CASE("bent compressed chunks are refused") {
   Bytes raw(3000);
   for (std::size_t i = 0; i < raw.size(); ++i) raw[i] = static_cast<std::byte>(i % 7);
-  const kvmeld::BlobKey key = kvmeld::chunk_key(raw);
+  const kvmeld::BlobKey key = kvmeld::replica::chunk_key(raw);
   for (const ElementType type :
        {ElementType::i8, ElementType::f16, ElementType::bf16, ElementType::f32}) {
-    const Bytes good = kvmeld::encode_chunk(raw, Zstd{}, {type, 50});
+    const Bytes good = kvmeld::replica::encode_chunk(raw, Zstd{}, {type, 50});
     REQUIRE(good[0] == std::byte{1});
     const auto read = [&](std::span<const std::byte> bytes) {
-      return kvmeld::decode_chunk(bytes, key, 3000, Zstd{});
+      return kvmeld::replica::decode_chunk(bytes, key, 3000, Zstd{});
     };
     CHECK(read(good).ok());
     for (std::size_t n = 0; n < good.size(); ++n) CHECK_FALSE(read(std::span(good).first(n)).ok());
@@ -139,7 +139,7 @@ TEST_CASE("bent compressed chunks are refused") {
     Bytes unknown = good;
     unknown[3] = std::byte{4};
     CHECK(read(unknown).error().code() == ErrorCode::unknown_field);
-    CHECK(kvmeld::decode_chunk(good, key, 2999, Zstd{}).error().code() == ErrorCode::oversized);
+    CHECK(kvmeld::replica::decode_chunk(good, key, 2999, Zstd{}).error().code() == ErrorCode::oversized);
   }
 }
 #endif

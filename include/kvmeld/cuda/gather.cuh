@@ -1,8 +1,6 @@
 #pragma once
 
-/// `gather` on a CUDA device: the rows of `<kvmeld/cache/gather.hpp>`, one warp each.
-
-#include <kvmeld/cuda/upload.cuh>
+/// Gathers rows on the device.
 
 #include <cstddef>
 #include <cstdint>
@@ -10,9 +8,13 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/cache/gather.hpp>
+#include <kvmeld/config.hpp>
+#include <kvmeld/cuda/detail/upload.cuh>
+#include <kvmeld/gather.hpp>
 
 KVMELD_NAMESPACE_BEGIN
+
+namespace gpu {
 
 namespace detail {
 
@@ -27,16 +29,18 @@ namespace detail {
     const MutableKvCacheRef written(out.shared_geometry(), to.planes,
                                     to.planes.empty() ? 0 : to.planes[0].tokens);
     if (overlaps(in, written))
-      return error(ErrorCode::aliasing,
-                   "gather: the output shares memory with the input; gather into another cache");
+      return extend::error(
+          ErrorCode::aliasing,
+          "gather: the output shares memory with the input; gather into another cache");
   } else {
     for (const PlaneRef& a : from.planes) {
       for (const MutablePlaneRef& b : to.planes) {
         if (a.data == b.data) {
-          return error(ErrorCode::aliasing,
-                       "gather: input and output start at one address, and their slot tables lie "
-                       "where the host cannot "
-                       "tell them apart; gather into another cache, or give tables in host memory");
+          return extend::error(
+              ErrorCode::aliasing,
+              "gather: input and output start at one address, and their slot tables lie "
+              "where the host cannot "
+              "tell them apart; gather into another cache, or give tables in host memory");
         }
       }
     }
@@ -44,11 +48,11 @@ namespace detail {
   for (std::size_t p = 0; p < to.planes.size(); ++p) {
     if (to.readable[p] == 0) continue;
     KVMELD_TRY(check_writable(to.planes[p]));
-    const Segment extent = extent_in_memory(to.planes[p]);
+    const extend::Segment extent = extend::extent_in_memory(to.planes[p]);
     const auto first = reinterpret_cast<std::uintptr_t>(workspace.data());
     if (extent.first < first + workspace.size() && first < extent.last) {
-      return error(ErrorCode::aliasing, "gather: plane ", p,
-                   " of the output overlaps the workspace");
+      return extend::error(ErrorCode::aliasing, "gather: plane ", p,
+                           " of the output overlaps the workspace");
     }
   }
   return {};
@@ -58,7 +62,7 @@ template <class Int>
 static Result<GatherReport> gather_on_device(const gpu::Stream& stream, const KvCacheRef& in,
                                              std::span<const Int> map, const MutableKvCacheRef& out,
                                              std::span<std::byte> workspace) {
-  KVMELD_TRY(check_gather(in, map, out));
+  KVMELD_TRY(extend::check_gather(in, map, out));
   const auto outputs = static_cast<std::int64_t>(map.size());
   const std::size_t planes = in.planes().size();
   if (outputs == 0 || planes == 0) return GatherReport{outputs, {}};
@@ -73,12 +77,12 @@ static Result<GatherReport> gather_on_device(const gpu::Stream& stream, const Kv
   for (std::size_t p = 0; p < planes; ++p) {
     if (from->readable[p] != 0) readable.push_back(in.planes()[p].slots.table);
   }
-  GatherReport report{outputs, gather_holes(in, map, [&](const PlaneRef& plane) {
+  GatherReport report{outputs, extend::gather_holes(in, map, [&](const PlaneRef& plane) {
                         return std::find(readable.begin(), readable.end(), plane.slots.table) !=
                                readable.end();
                       })};
   Upload upload;
-  const std::size_t tasks_at = upload.reserve(planes * sizeof(GatherTask));
+  const std::size_t tasks_at = upload.reserve(planes * sizeof(extend::GatherTask));
   upload.stage(map.data(), map.size_bytes());
   from->stage_tables(upload);
   to->stage_tables(upload);
@@ -86,9 +90,9 @@ static Result<GatherReport> gather_on_device(const gpu::Stream& stream, const Kv
   from->follow_tables(upload);
   to->follow_tables(upload);
   for (std::size_t p = 0; p < planes; ++p)
-    std::construct_at(upload.staged<GatherTask>(tasks_at) + p,
-                      gather_task(from->planes[p], to->planes[p]));
-  const GatherWork<Int> work{upload.device<const GatherTask>(tasks_at), upload(map.data()),
+    std::construct_at(upload.staged<extend::GatherTask>(tasks_at) + p,
+                      extend::gather_task(from->planes[p], to->planes[p]));
+  const extend::GatherWork<Int> work{upload.device<const extend::GatherTask>(tasks_at), upload(map.data()),
                              outputs};
   KVMELD_TRY(upload.send(stream));
   KVMELD_TRY(stream.bulk(static_cast<std::int64_t>(planes) * outputs, work));
@@ -97,14 +101,12 @@ static Result<GatherReport> gather_on_device(const gpu::Stream& stream, const Kv
 
 }  // namespace detail
 
-namespace gpu {
-
 /// Bytes of device memory that `gather` needs beside the two caches. Any alignment; no CUDA call.
 [[nodiscard]] inline std::size_t gather_workspace_bytes(const KvCacheRef& in,
                                                         std::size_t map_entries,
                                                         const MutableKvCacheRef& out) {
   detail::Upload upload;
-  (void)upload.reserve(in.planes().size() * sizeof(detail::GatherTask));
+  (void)upload.reserve(in.planes().size() * sizeof(extend::GatherTask));
   (void)upload.reserve(map_entries * sizeof(std::int64_t));
   for (const PlaneRef& plane : in.planes())
     upload.stage(plane.slots.table, detail::table_bytes(plane.slots, in.tokens()));
@@ -128,14 +130,15 @@ namespace gpu {
                                                                   std::span<const std::int32_t> map,
                                                                   const MutableKvCacheRef& out,
                                                                   std::span<std::byte> workspace) {
-  return detail::gather_on_device(stream, in, map, out, workspace);
+  return gpu::detail::gather_on_device(stream, in, map, out, workspace);
 }
+
 [[nodiscard]] [[maybe_unused]] static Result<GatherReport> gather(const gpu::Stream& stream,
                                                                   const KvCacheRef& in,
                                                                   std::span<const std::int64_t> map,
                                                                   const MutableKvCacheRef& out,
                                                                   std::span<std::byte> workspace) {
-  return detail::gather_on_device(stream, in, map, out, workspace);
+  return gpu::detail::gather_on_device(stream, in, map, out, workspace);
 }
 
 KVMELD_NAMESPACE_END

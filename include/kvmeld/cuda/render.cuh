@@ -1,9 +1,6 @@
 #pragma once
 
-/// `run` and `render` on a CUDA device: the plan is made on the host, rows are moved, turned and
-/// fused by the device.
-
-#include <kvmeld/cuda/upload.cuh>
+/// Renders on the device.
 
 #include <cstddef>
 #include <cstdint>
@@ -11,7 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/state/render.hpp>
+#include <kvmeld/config.hpp>
+#include <kvmeld/cuda/detail/upload.cuh>
+#include <kvmeld/render.hpp>
 
 KVMELD_NAMESPACE_BEGIN
 
@@ -30,12 +29,10 @@ struct RenderOptions {
   std::span<const ResidentPayload> resident{};
 };
 
-}  // namespace gpu
-
 namespace detail {
 
 [[nodiscard]] inline const gpu::ResidentPayload* find_resident(
-    const PlanSource& source, const gpu::RenderOptions& options) noexcept {
+    const extend::PlanSource& source, const gpu::RenderOptions& options) noexcept {
   for (const gpu::ResidentPayload& r : options.resident) {
     if (!source.own && r.fragment == source.fragment.id() && r.payload == source.payload_index)
       return &r;
@@ -51,15 +48,15 @@ struct RenderOffsets {
 
 /// @param keep_own  copies what the plan made itself through the staging buffer, so that the plan
 /// need not outlive the call.
-[[nodiscard]] inline RenderOffsets lay_out(Upload& upload, const PlanCore& core,
+[[nodiscard]] inline RenderOffsets lay_out(Upload& upload, const extend::PlanCore& core,
                                            const gpu::RenderOptions& options, bool keep_own) {
   RenderOffsets at;
-  at.tasks = upload.reserve(core.planes() * sizeof(PlaneTask));
+  at.tasks = upload.reserve(core.planes() * sizeof(extend::PlaneTask));
   at.bases = upload.reserve(core.planes() * core.sources.size() * sizeof(const std::byte*));
   const auto stage = [&](const auto& array) {
     upload.stage(array.data(), array.size() * sizeof(array[0]));
   };
-  for (const GroupArrays& group : core.groups) {
+  for (const extend::GroupArrays& group : core.groups) {
     stage(group.row_begin);
     stage(group.inputs);
     stage(group.out_shift);
@@ -98,18 +95,28 @@ template <class Rows>
   }
 }
 
+}  // namespace detail
+}  // namespace gpu
+
+namespace extend {
+
 template <>
 struct RunOptionsOf<gpu::Stream> {
   using type = gpu::RenderOptions;
 };
 
+}  // namespace extend
+
+namespace gpu {
+namespace detail {
+
 /// What can be told of device views: memory that the host cannot see is compared where the slots
 /// are known.
-[[nodiscard]] inline Status check_device_output(const PlanCore& core,
+[[nodiscard]] inline Status check_device_output(const extend::PlanCore& core,
                                                 const DeviceView<std::byte>& out,
                                                 std::span<const std::byte> workspace,
                                                 const gpu::RenderOptions& options) {
-  const auto meets = [](const Segment& a, const std::byte* begin, std::size_t bytes) {
+  const auto meets = [](const extend::Segment& a, const std::byte* begin, std::size_t bytes) {
     const auto first = reinterpret_cast<std::uintptr_t>(begin);
     return a.first < first + bytes && first < a.last;
   };
@@ -120,16 +127,17 @@ struct RunOptionsOf<gpu::Stream> {
   for (std::size_t p = 0; p < out.planes.size(); ++p) {
     if (out.readable[p] == 0) continue;
     KVMELD_TRY(check_writable(out.planes[p]));
-    KVMELD_TRY(check_slots_present(core, layer_of[p], out.planes[p].slots));
-    const Segment extent = extent_in_memory(out.planes[p]);
+    KVMELD_TRY(extend::check_slots_present(core, layer_of[p], out.planes[p].slots));
+    const extend::Segment extent = extend::extent_in_memory(out.planes[p]);
     if (meets(extent, workspace.data(), workspace.size()))
-      return error(ErrorCode::aliasing, "plane ", p, " of the output overlaps the workspace");
-    for (const PlanSource& source : core.sources) {
+      return extend::error(ErrorCode::aliasing, "plane ", p,
+                           " of the output overlaps the workspace");
+    for (const extend::PlanSource& source : core.sources) {
       const gpu::ResidentPayload* r = find_resident(source, options);
       if (r != nullptr && meets(extent, r->bytes, source.payload().byte_count)) {
-        return error(ErrorCode::aliasing, "plane ", p,
-                     " of the output overlaps the payload of fragment ",
-                     source.fragment.id().hex());
+        return extend::error(ErrorCode::aliasing, "plane ", p,
+                             " of the output overlaps the payload of fragment ",
+                             source.fragment.id().hex());
       }
     }
   }
@@ -141,14 +149,15 @@ static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<
                                           std::span<std::byte> workspace,
                                           const MutableKvCacheRef& out,
                                           const gpu::RenderOptions& options, bool keep_own) {
-  const PlanCore& core = plan.core();
-  if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
+  const extend::PlanCore& core = plan.core();
+  if (!out.valid())
+    return extend::error(ErrorCode::invalid_argument, "the output view has no geometry");
   KVMELD_TRY(check_same(*core.geometry, out.geometry()));
   if (out.tokens() < core.outputs()) {
-    return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(),
-                 " tokens, the output holds ", out.tokens());
+    return extend::error(ErrorCode::output_too_small, "the plan renders ", core.outputs(),
+                         " tokens, the output holds ", out.tokens());
   }
-  const RenderReport report = report_of(core);
+  const RenderReport report = extend::report_of(core);
   if (core.outputs() == 0 || core.planes() == 0) return report;
   KVMELD_TRY(check_not_capturing(stream));
   KVMELD_TRY(gpu::check_device());
@@ -157,27 +166,25 @@ static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<
   KVMELD_TRY(check_device_output(core, *view, workspace, options));
   Upload upload;
   const RenderOffsets at = lay_out(upload, core, options, keep_own);
-  const auto rows = row_form(plan.merger().fuse.policy());
+  const auto rows = extend::row_form(plan.merger().fuse.policy());
   stage_parameters(upload, rows);
   view->stage_tables(upload);
   KVMELD_TRY(upload.place(workspace));
   view->follow_tables(upload);
   const MutableKvCacheRef device_out(out.shared_geometry(), std::move(view->planes),
                                      core.outputs());
-  fill_tasks(core, device_out, upload.staged<PlaneTask>(at.tasks),
+  extend::fill_tasks(core, device_out, upload.staged<extend::PlaneTask>(at.tasks),
              upload.staged<const std::byte*>(at.bases), upload);
   KVMELD_TRY(upload.send(stream));
-  using Rows = RowForm<typename decltype(plan.merger().fuse)::policy_type>;
-  const RenderWork<Rows> work{with_device_parameters(upload, rows),
-                              upload.device<const PlaneTask>(at.tasks),
+  using Rows = extend::RowForm<typename decltype(plan.merger().fuse)::policy_type>;
+  const extend::RenderWork<Rows> work{with_device_parameters(upload, rows),
+                              upload.device<const extend::PlaneTask>(at.tasks),
                               static_cast<std::int64_t>(core.planes()), core.outputs()};
   KVMELD_TRY(stream.bulk(static_cast<std::int64_t>(core.planes()) * core.outputs(), work));
   return report;
 }
 
 }  // namespace detail
-
-namespace gpu {
 
 /// Bytes of device memory that `run` needs beside the output: tables, row lists, and every payload
 /// that is not resident.
@@ -188,7 +195,7 @@ template <class M>
                                           const RenderOptions& options = {}) {
   detail::Upload upload;
   (void)detail::lay_out(upload, plan.core(), options, false);
-  detail::stage_parameters(upload, detail::row_form(plan.merger().fuse.policy()));
+  detail::stage_parameters(upload, extend::row_form(plan.merger().fuse.policy()));
   for (const MutablePlaneRef& plane : out.planes())
     upload.stage(plane.slots.table, detail::table_bytes(plane.slots, plan.tokens()));
   return upload.workspace_bytes();
@@ -216,8 +223,10 @@ template <class M>
                                               std::span<std::byte> workspace,
                                               const MutableKvCacheRef& out,
                                               const gpu::RenderOptions& options = {}) {
-  return detail::run_on_device(stream, plan, workspace, out, options, false);
+  return gpu::detail::run_on_device(stream, plan, workspace, out, options, false);
 }
+
+namespace gpu {
 
 namespace detail {
 
@@ -240,6 +249,8 @@ static Result<RenderReport> run_in_pool(const gpu::Stream& stream, const Plan<M>
 
 }  // namespace detail
 
+}  // namespace gpu
+
 /// Plans on the host and runs on the device, in a workspace of the stream's own memory pool.
 ///
 /// Allocates with `cudaMallocAsync` and frees with `cudaFreeAsync`, both in the stream: callers who
@@ -252,16 +263,16 @@ template <class M>
                                                  Target target = {},
                                                  const gpu::RenderOptions& options = {}) {
   if (!out.valid())
-    return detail::error(ErrorCode::invalid_argument, "the output view has no geometry");
+    return extend::error(ErrorCode::invalid_argument, "the output view has no geometry");
   if (target.geometry.layers.empty()) target.geometry = out.geometry();
   if (target.local) {
     for (const PlaneRef& plane : target.local->planes()) {
       if (!host_reaches(plane.space)) continue;  // `plan` refuses it by what it says
       cudaPointerAttributes memory{};
-      KVMELD_TRY(detail::cuda_status(cudaPointerGetAttributes(&memory, plane.data),
+      KVMELD_TRY(gpu::detail::cuda_status(cudaPointerGetAttributes(&memory, plane.data),
                                      "asking where the local cache lies"));
       if (memory.type == cudaMemoryTypeDevice) {
-        return detail::error(
+        return extend::error(
             ErrorCode::memory_space,
             "the local cache is declared to lie in host memory and lies in a device's; ",
             "copy its layers to the host first");
@@ -270,7 +281,7 @@ template <class M>
   }
   const auto made = plan(set, merger, target);
   if (!made) return made.error();
-  return detail::run_in_pool(stream, *made, out, options);
+  return gpu::detail::run_in_pool(stream, *made, out, options);
 }
 
 /// Runs a plan in a workspace of the stream's own memory pool and waits until the stream has
@@ -284,10 +295,10 @@ template <class M>
                                                        const Plan<M>& plan,
                                                        const MutableKvCacheRef& out,
                                                        const gpu::RenderOptions& options = {}) {
-  KVMELD_TRY(detail::cuda_status(cudaSetDevice(stream.device()), "choosing the stream's device"));
-  auto report = detail::run_in_pool(stream, plan, out, options);
+  KVMELD_TRY(gpu::detail::cuda_status(cudaSetDevice(stream.device()), "choosing the stream's device"));
+  auto report = gpu::detail::run_in_pool(stream, plan, out, options);
   if (!report) return report;
-  KVMELD_TRY(detail::cuda_status(cudaStreamSynchronize(stream.get()), "waiting for a render"));
+  KVMELD_TRY(gpu::detail::cuda_status(cudaStreamSynchronize(stream.get()), "waiting for a render"));
   return report;
 }
 

@@ -1,7 +1,7 @@
 // An aligner whose member is misspelled: the error names the concept and what the type needs.
 // error: kvmeld: this type is no AlignPolicy: it needs 'Result<Alignment> align(std::span<const
 // Source>, std::int64_t) const'
-#include <kvmeld/align/aligner.hpp>
+#include <kvmeld/policy.hpp>
 
 struct Mine {
   static constexpr bool reproducible = true;

@@ -1,6 +1,6 @@
 // An aligner that returns the alignment itself and so cannot refuse.
 // error: kvmeld: this type is no AlignPolicy: it needs 'Result<Alignment> align(
-#include <kvmeld/align/aligner.hpp>
+#include <kvmeld/policy.hpp>
 
 struct Mine {
   static constexpr bool reproducible = true;

@@ -1,8 +1,7 @@
 // Two parts that map: the second would never run.
 // error: kvmeld: two parts of a Chain transform; compose their maps into one: compose(a, b)
-#include <kvmeld/align/chain.hpp>
-#include <kvmeld/align/projection.hpp>
-#include <kvmeld/align/token_match.hpp>
+#include <kvmeld/policies/projection.hpp>
+#include <kvmeld/policies/token_match.hpp>
 
 #ifdef KVMELD_BAD
 const kvmeld::Aligner aligner{

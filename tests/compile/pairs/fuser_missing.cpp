@@ -1,6 +1,6 @@
 // A fuser without `join`, by which chunks are put together. error: kvmeld: this type is no
 // FusePolicy: it needs 'init() const', 'absorb(acc, float, float) const', 'join(acc, acc) const'
-#include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/policy.hpp>
 
 struct Mine {
   static constexpr bool reproducible = true;

@@ -1,7 +1,7 @@
 // A fuser of the mix form whose mixer lacks a member names the mixer's members. error: kvmeld: this
 // type is no FusePolicy: what 'mixing() const' yields needs 'prepare(rows) const', 'float
 // channel(rows, prepared, int) const'
-#include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/policy.hpp>
 
 #ifdef KVMELD_BAD
 #define CHANNEL chanel

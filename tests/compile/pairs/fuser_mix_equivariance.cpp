@@ -2,7 +2,7 @@
 // in an unknown frame. error: kvmeld: this type is no FusePolicy: what 'mixing() const' yields
 // needs 'prepare(rows) const', 'float channel(rows, prepared, int) const' and 'static constexpr
 // bool rotation_equivariant'
-#include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/policy.hpp>
 
 #ifdef KVMELD_BAD
 #define STATED equivariant

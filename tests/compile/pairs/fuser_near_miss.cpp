@@ -1,6 +1,6 @@
 // A fuser with a misspelled optional member: a weight that nobody would ask for.
 // error: kvmeld: this policy has a member that is nearly 'weight'
-#include <kvmeld/fuse/fold.hpp>
+#include <kvmeld/policies/mean.hpp>
 
 struct Mine : kvmeld::WeightedMean {
 #ifdef KVMELD_BAD

@@ -1,7 +1,7 @@
 // A fuser of a score alone, misspelled: without a form it cannot be mistaken for an unweighted
 // mean. error: kvmeld: this type is no FusePolicy: it needs one of 'float select(OrderedValues)
 // const', 'mixing() const', 'Status score(const Scoring&
-#include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/policy.hpp>
 
 #ifdef KVMELD_BAD
 #define SCORE scores

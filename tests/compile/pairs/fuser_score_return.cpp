@@ -1,7 +1,7 @@
 // A fold whose `score` cannot report an error: the fold alone would do, and the score be left out
 // in silence. error: kvmeld: this type is no FusePolicy: it needs 'Status score(const Scoring&,
 // std::span<double>) const'
-#include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/policy.hpp>
 
 #ifdef KVMELD_BAD
 using Answer = void;

@@ -1,7 +1,7 @@
 // A fuser whose only member is misspelled has no form at all, and reads which there are. error:
 // kvmeld: this type is no FusePolicy: it needs one of 'float select(OrderedValues) const',
 // 'mixing() const', 'Status score(const Scoring&
-#include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/policy.hpp>
 
 #ifdef KVMELD_BAD
 #define SELECT selct

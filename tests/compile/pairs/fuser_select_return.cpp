@@ -1,6 +1,6 @@
 // A fuser whose `select` yields a double.
 // error: kvmeld: this type is no FusePolicy: it needs 'float select(OrderedValues) const'
-#include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/policy.hpp>
 
 #ifdef KVMELD_BAD
 using Number = double;

@@ -1,7 +1,7 @@
 // A fuser that does not say whether it is rotation-equivariant: nobody may guess.
 // error: kvmeld: this type is no FusePolicy
 // error: 'rotation_equivariant' and 'reproducible'
-#include <kvmeld/fuse/fuser.hpp>
+#include <kvmeld/policy.hpp>
 
 struct Mine {
   static constexpr bool reproducible = true;

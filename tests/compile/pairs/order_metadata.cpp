@@ -1,6 +1,6 @@
 // An order whose optional member is misspelled: its render ids would leave out what it reads.
 // error: kvmeld: this policy has a member that is nearly 'metadata'
-#include <kvmeld/state/merger.hpp>
+#include <kvmeld/merger.hpp>
 
 struct Mine {
   static constexpr bool reproducible = true;

@@ -1,6 +1,6 @@
 // An order without a digest: replicas could not tell that they use different ones.
 // error: kvmeld: this select, order or seam policy lacks 'void digest(Hasher&) const'
-#include <kvmeld/state/merger.hpp>
+#include <kvmeld/merger.hpp>
 
 struct Mine {
   static constexpr bool reproducible = true;

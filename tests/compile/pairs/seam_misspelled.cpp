@@ -1,6 +1,6 @@
 // A seam policy whose `mark` has another name: nothing says that it is one.
 // error: it has neither 'select' nor 'order' nor 'mark'
-#include <kvmeld/state/merger.hpp>
+#include <kvmeld/merger.hpp>
 
 struct Mine {
   static constexpr bool reproducible = true;

@@ -1,7 +1,7 @@
 // A seam policy whose `mark` returns nothing.
 // error: kvmeld: a seam policy's 'mark' is 'Status mark(std::span<const Source>, const Alignment&,
 // std::span<std::uint8_t>) const'
-#include <kvmeld/state/merger.hpp>
+#include <kvmeld/merger.hpp>
 
 struct Mine {
   static constexpr bool reproducible = true;

@@ -1,6 +1,6 @@
 // A select policy that does not say whether it is reproducible.
 // error: kvmeld: this select, order or seam policy lacks 'static constexpr bool reproducible'
-#include <kvmeld/state/merger.hpp>
+#include <kvmeld/merger.hpp>
 
 struct Mine {
 #ifndef KVMELD_BAD

@@ -2,4 +2,4 @@
 // error: kvmeld needs xxhash.h: install libxxhash-dev
 // bad_flags: -nostdinc -nostdinc++
 // not_for: nvcc
-#include <kvmeld/cache/hash.hpp>
+#include <kvmeld/hash.hpp>

@@ -1,0 +1,304 @@
+#pragma once
+
+/// The persistent map that a fragment set keeps its entries in.
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/config.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/metadata.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// What a set knows of one id.
+struct SetEntry {
+  FragmentId id{};
+  /// Not valid() where nothing but the id has arrived; its payloads' bytes may be evicted.
+  Fragment fragment{};
+  Metadata metadata{};
+
+  /// Whether every payload's bytes are here.
+  [[nodiscard]] bool complete() const noexcept {
+    if (!fragment.valid()) return false;
+    for (const Payload& payload : fragment.payloads()) {
+      if (payload.bytes == nullptr) return false;
+    }
+    return true;
+  }
+};
+
+namespace detail {
+
+/// A pointer whose copies share, until one of them wants to write.
+///
+/// `unique` synchronises with the release of every other copy, which `shared_ptr::use_count` does
+/// not: copies live in other threads.
+template <class T>
+class CowPtr {
+ public:
+  CowPtr() : node_(new Node) {}
+  CowPtr(const CowPtr& other) noexcept : node_(other.node_) {
+    node_->count.fetch_add(1, std::memory_order_relaxed);
+  }
+  CowPtr(CowPtr&& other) noexcept : node_(std::exchange(other.node_, nullptr)) {}
+  CowPtr& operator=(CowPtr other) noexcept {
+    std::swap(node_, other.node_);
+    return *this;
+  }
+  ~CowPtr() {
+    if (node_ != nullptr && node_->count.fetch_sub(1, std::memory_order_acq_rel) == 1) delete node_;
+  }
+
+  [[nodiscard]] const T& operator*() const noexcept { return node_->value; }
+  [[nodiscard]] const T* operator->() const noexcept { return &node_->value; }
+  [[nodiscard]] bool same(const CowPtr& other) const noexcept { return node_ == other.node_; }
+  /// The value to write to, copied first where somebody else reads it.
+  [[nodiscard]] T& own() {
+    if (node_->count.load(std::memory_order_acquire) != 1) {
+      CowPtr copy;
+      copy.node_->value = node_->value;
+      *this = std::move(copy);
+    }
+    return node_->value;
+  }
+
+ private:
+  struct Node {
+    std::atomic<std::size_t> count{1};
+    T value;
+  };
+  Node* node_;
+};
+
+/// What a walk reads of an entry: half of its id, most significant byte first, and 64 bits of its
+/// digest, the lowest of which says whether all bytes are there.
+struct Probe {
+  std::uint64_t high = 0;
+  std::uint64_t low = 0;
+  std::uint64_t tag = 0;
+
+  [[nodiscard]] bool same_prefix(const Probe& other) const noexcept {
+    return high == other.high && low == other.low;
+  }
+  [[nodiscard]] bool before(const Probe& other) const noexcept {
+    return high != other.high ? high < other.high : low < other.low;
+  }
+  [[nodiscard]] bool complete() const noexcept { return (tag & 1U) != 0; }
+};
+
+[[nodiscard]] inline Probe probe_of(const FragmentId& id,
+                                                std::uint64_t tag = 0) noexcept {
+  Probe out{0, 0, tag};
+  for (std::size_t i = 0; i < 8; ++i) {
+    out.high = out.high << 8U | id.bytes[i];
+    out.low = out.low << 8U | id.bytes[8 + i];
+  }
+  return out;
+}
+
+/// Entries of neighbouring ids. Probes lie apart, since a join walks them and mostly finds them
+/// equal.
+struct Leaf {
+  std::vector<Probe> probes;
+  // never null, never changed: copies of a leaf share them
+  std::vector<std::shared_ptr<const SetEntry>> entries;
+
+  /// The first entry at or behind an id. O(log leaf_size).
+  [[nodiscard]] std::size_t lower_bound(const FragmentId& id) const noexcept {
+    const Probe key = probe_of(id);
+    std::size_t first = 0;
+    for (std::size_t count = probes.size(); count > 0;) {
+      const std::size_t half = count / 2;
+      if (probes[first + half].before(key)) {
+        first += half + 1;
+        count -= half + 1;
+      } else {
+        count = half;
+      }
+    }
+    while (first < probes.size() && probes[first].same_prefix(key) && entries[first]->id < id)
+      ++first;
+    return first;
+  }
+};
+
+/// Entries in ascending order of id, in leaves of bounded size: a copy costs a pointer a leaf, a
+/// change one leaf.
+class EntryLeaves {
+ public:
+  static constexpr std::size_t leaf_size = 48;
+
+  class Iterator {
+   public:
+    using value_type = SetEntry;
+    using difference_type = std::ptrdiff_t;
+    using reference = const SetEntry&;
+    using pointer = const SetEntry*;
+    using iterator_category = std::forward_iterator_tag;
+    Iterator() = default;
+    Iterator(const CowPtr<Leaf>* leaf, std::size_t at) noexcept : leaf_(leaf), at_(at) {}
+    [[nodiscard]] const SetEntry& operator*() const noexcept { return *(*leaf_)->entries[at_]; }
+    [[nodiscard]] const SetEntry* operator->() const noexcept { return &**this; }
+    Iterator& operator++() noexcept {
+      if (++at_ == (*leaf_)->entries.size()) {
+        ++leaf_;
+        at_ = 0;
+      }
+      return *this;
+    }
+    Iterator operator++(int) noexcept {
+      Iterator before = *this;
+      ++*this;
+      return before;
+    }
+    bool operator==(const Iterator&) const = default;
+
+   private:
+    const CowPtr<Leaf>* leaf_ = nullptr;
+    std::size_t at_ = 0;
+  };
+
+  /// A walk over probes that looks at entries only when asked to.
+  class Walk {
+   public:
+    explicit Walk(const EntryLeaves& all) noexcept
+        : leaf_(all.leaves_.data()), end_(leaf_ + all.leaves_.size()) {
+      enter();
+    }
+    [[nodiscard]] bool done() const noexcept { return leaf_ == end_; }
+    [[nodiscard]] const Probe& probe() const noexcept { return *at_; }
+    [[nodiscard]] const SetEntry& entry() const noexcept {
+      return *(*leaf_)->entries[static_cast<std::size_t>(at_ - (*leaf_)->probes.data())];
+    }
+    void next() noexcept {
+      if (++at_ != stop_) return;
+      ++leaf_;
+      enter();
+    }
+
+   private:
+    void enter() noexcept {
+      if (leaf_ == end_) return;
+      at_ = (*leaf_)->probes.data();
+      stop_ = at_ + (*leaf_)->probes.size();
+#if defined(__GNUC__)
+      if (leaf_ + 1 != end_) {  // leaves lie anywhere, and what fetches ahead stops at their ends
+        const auto* const next = reinterpret_cast<const char*>(leaf_[1]->probes.data());
+        for (std::size_t line = 0; line < 8; ++line) __builtin_prefetch(next + 64 * line);
+      }
+#endif
+    }
+    const CowPtr<Leaf>* leaf_;
+    const CowPtr<Leaf>* end_;
+    const Probe* at_ = nullptr;
+    const Probe* stop_ = nullptr;
+  };
+
+  [[nodiscard]] std::size_t size() const noexcept { return size_; }
+  [[nodiscard]] Iterator begin() const noexcept { return {leaves_.data(), 0}; }
+  [[nodiscard]] Iterator end() const noexcept {
+    return {leaves_.data() + leaves_.size(), 0};
+  }
+
+  /// Null where the id is not there. O(log n).
+  [[nodiscard]] const SetEntry* find(const FragmentId& id) const noexcept {
+    if (leaves_.empty()) return nullptr;
+    const Leaf& leaf = *leaves_[leaf_of(id)];
+    const std::size_t i = leaf.lower_bound(id);
+    return i < leaf.entries.size() && leaf.entries[i]->id == id ? leaf.entries[i].get() : nullptr;
+  }
+  /// Inserts an entry, or replaces the one of its id. O(log n + leaf_size).
+  void put(SetEntry entry, std::uint64_t tag) {
+    const Probe probe =
+        probe_of(entry.id, (tag & ~std::uint64_t{1}) | (entry.complete() ? 1U : 0U));
+    auto shared = std::make_shared<const SetEntry>(std::move(entry));
+    if (leaves_.empty()) {
+      leaves_.emplace_back();  // not empty for long
+      firsts_.push_back(probe);
+    }
+    const std::size_t l = size_ == 0 ? 0 : leaf_of(shared->id);
+    Leaf& leaf = leaves_[l].own();
+    const std::size_t i = leaf.lower_bound(shared->id);
+    if (i < leaf.entries.size() && leaf.entries[i]->id == shared->id) {
+      leaf.probes[i] = probe;
+      leaf.entries[i] = std::move(shared);
+      return;
+    }
+    const auto at = static_cast<std::ptrdiff_t>(i);
+    leaf.probes.insert(leaf.probes.begin() + at, probe);
+    leaf.entries.insert(leaf.entries.begin() + at, std::move(shared));
+    ++size_;
+    firsts_[l] = leaf.probes.front();
+    if (leaf.entries.size() > leaf_size)
+      split(l, i + 1 == leaf.entries.size() && l + 1 == leaves_.size());
+  }
+  /// Takes an entry out that must be there. O(log n + leaf_size).
+  void erase(const FragmentId& id) {
+    const std::size_t l = leaf_of(id);
+    Leaf& leaf = leaves_[l].own();
+    const auto at = static_cast<std::ptrdiff_t>(leaf.lower_bound(id));
+    leaf.probes.erase(leaf.probes.begin() + at);
+    leaf.entries.erase(leaf.entries.begin() + at);
+    --size_;
+    if (!leaf.entries.empty()) {
+      firsts_[l] = leaf.probes.front();
+      return;
+    }
+    leaves_.erase(leaves_.begin() + static_cast<std::ptrdiff_t>(l));
+    firsts_.erase(firsts_.begin() + static_cast<std::ptrdiff_t>(l));
+  }
+
+ private:
+  /// The last leaf that begins at or before an id, or the first.
+  [[nodiscard]] std::size_t leaf_of(const FragmentId& id) const noexcept {
+    const Probe key = probe_of(id);
+    const auto begins_behind = [&](std::size_t l) {
+      return firsts_[l].same_prefix(key) ? id < leaves_[l]->entries.front()->id
+                                         : key.before(firsts_[l]);
+    };
+    std::size_t after = 0;
+    for (std::size_t count = firsts_.size(); count > 0;) {
+      const std::size_t half = count / 2;
+      if (begins_behind(after + half)) {
+        count = half;
+      } else {
+        after += half + 1;
+        count -= half + 1;
+      }
+    }
+    return after == 0 ? 0 : after - 1;
+  }
+  /// Cuts a leaf in two; one that grew at the very end keeps nearly all, so that ascending
+  /// insertion fills leaves.
+  void split(std::size_t l, bool ascending) {
+    CowPtr<Leaf> right;
+    Leaf& left = leaves_[l].own();
+    Leaf& to = right.own();
+    const auto cut =
+        static_cast<std::ptrdiff_t>(ascending ? left.entries.size() - 1 : left.entries.size() / 2);
+    const auto move_tail = [&](auto& from, auto& into) {
+      into.reserve(leaf_size + 1);
+      into.assign(std::make_move_iterator(from.begin() + cut), std::make_move_iterator(from.end()));
+      from.resize(static_cast<std::size_t>(cut));
+    };
+    move_tail(left.probes, to.probes);
+    move_tail(left.entries, to.entries);
+    firsts_.insert(firsts_.begin() + static_cast<std::ptrdiff_t>(l) + 1, to.probes.front());
+    leaves_.insert(leaves_.begin() + static_cast<std::ptrdiff_t>(l) + 1, std::move(right));
+  }
+
+  std::vector<CowPtr<Leaf>> leaves_;  // none empty
+  std::vector<Probe> firsts_;         // of each leaf: the way to a leaf reads nothing else
+  std::size_t size_ = 0;
+};
+
+}  // namespace detail
+
+KVMELD_NAMESPACE_END

@@ -1,0 +1,1340 @@
+#pragma once
+
+/// Kernels over rows of channels: conversion, vectors of each instruction set, streaming copies.
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string_view>
+
+#include <kvmeld/config.hpp>
+#include <kvmeld/status.hpp>
+#include <kvmeld/tensor.hpp>
+
+#if KVMELD_X86_DISPATCH
+#include <cpuid.h>
+#endif
+
+KVMELD_NAMESPACE_BEGIN
+
+// How 32 stored elements become 32 f32 values and back, for every element type.
+
+namespace extend {
+
+/// Channels that a row body handles at once: a trip count known at compile time is what g++ -O2
+/// vectorises.
+inline constexpr std::ptrdiff_t row_block = 32;
+
+}  // namespace extend
+
+namespace detail {
+
+/// Rounds to the nearest integer, ties to even, within [-128, 127]; NaN gives 0.
+[[nodiscard]] KVMELD_HD constexpr std::int32_t round_to_i8(float value) noexcept {
+  const std::uint32_t bits = float_bits(value);
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  // 128
+  const std::uint32_t limited = select(mask_if(magnitude > 0x43000000u), 0x43000000u, magnitude);
+  const float doubled = bits_float(limited & mask_if(magnitude <= 0x7f800000u)) * 2.0f;  // exact
+  const std::int32_t halves = static_cast<std::int32_t>(doubled);
+  const std::int32_t sticky = static_cast<std::int32_t>(static_cast<float>(halves) != doubled);
+  const std::int32_t rounded = (halves >> 1) + (halves & 1 & (sticky | (halves >> 1)));
+  const std::int32_t negative = -static_cast<std::int32_t>(bits >> 31);
+  const std::int32_t result = (rounded ^ negative) - negative;
+  return result > 127 ? 127 : result;
+}
+
+/// Rounds a value of magnitude below 2^30 to the nearest integer, ties away from zero: C's roundf.
+[[nodiscard]] KVMELD_HD constexpr std::int32_t round_half_away(float value) noexcept {
+  const std::uint32_t bits = float_bits(value);
+  const std::int32_t magnitude =
+      (static_cast<std::int32_t>(bits_float(bits & 0x7fffffffu) * 2.0f) + 1) >> 1;
+  const std::int32_t negative = -static_cast<std::int32_t>(bits >> 31);
+  return (magnitude ^ negative) - negative;
+}
+
+/// Sets the quiet bit of a NaN: whether a conversion between f32 and f64 does so is the compiler's
+/// choice.
+[[nodiscard]] KVMELD_HD constexpr float quieted(float value) noexcept {
+  const std::uint32_t bits = float_bits(value);
+  return bits_float(bits | (mask_if((bits & 0x7fffffffu) > 0x7f800000u) & 0x00400000u));
+}
+
+/// Storage form of one element and its two conversions, all of them branch-free.
+template <ElementType type>
+struct ElementCodec;
+
+template <>
+struct ElementCodec<ElementType::f64> {
+  using Storage = double;
+  [[nodiscard]] static KVMELD_HD constexpr float load(double stored) noexcept {
+    return quieted(static_cast<float>(stored));
+  }
+  [[nodiscard]] static KVMELD_HD constexpr double store(float value) noexcept {
+    return static_cast<double>(quieted(value));
+  }
+};
+template <>
+struct ElementCodec<ElementType::f32> {
+  using Storage = float;
+  [[nodiscard]] static KVMELD_HD constexpr float load(float stored) noexcept { return stored; }
+  [[nodiscard]] static KVMELD_HD constexpr float store(float value) noexcept { return value; }
+};
+template <>
+struct ElementCodec<ElementType::i8> {
+  using Storage = std::int8_t;
+  [[nodiscard]] static KVMELD_HD constexpr float load(std::int8_t stored) noexcept {
+    return static_cast<float>(stored);
+  }
+  [[nodiscard]] static KVMELD_HD constexpr std::int8_t store(float value) noexcept {
+    return static_cast<std::int8_t>(round_to_i8(value));
+  }
+};
+template <class T, class Bits>
+struct NarrowFloatCodec {
+  using Storage = Bits;
+  [[nodiscard]] static KVMELD_HD constexpr float load(Bits stored) noexcept {
+    return to_float(T{stored});
+  }
+  [[nodiscard]] static KVMELD_HD constexpr Bits store(float value) noexcept {
+    return from_float<T>(value).bits;
+  }
+};
+template <>
+struct ElementCodec<ElementType::f16> : NarrowFloatCodec<f16, std::uint16_t> {};
+template <>
+struct ElementCodec<ElementType::bf16> : NarrowFloatCodec<bf16, std::uint16_t> {};
+template <>
+struct ElementCodec<ElementType::f8_e4m3> : NarrowFloatCodec<f8_e4m3, std::uint8_t> {};
+template <>
+struct ElementCodec<ElementType::f8_e5m2> : NarrowFloatCodec<f8_e5m2, std::uint8_t> {};
+
+template <class Storage>
+struct Unaligned {
+  typedef Storage type __attribute__((aligned(1), may_alias));
+};
+/// A `Storage` at any address: one unaligned vector access instead of a copy through the stack.
+template <class Storage>
+using unaligned_t = typename Unaligned<Storage>::type;
+
+template <ElementType type>
+KVMELD_ALWAYS_INLINE void load_block(const std::byte* __restrict in,
+                                     float* __restrict out) noexcept {
+  if constexpr (type == ElementType::f32) {
+    std::memcpy(out, in, sizeof(float) * row_block);
+  } else {
+    using Codec = ElementCodec<type>;
+    const unaligned_t<typename Codec::Storage>* __restrict stored =
+        reinterpret_cast<const unaligned_t<typename Codec::Storage>*>(in);
+    for (std::ptrdiff_t i = 0; i < row_block; ++i) out[i] = Codec::load(stored[i]);
+  }
+}
+
+template <ElementType type>
+KVMELD_ALWAYS_INLINE void store_block(const float* __restrict in,
+                                      std::byte* __restrict out) noexcept {
+  if constexpr (type == ElementType::f32) {
+    std::memcpy(out, in, sizeof(float) * row_block);
+  } else {
+    using Codec = ElementCodec<type>;
+    unaligned_t<typename Codec::Storage>* __restrict stored =
+        reinterpret_cast<unaligned_t<typename Codec::Storage>*>(out);
+    for (std::ptrdiff_t i = 0; i < row_block; ++i) stored[i] = Codec::store(in[i]);
+  }
+}
+
+template <>
+KVMELD_ALWAYS_INLINE void load_block<ElementType::q8_0>(const std::byte* __restrict in,
+                                                        float* __restrict out) noexcept {
+  f16 stored_scale;
+  std::memcpy(&stored_scale, in, sizeof(stored_scale));
+  const float scale = to_float(stored_scale);
+  const unaligned_t<std::int8_t>* __restrict values =
+      reinterpret_cast<const unaligned_t<std::int8_t>*>(in + 2);
+  for (std::ptrdiff_t i = 0; i < row_block; ++i) out[i] = scale * static_cast<float>(values[i]);
+}
+
+/// The reference quantisation of ggml: scale = max|x| / 127 in f32, value = roundf(x · (1 /
+/// scale)), scale stored as f16.
+///
+/// Two cases that it leaves undefined are defined here. A NaN or infinity in the block stores a NaN
+/// scale and zeros, so that the loss is visible. A largest magnitude so small that 1 / scale
+/// overflows stores zeros.
+KVMELD_HD KVMELD_ALWAYS_INLINE void store_q8_0(const float* __restrict in,
+                                               std::byte* __restrict out) noexcept {
+  // as bits: magnitudes order like integers, and integers have an exact, associative max
+  std::int32_t largest = 0;
+  for (std::ptrdiff_t i = 0; i < row_block; ++i) {
+    const std::int32_t magnitude = static_cast<std::int32_t>(float_bits(in[i]) & 0x7fffffffu);
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  const bool finite = largest < 0x7f800000;
+  const float scale = finite ? bits_float(static_cast<std::uint32_t>(largest)) / 127.0f : 0.0f;
+  const float reciprocal = scale >= 0x1p-127f ? 1.0f / scale : 0.0f;
+  const f16 stored_scale = finite ? from_float<f16>(scale) : f16{0x7e00};
+  std::memcpy(out, &stored_scale, sizeof(stored_scale));
+  unaligned_t<std::int8_t>* __restrict values =
+      reinterpret_cast<unaligned_t<std::int8_t>*>(out + 2);
+  for (std::ptrdiff_t i = 0; i < row_block; ++i) {
+    const float scaled = bits_float(float_bits(in[i]) & mask_if(reciprocal > 0.0f)) * reciprocal;
+    values[i] = static_cast<std::int8_t>(round_half_away(scaled));
+  }
+}
+template <>
+KVMELD_ALWAYS_INLINE void store_block<ElementType::q8_0>(const float* __restrict in,
+                                                         std::byte* __restrict out) noexcept {
+  store_q8_0(in, out);
+}
+
+// All of a row: whole blocks, then the rest through a padded one, so that the same expressions make
+// every byte. Macros, because a function that calls one for a wider instruction set must itself be
+// compiled for it.
+#define KVMELD_LOAD_BLOCKS(BLOCK)                                                    \
+  constexpr std::ptrdiff_t kvmeld_bytes = byte_size(type, row_block);                \
+  std::ptrdiff_t i = 0;                                                              \
+  for (; i + row_block <= n; i += row_block, in += kvmeld_bytes) BLOCK(in, out + i); \
+  if (i < n) {                                                                       \
+    std::byte padded[static_cast<std::size_t>(kvmeld_bytes)] = {};                   \
+    float values[row_block];                                                         \
+    std::memcpy(padded, in, static_cast<std::size_t>(byte_size(type, n - i)));       \
+    BLOCK(padded, values);                                                           \
+    std::memcpy(out + i, values, sizeof(float) * static_cast<std::size_t>(n - i));   \
+  }
+#define KVMELD_STORE_BLOCKS(BLOCK)                                                    \
+  constexpr std::ptrdiff_t kvmeld_bytes = byte_size(type, row_block);                 \
+  std::ptrdiff_t i = 0;                                                               \
+  for (; i + row_block <= n; i += row_block, out += kvmeld_bytes) BLOCK(in + i, out); \
+  if (i < n) {                                                                        \
+    float values[row_block] = {};                                                     \
+    std::byte padded[static_cast<std::size_t>(kvmeld_bytes)];                         \
+    std::memcpy(values, in + i, sizeof(float) * static_cast<std::size_t>(n - i));     \
+    BLOCK(values, padded);                                                            \
+    std::memcpy(out, padded, static_cast<std::size_t>(byte_size(type, n - i)));       \
+  }
+
+template <ElementType type>
+KVMELD_ALWAYS_INLINE void load_elements(const std::byte* in, std::ptrdiff_t n,
+                                        float* out) noexcept {
+  KVMELD_LOAD_BLOCKS(load_block<type>);
+}
+template <ElementType type>
+KVMELD_ALWAYS_INLINE void store_elements(const float* in, std::ptrdiff_t n,
+                                         std::byte* out) noexcept {
+  KVMELD_STORE_BLOCKS(store_block<type>);
+}
+
+}  // namespace detail
+
+// Blocks of 32 elements by x86 vector code, where what compilers make of the portable loops is too
+// slow.
+
+#if KVMELD_X86_DISPATCH
+
+namespace detail {
+
+// Compiler vectors and builtins rather than <immintrin.h>, which costs every user 0.3 s a file
+// under g++ 12.
+template <class T, int bytes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(bytes)));
+  typedef T unaligned __attribute__((vector_size(bytes), aligned(1), may_alias));
+};
+
+}  // namespace detail
+
+namespace extend {
+
+template <class T, int bytes>
+using vector_t = typename detail::VectorOf<T, bytes>::type;
+
+template <class T, int bytes>
+using unaligned_vector_t = typename detail::VectorOf<T, bytes>::unaligned;
+
+}  // namespace extend
+
+namespace detail {
+
+/// Portable blocks, unless specialised below.
+template <ElementType type>
+struct Avx2Block {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
+                                                           float* __restrict out) noexcept {
+    load_block<type>(in, out);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
+                                                            std::byte* __restrict out) noexcept {
+    store_block<type>(in, out);
+  }
+};
+
+template <>
+struct Avx2Block<ElementType::f16> {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
+                                                           float* __restrict out) noexcept {
+    for (int i = 0; i < 32; i += 8) {
+      const vector_t<short, 16> stored =
+          *reinterpret_cast<const unaligned_vector_t<short, 16>*>(in + 2 * i);
+      *reinterpret_cast<unaligned_vector_t<float, 32>*>(out + i) =
+          __builtin_ia32_vcvtph2ps256(stored);
+    }
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
+                                                            std::byte* __restrict out) noexcept {
+    for (int i = 0; i < 32; i += 8) {
+      const vector_t<float, 32> values =
+          *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i);
+      constexpr int to_nearest_even = 0;
+      *reinterpret_cast<unaligned_vector_t<short, 16>*>(out + 2 * i) =
+          __builtin_ia32_vcvtps2ph256(values, to_nearest_even);
+    }
+  }
+};
+
+/// Two vectors of 8 words, each at most 0xffff, to 16 halfwords in order.
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE vector_t<std::uint16_t, 32> pack_words(
+    vector_t<int, 32> a, vector_t<int, 32> b) noexcept {
+  const auto packed = reinterpret_cast<vector_t<long long, 32>>(__builtin_ia32_packusdw256(a, b));
+  return reinterpret_cast<vector_t<std::uint16_t, 32>>(
+      __builtin_shufflevector(packed, packed, 0, 2, 1, 3));
+}
+
+template <>
+struct Avx2Block<ElementType::bf16> {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
+                                                           float* __restrict out) noexcept {
+    load_block<ElementType::bf16>(in, out);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static vector_t<int, 32> round(const float* in) noexcept {
+    const vector_t<float, 32> values = *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in);
+    const auto bits = reinterpret_cast<vector_t<unsigned, 32>>(values);
+    const auto is_nan = reinterpret_cast<vector_t<unsigned, 32>>(values != values);
+    const vector_t<unsigned, 32> half = (((bits >> 16) & 1u) + 0x7fffu) & ~is_nan;
+    return reinterpret_cast<vector_t<int, 32>>(((bits + half) >> 16) | (is_nan & 0x40u));
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
+                                                            std::byte* __restrict out) noexcept {
+    for (int i = 0; i < 32; i += 16) {
+      *reinterpret_cast<unaligned_vector_t<std::uint16_t, 32>*>(out + 2 * i) =
+          pack_words(round(in + i), round(in + i + 8));
+    }
+  }
+};
+
+/// Both 8-bit floats pass through binary16, of which they are a part once E4M3 is scaled by 2^-8.
+///
+/// Storing rounds to odd there (towards zero, a lost remainder sets the last bit), so that the
+/// second rounding, to nearest even, gives what one rounding would.
+template <ElementType type>
+struct Avx2Float8Block {
+  static constexpr bool is_e4m3 = type == ElementType::f8_e4m3;
+  using Halfwords = vector_t<std::uint16_t, 32>;
+  using Codes = vector_t<std::uint8_t, 16>;
+
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
+                                                           float* __restrict out) noexcept {
+    for (int i = 0; i < 32; i += 16) {
+      const Codes codes = *reinterpret_cast<const unaligned_vector_t<std::uint8_t, 16>*>(in + i);
+      const Halfwords wide = __builtin_convertvector(codes, Halfwords);
+      Halfwords halves = wide << 8;
+      if constexpr (is_e4m3) {
+        const Halfwords magnitude = wide & 0x7f;
+        const auto is_nan = magnitude == 0x7f;
+        halves = (halves & 0x8000) | (is_nan ? ((wide & 0) + 0x7e00) : (magnitude << 7));
+      }
+      const auto signed_halves = reinterpret_cast<vector_t<short, 32>>(halves);
+      vector_t<float, 32> first = __builtin_ia32_vcvtph2ps256(
+          __builtin_shufflevector(signed_halves, signed_halves, 0, 1, 2, 3, 4, 5, 6, 7));
+      vector_t<float, 32> second = __builtin_ia32_vcvtph2ps256(
+          __builtin_shufflevector(signed_halves, signed_halves, 8, 9, 10, 11, 12, 13, 14, 15));
+      if constexpr (is_e4m3) {
+        first = first * 256.0f;
+        second = second * 256.0f;
+      }
+      *reinterpret_cast<unaligned_vector_t<float, 32>*>(out + i) = first;
+      *reinterpret_cast<unaligned_vector_t<float, 32>*>(out + i + 8) = second;
+    }
+  }
+
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
+                                                            std::byte* __restrict out) noexcept {
+    for (int i = 0; i < 32; i += 16) {
+      vector_t<float, 32> first = *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i);
+      vector_t<float, 32> second =
+          *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i + 8);
+      if constexpr (is_e4m3) {
+        first = first * 0x1p-8f;
+        second = second * 0x1p-8f;
+      }
+      constexpr int toward_zero = 3;
+      const vector_t<short, 16> low = __builtin_ia32_vcvtps2ph256(first, toward_zero);
+      const vector_t<short, 16> high = __builtin_ia32_vcvtps2ph256(second, toward_zero);
+      const vector_t<int, 32> low_inexact = (__builtin_ia32_vcvtph2ps256(low) != first) & 1;
+      const vector_t<int, 32> high_inexact = (__builtin_ia32_vcvtph2ps256(high) != second) & 1;
+      const auto halves = reinterpret_cast<Halfwords>(
+          __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+      const Halfwords odd = (halves & 0x7fff) | pack_words(low_inexact, high_inexact);
+      constexpr int shift = is_e4m3 ? 7 : 8;
+      const Halfwords largest = (odd & 0) + static_cast<std::uint16_t>(is_e4m3 ? 0x7e : 0x7c);
+      Halfwords code =
+          (odd + static_cast<std::uint16_t>((1 << (shift - 1)) - 1) + ((odd >> shift) & 1)) >>
+          shift;
+      code = code > largest ? largest : code;
+      const auto is_nan = odd > 0x7c00;  // an infinity is never inexact
+      const Halfwords nan = is_e4m3 ? (odd & 0) + 0x7f : (odd >> 8) | 0x02;
+      code = (is_nan ? nan : code) | ((halves >> 8) & 0x80);
+      *reinterpret_cast<unaligned_vector_t<std::uint8_t, 16>*>(out + i) =
+          __builtin_convertvector(code, Codes);
+    }
+  }
+};
+template <>
+struct Avx2Block<ElementType::f8_e4m3> : Avx2Float8Block<ElementType::f8_e4m3> {};
+template <>
+struct Avx2Block<ElementType::f8_e5m2> : Avx2Float8Block<ElementType::f8_e5m2> {};
+
+}  // namespace detail
+
+#endif  // KVMELD_X86_DISPATCH
+
+// Contiguous elements to f32 and back, in the right instruction set.
+
+namespace detail {
+
+/// Row conversions of one instruction set, out of line: a row body that is inlined into several
+/// instruction sets carries no target of its own, and each conversion is compiled once a file; the
+/// call costs a nanosecond or two a row.
+///
+/// AVX-512 has none of its own: conversions keep up with the caches in AVX2, and a third copy costs
+/// every user compile time.
+template <bool vectors>
+struct RowCalls {
+  template <ElementType type>
+  KVMELD_NOINLINE static void load(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+    load_elements<type>(in, n, out);
+  }
+  template <ElementType type>
+  KVMELD_NOINLINE static void store(const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+    store_elements<type>(in, n, out);
+  }
+};
+
+#if KVMELD_X86_DISPATCH
+
+template <>
+struct RowCalls<true> {
+  template <ElementType type>
+  KVMELD_TARGET_AVX2 KVMELD_NOINLINE static void load(const std::byte* in, std::ptrdiff_t n,
+                                                      float* out) noexcept {
+    KVMELD_LOAD_BLOCKS(Avx2Block<type>::load);
+  }
+  template <ElementType type>
+  KVMELD_TARGET_AVX2 KVMELD_NOINLINE static void store(const float* in, std::ptrdiff_t n,
+                                                       std::byte* out) noexcept {
+    KVMELD_STORE_BLOCKS(Avx2Block<type>::store);
+  }
+};
+
+#endif  // KVMELD_X86_DISPATCH
+
+}  // namespace detail
+
+namespace extend {
+
+/// Reads `n` contiguous elements at any address as f32. `in` and `out` must not overlap.
+///
+/// f64 narrows to nearest even; i8 comes without scale; q8_0 starts at a block. An unknown type
+/// leaves `out` as it is: plans refuse it long before. Bytes are the same for every `isa`.
+template <Isa isa>
+void load_row(ElementType type, const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+  using Calls = detail::RowCalls<isa != Isa::baseline>;
+  switch (type) {
+    case ElementType::f32:
+      std::memcpy(out, in, sizeof(float) * static_cast<std::size_t>(n));
+      return;
+    case ElementType::bf16:
+      Calls::template load<ElementType::bf16>(in, n, out);
+      return;
+    case ElementType::f16:
+      Calls::template load<ElementType::f16>(in, n, out);
+      return;
+    case ElementType::f64:
+      Calls::template load<ElementType::f64>(in, n, out);
+      return;
+    case ElementType::f8_e4m3:
+      Calls::template load<ElementType::f8_e4m3>(in, n, out);
+      return;
+    case ElementType::f8_e5m2:
+      Calls::template load<ElementType::f8_e5m2>(in, n, out);
+      return;
+    case ElementType::i8:
+      Calls::template load<ElementType::i8>(in, n, out);
+      return;
+    case ElementType::q8_0:
+      Calls::template load<ElementType::q8_0>(in, n, out);
+      return;
+  }
+}
+
+/// Writes `n` f32 values as contiguous elements at any address, rounded to nearest even. The ranges
+/// must not overlap.
+///
+/// i8 rounds to nearest even and saturates, NaN becomes 0, and no scale is applied; q8_0 quantises
+/// as ggml's reference does (`store_block<ElementType::q8_0>`) and pads a last partial block with
+/// zeros. Bytes are the same for every `isa`.
+template <Isa isa>
+void store_row(ElementType type, const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+  using Calls = detail::RowCalls<isa != Isa::baseline>;
+  switch (type) {
+    case ElementType::f32:
+      std::memcpy(out, in, sizeof(float) * static_cast<std::size_t>(n));
+      return;
+    case ElementType::bf16:
+      Calls::template store<ElementType::bf16>(in, n, out);
+      return;
+    case ElementType::f16:
+      Calls::template store<ElementType::f16>(in, n, out);
+      return;
+    case ElementType::f64:
+      Calls::template store<ElementType::f64>(in, n, out);
+      return;
+    case ElementType::f8_e4m3:
+      Calls::template store<ElementType::f8_e4m3>(in, n, out);
+      return;
+    case ElementType::f8_e5m2:
+      Calls::template store<ElementType::f8_e5m2>(in, n, out);
+      return;
+    case ElementType::i8:
+      Calls::template store<ElementType::i8>(in, n, out);
+      return;
+    case ElementType::q8_0:
+      Calls::template store<ElementType::q8_0>(in, n, out);
+      return;
+  }
+}
+
+/// The same by an instruction set that is known at run time only.
+inline void load_row(ElementType type, Isa isa, const std::byte* in, std::ptrdiff_t n,
+                     float* out) noexcept {
+  isa == Isa::baseline ? load_row<Isa::baseline>(type, in, n, out)
+                       : load_row<Isa::avx2>(type, in, n, out);
+}
+
+inline void store_row(ElementType type, Isa isa, const float* in, std::ptrdiff_t n,
+                      std::byte* out) noexcept {
+  isa == Isa::baseline ? store_row<Isa::baseline>(type, in, n, out)
+                       : store_row<Isa::avx2>(type, in, n, out);
+}
+
+}  // namespace extend
+
+namespace detail {
+
+/// Copies one element to or from any address. Devices read and write words whole only where they
+/// are told that these are aligned, as nearly all elements are.
+template <std::size_t size>
+KVMELD_HD inline void copy_element(void* to, const void* from, const std::byte* stored) noexcept {
+  if (reinterpret_cast<std::uintptr_t>(stored) % size == 0) {
+    __builtin_memcpy(__builtin_assume_aligned(to, size), __builtin_assume_aligned(from, size),
+                     size);
+  } else {
+    __builtin_memcpy(to, from, size);
+  }
+}
+
+template <ElementType type>
+[[nodiscard]] KVMELD_HD inline float load_one(const std::byte* base,
+                                              std::ptrdiff_t index) noexcept {
+  using Codec = ElementCodec<type>;
+  typename Codec::Storage stored;
+  const std::byte* at = base + index * static_cast<std::ptrdiff_t>(sizeof(stored));
+  copy_element<sizeof(stored)>(&stored, at, at);
+  return Codec::load(stored);
+}
+
+template <ElementType type>
+KVMELD_HD inline void store_one(std::byte* base, std::ptrdiff_t index, float value) noexcept {
+  using Codec = ElementCodec<type>;
+  const typename Codec::Storage stored = Codec::store(value);
+  std::byte* at = base + index * static_cast<std::ptrdiff_t>(sizeof(stored));
+  copy_element<sizeof(stored)>(at, &stored, at);
+}
+
+/// One element as f32, with the bits that `load_row` gives; `index` counts elements from `base`, a
+/// block's start for q8_0.
+[[nodiscard]] KVMELD_HD inline float load_element(ElementType type, const std::byte* base,
+                                                  std::ptrdiff_t index) noexcept {
+  switch (type) {
+    case ElementType::f64:
+      return load_one<ElementType::f64>(base, index);
+    case ElementType::f32:
+      return load_one<ElementType::f32>(base, index);
+    case ElementType::f16:
+      return load_one<ElementType::f16>(base, index);
+    case ElementType::bf16:
+      return load_one<ElementType::bf16>(base, index);
+    case ElementType::f8_e4m3:
+      return load_one<ElementType::f8_e4m3>(base, index);
+    case ElementType::f8_e5m2:
+      return load_one<ElementType::f8_e5m2>(base, index);
+    case ElementType::i8:
+      return load_one<ElementType::i8>(base, index);
+    case ElementType::q8_0: {
+      const std::byte* block = base + index / 32 * static_cast<std::ptrdiff_t>(sizeof(q8_0_block));
+      f16 scale;
+      std::int8_t value;
+      std::memcpy(&scale, block, sizeof(scale));
+      std::memcpy(&value, block + sizeof(scale) + index % 32, sizeof(value));
+      return to_float(scale) * static_cast<float>(value);
+    }
+  }
+  return 0.0f;
+}
+
+/// Stores one element with the bits that `store_row` gives. Not for q8_0, whose elements share a
+/// scale: it writes nothing.
+KVMELD_HD inline void store_element(ElementType type, std::byte* base, std::ptrdiff_t index,
+                                    float value) noexcept {
+  switch (type) {
+    case ElementType::f64:
+      return store_one<ElementType::f64>(base, index, value);
+    case ElementType::f32:
+      return store_one<ElementType::f32>(base, index, value);
+    case ElementType::f16:
+      return store_one<ElementType::f16>(base, index, value);
+    case ElementType::bf16:
+      return store_one<ElementType::bf16>(base, index, value);
+    case ElementType::f8_e4m3:
+      return store_one<ElementType::f8_e4m3>(base, index, value);
+    case ElementType::f8_e5m2:
+      return store_one<ElementType::f8_e5m2>(base, index, value);
+    case ElementType::i8:
+      return store_one<ElementType::i8>(base, index, value);
+    case ElementType::q8_0:
+      return;
+  }
+}
+
+}  // namespace detail
+
+// Eight and sixteen stored elements as f32 vectors: the registers of kernels that read, compute
+// and store in one loop.
+
+#if KVMELD_X86_DISPATCH
+
+namespace extend {
+
+using FloatLanes = vector_t<float, 32>;
+
+using WordLanes = vector_t<unsigned, 32>;
+
+/// a * b + c in eight lanes, one rounding each.
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes fma_lanes(FloatLanes a,
+                                                                           FloatLanes b,
+                                                                           FloatLanes c) noexcept {
+  return __builtin_ia32_vfmaddps256(a, b, c);
+}
+
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes
+load_lanes(const float* in) noexcept {
+  return *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in);
+}
+
+}  // namespace extend
+
+namespace detail {
+
+KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void store_lanes(FloatLanes v, float* out) noexcept {
+  *reinterpret_cast<unaligned_vector_t<float, 32>*>(out) = v;
+}
+
+/// Eight elements in order; the bytes that `load_element` and `store_element` give.
+template <ElementType type>
+struct Lanes8;
+
+template <>
+struct Lanes8<ElementType::f32> {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static FloatLanes load(const std::byte* in) noexcept {
+    return *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(FloatLanes v, std::byte* out) noexcept {
+    *reinterpret_cast<unaligned_vector_t<float, 32>*>(out) = v;
+  }
+};
+template <>
+struct Lanes8<ElementType::f16> {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static FloatLanes load(const std::byte* in) noexcept {
+    const vector_t<short, 16> stored = *reinterpret_cast<const unaligned_vector_t<short, 16>*>(in);
+    return __builtin_ia32_vcvtph2ps256(stored);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(FloatLanes v, std::byte* out) noexcept {
+    constexpr int to_nearest_even = 0;
+    *reinterpret_cast<unaligned_vector_t<short, 16>*>(out) =
+        __builtin_ia32_vcvtps2ph256(v, to_nearest_even);
+  }
+};
+template <>
+struct Lanes8<ElementType::bf16> {
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static FloatLanes load(const std::byte* in) noexcept {
+    const vector_t<std::uint16_t, 16> stored =
+        *reinterpret_cast<const unaligned_vector_t<std::uint16_t, 16>*>(in);
+    return reinterpret_cast<FloatLanes>(__builtin_convertvector(stored, WordLanes) << 16);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(FloatLanes v, std::byte* out) noexcept {
+    const auto bits = reinterpret_cast<WordLanes>(v);
+    const auto is_nan = reinterpret_cast<WordLanes>(v != v);
+    const WordLanes half = (((bits >> 16) & 1U) + 0x7fffU) & ~is_nan;
+    const auto rounded =
+        reinterpret_cast<vector_t<int, 32>>(((bits + half) >> 16) | (is_nan & 0x40U));
+    const vector_t<std::uint16_t, 32> packed = pack_words(rounded, rounded);
+    *reinterpret_cast<unaligned_vector_t<std::uint16_t, 16>*>(out) =
+        __builtin_shufflevector(packed, packed, 0, 1, 2, 3, 4, 5, 6, 7);
+  }
+};
+
+}  // namespace detail
+
+namespace extend {
+
+/// Sixteen elements in two vectors. Which element lies in which lane is the type's own affair
+/// (`even_odd`): what treats all elements alike need not know, and no shuffle is spent on it.
+template <ElementType type>
+struct Lanes16 {
+  static constexpr bool even_odd = false;  ///< the first eight elements, then the last eight
+  static constexpr std::ptrdiff_t half = 8 * block_bytes(type);
+
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, FloatLanes& first,
+                                                           FloatLanes& second) noexcept {
+    first = detail::Lanes8<type>::load(in);
+    second = detail::Lanes8<type>::load(in + half);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(FloatLanes first, FloatLanes second,
+                                                            std::byte* out) noexcept {
+    detail::Lanes8<type>::store(first, out);
+    detail::Lanes8<type>::store(second, out + half);
+  }
+};
+
+}  // namespace extend
+
+namespace detail {
+
+/// Even halves of a's words, odd halves of b's.
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE vector_t<std::uint16_t, 32> blend_halves(
+    WordLanes a, WordLanes b) noexcept {
+  using Halves = vector_t<std::uint16_t, 32>;
+  return __builtin_shufflevector(reinterpret_cast<Halves>(a), reinterpret_cast<Halves>(b), 0, 17, 2,
+                                 19, 4, 21, 6, 23, 8, 25, 10, 27, 12, 29, 14, 31);
+}
+/// (a + b + 1) / 2 without overflow.
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE vector_t<std::uint16_t, 32> average_halves(
+    vector_t<std::uint16_t, 32> a, vector_t<std::uint16_t, 32> b) noexcept {
+  using Signed = vector_t<short, 32>;
+  return reinterpret_cast<vector_t<std::uint16_t, 32>>(
+      __builtin_ia32_pavgw256(reinterpret_cast<Signed>(a), reinterpret_cast<Signed>(b)));
+}
+
+}  // namespace detail
+
+namespace extend {
+
+template <>
+struct Lanes16<ElementType::bf16> {
+  /// The even elements, then the odd ones: halves of a 32-bit word.
+  static constexpr bool even_odd = true;
+
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, FloatLanes& even,
+                                                           FloatLanes& odd) noexcept {
+    const WordLanes words = *reinterpret_cast<const unaligned_vector_t<unsigned, 32>*>(in);
+    even = reinterpret_cast<FloatLanes>(words << 16);
+    odd = reinterpret_cast<FloatLanes>(words & 0xffff0000U);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(FloatLanes even, FloatLanes odd,
+                                                            std::byte* out) noexcept {
+    using Halves = vector_t<std::uint16_t, 32>;
+    const auto e = reinterpret_cast<WordLanes>(even);
+    const auto o = reinterpret_cast<WordLanes>(odd);
+    // Upper and lower halves of all sixteen words side by side: one addition then rounds both. An
+    // average by 0x7ffe, or 0x7fff where the upper half is odd, has its highest bit set where the
+    // lower half rounds up, to even at the tie.
+    const Halves upper = detail::blend_halves(e >> 16, o), lower = detail::blend_halves(e, o << 16);
+    Halves stored = upper + (detail::average_halves(lower, (upper & 1U) + 0x7ffeU) >> 15);
+    constexpr int unordered = 3;
+    if (__builtin_expect(__builtin_ia32_movmskps256(__builtin_ia32_cmpps256(even, odd, unordered)),
+                         0) != 0) {
+      const auto nan = detail::blend_halves(reinterpret_cast<WordLanes>(even != even),
+                                            reinterpret_cast<WordLanes>(odd != odd));
+      stored = (stored & ~nan) | ((upper | 0x40U) & nan);
+    }
+    *reinterpret_cast<unaligned_vector_t<std::uint16_t, 32>*>(out) = stored;
+  }
+};
+
+}  // namespace extend
+
+namespace detail {
+
+/// Thirty-two elements between memory and an array that compilers keep in registers, in the order
+/// of `Lanes16`'s halves.
+template <ElementType type>
+struct Avx2Lanes32 {
+  static constexpr std::ptrdiff_t half = 16 * block_bytes(type);
+
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, float* x) noexcept {
+    FloatLanes a, b;
+    Lanes16<type>::load(in, a, b);
+    store_lanes(a, x);
+    store_lanes(b, x + 8);
+    Lanes16<type>::load(in + half, a, b);
+    store_lanes(a, x + 16);
+    store_lanes(b, x + 24);
+  }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* x,
+                                                            std::byte* out) noexcept {
+    Lanes16<type>::store(load_lanes(x), load_lanes(x + 8), out);
+    Lanes16<type>::store(load_lanes(x + 16), load_lanes(x + 24), out + half);
+  }
+};
+
+}  // namespace detail
+
+namespace extend {
+
+using WideFloats = vector_t<float, 64>;
+
+using WideWords = vector_t<unsigned, 64>;
+
+[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats
+load_wide(const void* in) noexcept {
+  return *static_cast<const unaligned_vector_t<float, 64>*>(in);
+}
+
+KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void store_wide(WideFloats v, void* out) noexcept {
+  *static_cast<unaligned_vector_t<float, 64>*>(out) = v;
+}
+
+}  // namespace extend
+
+namespace detail {
+
+/// Writes a line past the caches; `out` is a multiple of 64.
+KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void stream_wide(WideWords v, void* out) noexcept {
+  typedef long long Line __attribute__((vector_size(64), may_alias));
+#if defined(__clang__)
+  __builtin_nontemporal_store(reinterpret_cast<Line>(v), static_cast<Line*>(out));
+#else
+  __builtin_ia32_movntdq512(static_cast<Line*>(out), reinterpret_cast<Line>(v));
+#endif
+}
+}  // namespace detail
+
+namespace extend {
+
+[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats fma_wide(WideFloats a,
+                                                                            WideFloats b,
+                                                                            WideFloats c) noexcept {
+#if defined(__clang__)
+  constexpr unsigned short all = 0xffff;
+#else
+  constexpr short all = -1;
+#endif
+  constexpr int current_rounding = 4;
+  return __builtin_ia32_vfmaddps512_mask(a, b, c, all, current_rounding);
+}
+
+/// The same in 512-bit registers.
+template <ElementType type>
+struct Avx512Lanes32;
+
+template <>
+struct Avx512Lanes32<ElementType::f32> {
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void load(const std::byte* in,
+                                                             float* x) noexcept {
+    store_wide(load_wide(in), x);
+    store_wide(load_wide(in + 64), x + 16);
+  }
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(const float* x,
+                                                              std::byte* out) noexcept {
+    store_wide(load_wide(x), out);
+    store_wide(load_wide(x + 16), out + 64);
+  }
+};
+
+template <>
+struct Avx512Lanes32<ElementType::f16> {
+#if defined(__clang__)
+  static constexpr unsigned short all_loaded = 0xffff;
+#else
+  static constexpr short all_loaded = -1;  // the builtin's own type
+#endif
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void load(const std::byte* in,
+                                                             float* x) noexcept {
+    constexpr int current_rounding = 4;
+    for (int i = 0; i < 2; ++i) {
+      const vector_t<short, 32> stored =
+          *reinterpret_cast<const unaligned_vector_t<short, 32>*>(in + 32 * i);
+      store_wide(
+          __builtin_ia32_vcvtph2ps512_mask(stored, WideFloats{}, all_loaded, current_rounding),
+          x + 16 * i);
+    }
+  }
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(const float* x,
+                                                              std::byte* out) noexcept {
+    constexpr int to_nearest_even = 0;
+    for (int i = 0; i < 2; ++i) {
+      *reinterpret_cast<unaligned_vector_t<short, 32>*>(out + 32 * i) =
+          __builtin_ia32_vcvtps2ph512_mask(load_wide(x + 16 * i), to_nearest_even,
+                                           vector_t<short, 32>{}, 0xffff);
+    }
+  }
+};
+
+template <>
+struct Avx512Lanes32<ElementType::bf16> {
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void load(const std::byte* in,
+                                                             float* x) noexcept {
+    const WideWords words = *reinterpret_cast<const unaligned_vector_t<unsigned, 64>*>(in);
+    store_wide(reinterpret_cast<WideFloats>(words << 16), x);
+    store_wide(reinterpret_cast<WideFloats>(words & 0xffff0000U), x + 16);
+  }
+  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(const float* x,
+                                                              std::byte* out) noexcept {
+    *reinterpret_cast<unaligned_vector_t<unsigned, 64>*>(out) =
+        round(load_wide(x), load_wide(x + 16));
+  }
+  /// Even and odd elements as the halves of 16 words.
+  [[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static WideWords round(
+      WideFloats even, WideFloats odd) noexcept {
+    const auto e = reinterpret_cast<WideWords>(even);
+    const auto o = reinterpret_cast<WideWords>(odd);
+    WideWords low = e + 0x7fffU + ((e >> 16) & 1U);
+    WideWords high = o + 0x7fffU + ((o >> 16) & 1U);
+    constexpr int unordered = 3, current_rounding = 4;
+    if (__builtin_expect(
+            __builtin_ia32_cmpps512_mask(even, odd, unordered, 0xffff, current_rounding), 0) != 0) {
+      low = even != even ? e | 0x400000U : low;
+      high = odd != odd ? o | 0x400000U : high;
+    }
+    return (low >> 16) | (high & 0xffff0000U);
+  }
+};
+
+}  // namespace extend
+
+#endif  // KVMELD_X86_DISPATCH
+
+// Conversions between stored elements, f32 and f64 that g++ makes of two halves and puts together
+// unless they are called by name.
+
+#if KVMELD_X86_DISPATCH
+
+namespace detail {
+
+using WideDoubles = vector_t<double, 64>;
+
+[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideDoubles
+widen_lanes(FloatLanes x) noexcept {
+#if defined(__clang__)
+  return __builtin_convertvector(x, WideDoubles);
+#else
+  constexpr char all = -1;
+  constexpr int current_rounding = 4;
+  return __builtin_ia32_cvtps2pd512_mask(x, WideDoubles{}, all, current_rounding);
+#endif
+}
+[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE FloatLanes
+narrow_lanes(WideDoubles x) noexcept {
+#if defined(__clang__)
+  return __builtin_convertvector(x, FloatLanes);
+#else
+  constexpr char all = -1;
+  constexpr int current_rounding = 4;
+  return __builtin_ia32_cvtpd2ps512_mask(x, FloatLanes{}, all, current_rounding);
+#endif
+}
+
+/// Eight elements in order, as `Lanes8` has them.
+template <ElementType type>
+[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes
+load_eight(const std::byte* in) noexcept {
+#if !defined(__clang__)
+  if constexpr (type == ElementType::bf16) {
+    const vector_t<short, 16> stored = *reinterpret_cast<const unaligned_vector_t<short, 16>*>(in);
+    return reinterpret_cast<FloatLanes>(__builtin_ia32_pmovzxwd256(stored) << 16);
+  }
+#endif
+  return Lanes8<type>::load(in);
+}
+/// Sixteen elements in order.
+template <ElementType type>
+[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats
+load_sixteen(const std::byte* in) noexcept {
+  if constexpr (type == ElementType::f16) {
+    constexpr int current_rounding = 4;
+    const vector_t<short, 32> stored = *reinterpret_cast<const unaligned_vector_t<short, 32>*>(in);
+    return __builtin_ia32_vcvtph2ps512_mask(
+        stored, WideFloats{}, Avx512Lanes32<ElementType::f16>::all_loaded, current_rounding);
+  } else if constexpr (type == ElementType::bf16) {
+#if defined(__clang__)
+    const vector_t<std::uint16_t, 32> stored =
+        *reinterpret_cast<const unaligned_vector_t<std::uint16_t, 32>*>(in);
+    return reinterpret_cast<WideFloats>(__builtin_convertvector(stored, WideWords) << 16);
+#else
+    const vector_t<short, 32> stored = *reinterpret_cast<const unaligned_vector_t<short, 32>*>(in);
+    const vector_t<int, 64> words = __builtin_ia32_pmovzxwd512_mask(
+        stored, vector_t<int, 64>{},
+        static_cast<unsigned short>(Avx512Lanes32<ElementType::f16>::all_loaded));
+    return reinterpret_cast<WideFloats>(words << 16);
+#endif
+  } else {
+    return load_wide(in);
+  }
+}
+
+}  // namespace detail
+
+#endif  // KVMELD_X86_DISPATCH
+
+// How a render writes outputs that are larger than the caches, and how that is chosen for the
+// processor at hand.
+
+namespace exec {
+
+/// The order in which lines go past the caches. The bytes that are written are the same for each.
+enum class StreamWay : std::uint8_t {
+  off,       ///< through the caches, whatever the size
+  one_page,  ///< line after line
+  /// Lines of four stretches of 4 KiB in turn, so that one core waits for four pages at once.
+  four_pages,
+};
+
+[[nodiscard]] constexpr std::string_view to_string(StreamWay way) noexcept {
+  switch (way) {
+    case StreamWay::off:
+      return "off";
+    case StreamWay::one_page:
+      return "one_page";
+    case StreamWay::four_pages:
+      return "four_pages";
+  }
+  return "unknown";
+}
+
+
+/// How large outputs are written.
+struct Streaming {
+  exec::StreamWay way = exec::StreamWay::off;
+  std::int64_t threshold_bytes = 0;  ///< bytes of output from which on they stream
+
+  bool operator==(const exec::Streaming&) const = default;
+};
+
+}  // namespace exec
+
+namespace detail {
+
+#if KVMELD_X86_DISPATCH
+
+/// Bytes of the last-level cache that one core can have: its size by the number of logical
+/// processors that share it.
+///
+/// Intel describes its caches in leaf 4 of cpuid, AMD and Hygon in leaf 0x8000001D, whose fields
+/// are the same.
+[[nodiscard]] inline std::int64_t last_level_share_bytes() noexcept {
+  std::int64_t share = 32 << 20;
+  for (const unsigned leaf : {4U, 0x8000001dU}) {
+    bool found = false;
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    for (unsigned i = 0; i < 8 && __get_cpuid_count(leaf, i, &a, &b, &c, &d) != 0; ++i) {
+      if ((a & 31U) == 0) break;
+      const std::int64_t line = (b & 0xfffU) + 1, partitions = (b >> 12 & 0x3ffU) + 1;
+      const std::int64_t ways = std::int64_t{b >> 22} + 1, sets = std::int64_t{c} + 1;
+      if ((a >> 5 & 7U) != 3) continue;
+      share = ways * partitions * line * sets / ((a >> 14 & 0xfffU) + 1);
+      found = true;
+    }
+    if (found) break;
+  }
+  return share;
+}
+
+/// Whether the processor is one that writes one stream faster than four: any but Intel's, as it was
+/// measured on AMD's and no other maker's was at hand.
+[[nodiscard]] inline bool likes_one_stream() noexcept {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(0, &a, &b, &c, &d) == 0) return true;
+  char vendor[12];
+  std::memcpy(vendor, &b, 4);
+  std::memcpy(vendor + 4, &d, 4);
+  std::memcpy(vendor + 8, &c, 4);
+  return std::string_view(vendor, 12) != "GenuineIntel";
+}
+
+#endif
+
+struct StreamState {
+  std::atomic<exec::StreamWay> way;
+  std::atomic<std::int64_t> threshold_bytes;
+};
+
+}  // namespace detail
+
+namespace exec {
+
+/// What the processor at hand is given unless `set_streaming` says otherwise: `four_pages` on
+/// Intel's, `one_page` on others, from a quarter of the last-level cache that a core can have on,
+/// and from 4 MiB at least; `off` where there are no streaming stores.
+///
+/// A copy reads as much as it writes, and what it wrote is read next: from a quarter on, streaming
+/// and reading back from memory takes less time than writing through the caches and finding part of
+/// it there. docs/performance.md has the rates of both ways.
+[[nodiscard]] inline exec::Streaming default_streaming() noexcept {
+#if KVMELD_X86_DISPATCH
+  constexpr std::int64_t least = 4 << 20;
+  const std::int64_t quarter = detail::last_level_share_bytes() / 4;
+  return {detail::likes_one_stream() ? exec::StreamWay::one_page : exec::StreamWay::four_pages,
+          quarter > least ? quarter : least};
+#else
+  return {exec::StreamWay::off, std::int64_t{1} << 62};
+#endif
+}
+
+}  // namespace exec
+
+namespace detail {
+
+/// What is in force in this process.
+[[nodiscard]] inline StreamState& stream_state() noexcept {
+  static const exec::Streaming start = exec::default_streaming();
+  static StreamState state{start.way, start.threshold_bytes};
+  return state;
+}
+
+}  // namespace detail
+
+namespace exec {
+
+/// How large outputs are written in this process now.
+[[nodiscard]] inline exec::Streaming streaming() noexcept {
+  const detail::StreamState& state = detail::stream_state();
+  return {state.way.load(std::memory_order_relaxed),
+          state.threshold_bytes.load(std::memory_order_relaxed)};
+}
+
+/// Has the renders that start from now on write large outputs so; one that is under way and streams
+/// may go on in the new order. Any thread may call it at any time; bytes do not change.
+///
+/// Where there are no streaming stores all ways are `off`. Errors: `invalid_argument` (a negative
+/// threshold), `unknown_field`.
+inline Status set_streaming(const exec::Streaming& chosen) {
+  if (chosen.threshold_bytes < 0) {
+    return extend::error(ErrorCode::invalid_argument, "streaming from ", chosen.threshold_bytes,
+                         " bytes on; the threshold is not negative");
+  }
+  if (chosen.way > exec::StreamWay::four_pages) {
+    return extend::error(ErrorCode::unknown_field, "stream way ", static_cast<int>(chosen.way),
+                         " is none that this build knows");
+  }
+  detail::StreamState& state = detail::stream_state();
+  state.way.store(chosen.way, std::memory_order_relaxed);
+  state.threshold_bytes.store(chosen.threshold_bytes, std::memory_order_relaxed);
+  return {};
+}
+
+}  // namespace exec
+
+// Writing large outputs past the caches: a line that is overwritten whole need not be read first.
+
+namespace detail {
+
+/// Bytes of each of the four stretches that are streamed in turn.
+inline constexpr std::int64_t stream_stretch = 4096;
+/// How far ahead of a single stream its source is asked for.
+inline constexpr std::int64_t stream_ahead = 1024;
+
+/// Whether an output of so many bytes is written past the caches.
+[[nodiscard]] inline bool streams_output(std::int64_t bytes) noexcept {
+  const exec::Streaming chosen = exec::streaming();
+  return KVMELD_X86_DISPATCH && chosen.way != exec::StreamWay::off &&
+         bytes >= chosen.threshold_bytes;
+}
+/// Whether lines of four stretches are streamed in turn.
+[[nodiscard]] inline bool streams_four_pages() noexcept {
+  return stream_state().way.load(std::memory_order_relaxed) == exec::StreamWay::four_pages;
+}
+
+#if KVMELD_X86_DISPATCH
+
+/// Streams one line in vectors of 16 bytes.
+KVMELD_ALWAYS_INLINE void stream_line(std::byte* out, const std::byte* in) noexcept {
+  typedef long long Chunk __attribute__((vector_size(16), may_alias));
+  typedef long long UnalignedChunk __attribute__((vector_size(16), aligned(1), may_alias));
+  // Spelled out: `auto` would drop the attributes, and g++ then reads aligned.
+  Chunk* const to = reinterpret_cast<Chunk*>(out);
+  const UnalignedChunk* const from = reinterpret_cast<const UnalignedChunk*>(in);
+  const Chunk a = from[0], b = from[1], c = from[2], d = from[3];
+#if defined(__clang__)
+  __builtin_nontemporal_store(a, to);
+  __builtin_nontemporal_store(b, to + 1);
+  __builtin_nontemporal_store(c, to + 2);
+  __builtin_nontemporal_store(d, to + 3);
+#else
+  __builtin_ia32_movntdq(to, a);
+  __builtin_ia32_movntdq(to + 1, b);
+  __builtin_ia32_movntdq(to + 2, c);
+  __builtin_ia32_movntdq(to + 3, d);
+#endif
+}
+
+/// Streams whole lines, four stretches in turn; returns the bytes that are done.
+inline std::size_t stream_four_pages(std::byte* out, const std::byte* in,
+                                          std::size_t bytes) noexcept {
+  constexpr std::size_t stretch = stream_stretch, line = 64;
+  std::size_t at = 0;
+  for (; at + 4 * stretch <= bytes; at += 4 * stretch) {
+    const std::size_t ahead = at + 8 * stretch <= bytes ? 4 * stretch : 0;
+    for (std::size_t l = at; l < at + stretch; l += line) {
+      for (std::size_t from = l; from < l + 4 * stretch; from += stretch) {
+        __builtin_prefetch(in + from + ahead);
+        stream_line(out + from, in + from);
+      }
+    }
+  }
+  for (; at + line <= bytes; at += line) stream_line(out + at, in + at);
+  return at;
+}
+
+/// Streams whole lines one after the other in vectors of 32 bytes; returns the bytes that are done.
+inline KVMELD_TARGET_AVX2 KVMELD_NOINLINE std::size_t stream_one_page(
+    std::byte* out, const std::byte* in, std::size_t bytes) noexcept {
+  typedef vector_t<long long, 32> Chunk;
+  std::size_t at = 0;
+  for (; at + 64 <= bytes; at += 64) {
+    __builtin_prefetch(in + at + stream_ahead);
+    const auto* const from = reinterpret_cast<const unaligned_vector_t<long long, 32>*>(in + at);
+    Chunk* const to = reinterpret_cast<Chunk*>(out + at);
+    const Chunk a = from[0], b = from[1];
+#if defined(__clang__)
+    __builtin_nontemporal_store(a, to);
+    __builtin_nontemporal_store(b, to + 1);
+#else
+    __builtin_ia32_movntdq256(to, a);
+    __builtin_ia32_movntdq256(to + 1, b);
+#endif
+  }
+  return at;
+}
+
+}  // namespace detail
+
+namespace extend {
+
+/// Copies bytes without keeping their destination in the caches, whatever their number;
+/// `stream_fence` orders the stores. No overlap.
+inline void stream_copy(std::byte* out, const std::byte* in,
+                                    std::size_t bytes) noexcept {
+  std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(out) % 64) % 64;
+  if (head > bytes) head = bytes;
+  std::memcpy(out, in, head);
+  const bool four = detail::streams_four_pages() || best_isa() == Isa::baseline;
+  const std::size_t at =
+      head + (four ? detail::stream_four_pages(out + head, in + head, bytes - head)
+                   : detail::stream_one_page(out + head, in + head, bytes - head));
+  std::memcpy(out + at, in + at, bytes - at);
+}
+
+}  // namespace extend
+
+namespace detail {
+
+/// Makes streamed stores visible to whoever sees what this thread does next.
+inline void stream_fence() noexcept { __builtin_ia32_sfence(); }
+
+#else
+
+inline void stream_copy(std::byte* out, const std::byte* in, std::size_t bytes) noexcept {
+  std::memcpy(out, in, bytes);
+}
+inline void stream_fence() noexcept {}
+
+#endif  // KVMELD_X86_DISPATCH
+
+}  // namespace detail
+
+namespace exec {
+
+/// Measures which way to stream is the fastest here, in the caller's memory: copies of half of
+/// `scratch` to its other half by `memcpy` and by both ways, the best of three each. Neither
+/// chooses nor allocates: give the result to `set_streaming`.
+///
+/// The way is `off` where `memcpy` was the fastest; the threshold stays that of
+/// `default_streaming`. Takes some 30 ms for 64 MiB, which should be several times the threshold:
+/// what fits the caches is copied through them the fastest. Errors: `invalid_argument` (less than 2
+/// MiB).
+[[nodiscard]] inline Result<exec::Streaming> measure_streaming(std::span<std::byte> scratch) {
+  constexpr std::size_t least = std::size_t{2} << 20;
+  if (scratch.size() < least) {
+    return extend::error(
+        ErrorCode::invalid_argument, "measuring in ", scratch.size(), " bytes; give ", least,
+        " or more, and several times the last-level cache for a figure that means something");
+  }
+  const std::size_t bytes = scratch.size() / 2;
+  std::byte* const out = scratch.data();
+  const std::byte* const in = scratch.data() + bytes;
+  std::memset(scratch.data(), 1, scratch.size());
+  const auto best_of_three = [&](const auto& copy) {
+    std::chrono::nanoseconds best = std::chrono::nanoseconds(std::int64_t{1} << 62);
+    for (int i = 0; i < 3; ++i) {
+      const auto begin = std::chrono::steady_clock::now();
+      copy();
+      best = (std::min)(best, std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin));
+    }
+    return best;
+  };
+  exec::Streaming chosen = exec::default_streaming();
+#if KVMELD_X86_DISPATCH
+  const std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(out) % 64) % 64;
+  std::byte* const to = out + head;
+  const auto plain = best_of_three([&] { std::memcpy(to, in, bytes - head); });
+  const auto four = best_of_three([&] {
+    detail::stream_four_pages(to, in, bytes - head);
+    detail::stream_fence();
+  });
+  auto one = std::chrono::nanoseconds(std::int64_t{1} << 62);
+  if (best_isa() != Isa::baseline) {
+    one = best_of_three([&] {
+      detail::stream_one_page(to, in, bytes - head);
+      detail::stream_fence();
+    });
+  }
+  chosen.way = (std::min)(one, four) >= plain ? exec::StreamWay::off
+               : one < four                   ? exec::StreamWay::one_page
+                                              : exec::StreamWay::four_pages;
+#else
+  (void)best_of_three;
+  (void)in;
+  (void)out;
+#endif
+  return chosen;
+}
+
+}  // namespace exec
+
+namespace extend {
+
+/// Bytes ahead of the loads that are asked for where `inputs` rows are read side by side: rows of
+/// consecutive tokens follow each other in a payload. Far enough to be in the next page, near
+/// enough for all inputs together to stay in the first cache.
+[[nodiscard]] constexpr std::ptrdiff_t prefetch_bytes(int inputs) noexcept {
+  return inputs <= 4 ? 4096 : inputs >= 16 ? 1024 : 16384 / inputs / 64 * 64;
+}
+
+/// Bytes ahead of the stores that are asked for: a line is fetched before it is written.
+inline constexpr std::ptrdiff_t written_ahead = 1024;
+
+}  // namespace extend
+
+KVMELD_NAMESPACE_END

@@ -1,0 +1,393 @@
+#pragma once
+
+/// From a set to a cache: plans, and their rendering.
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/cache_view.hpp>
+#include <kvmeld/check_view.hpp>
+#include <kvmeld/config.hpp>
+#include <kvmeld/detail/plan_score.hpp>
+#include <kvmeld/exec.hpp>
+#include <kvmeld/extend/plan.hpp>
+#include <kvmeld/extend/plan_inputs.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/merger.hpp>
+#include <kvmeld/status.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+/// Everything a render needs but the memory: the merger, the payloads, the compiled alignment, and
+/// what will come out.
+///
+/// Made by `plan`, read by `run`, any number of times. Owns handles of the payloads, so the set may
+/// change meanwhile.
+template <class M>
+class Plan {
+ public:
+  Plan(M merger, extend::PlanCore core) : merger_(std::move(merger)), core_(std::move(core)) {}
+
+  [[nodiscard]] const M& merger() const noexcept { return merger_; }
+  /// Output tokens, holes included: rows that `out` must have.
+  [[nodiscard]] std::int64_t tokens() const noexcept { return core_.outputs(); }
+  /// Position of each output token.
+  [[nodiscard]] std::span<const std::int64_t> positions() const noexcept {
+    return extend::span_of(core_.positions);
+  }
+  /// Id of each output token; −1 where it is not known.
+  [[nodiscard]] std::span<const TokenId> token_ids() const noexcept {
+    return extend::span_of(core_.tokens);
+  }
+  /// Output tokens that the engine computes after the render, ascending.
+  [[nodiscard]] std::span<const Hole> holes() const noexcept {
+    return extend::span_of(core_.holes);
+  }
+  /// Output tokens, holes left out, that had two contributions or more.
+  [[nodiscard]] std::int64_t fused() const noexcept { return core_.fused; }
+  [[nodiscard]] RenderWarnings warnings() const noexcept { return core_.warnings; }
+  /// Bytes of K/V that a run writes.
+  [[nodiscard]] std::int64_t bytes() const noexcept { return core_.bytes; }
+  /// Bytes of workspace that `run` needs on a host, aligned to 64.
+  [[nodiscard]] std::size_t workspace_bytes() const noexcept {
+    const std::size_t tasks = core_.planes() * (sizeof(extend::PlaneTask) +
+                                                core_.sources.size() * sizeof(const std::byte*));
+    // slots are checked before tasks are laid out
+    return (std::max)(tasks, core_.positions.size() * sizeof(std::int64_t)) + 64;
+  }
+  /// H(merger ‖ target ‖ ordered ids ‖ metadata read): cheap, and equal where equal things were
+  /// asked.
+  [[nodiscard]] const Digest128& render_id() const noexcept { return core_.render_id; }
+  [[nodiscard]] const Geometry& geometry() const noexcept { return *core_.geometry; }
+  [[nodiscard]] const std::shared_ptr<const Geometry>& shared_geometry() const noexcept {
+    return core_.geometry;
+  }
+  [[nodiscard]] const extend::PlanCore& core() const noexcept { return core_; }
+
+ private:
+  M merger_;
+  extend::PlanCore core_;
+};
+
+namespace detail {
+
+template <class M>
+[[nodiscard]] Digest128 render_id(const M& merger, const Target& target,
+                                  const FragmentSet::Entry* prefix, std::span<const Source> ordered,
+                                  const FragmentId& local) {
+  Hasher h;
+  h.text("kvmeld.render.v1");
+  const Digest128 policies = merger.digest();
+  h.value(policies.low);
+  h.value(policies.high);
+  hash_append(h, target.geometry);
+  h.value(target.first_position);
+  h.values(extend::span_of(target.layers.layers));
+  h.values(extend::span_of(target.heads.heads));
+  h.value(static_cast<std::uint8_t>(target.prefix_in_place));
+  h.value(target.context_length);
+  h.bytes(std::as_bytes(std::span(local.bytes)));
+  h.bytes(std::as_bytes(
+      std::span(prefix != nullptr ? prefix->fragment.id().bytes : FragmentId{}.bytes)));
+  h.value(static_cast<std::uint64_t>(ordered.size()));
+  for (const Source& source : ordered) {
+    h.bytes(std::as_bytes(std::span(source.fragment->id().bytes)));
+    if (reads(M::metadata, MetadataFields::provenance)) {
+      h.value(static_cast<std::uint64_t>(source.metadata->marks.size()));
+      for (const Mark& mark : source.metadata->marks) {
+        h.value(mark.dot.agent);
+        h.value(mark.dot.epoch);
+        h.value(mark.dot.sequence);
+      }
+    }
+    if (reads(M::metadata, MetadataFields::confidence)) h.value(source.metadata->best_confidence());
+  }
+  return h.digest();
+}
+
+}  // namespace detail
+
+/// Works out what a merger makes of a set: selects, orders, aligns, marks seams, weighs, compiles
+/// rows, and makes sure that the output's elements can hold them.
+///
+/// Reads K/V where the policies do (for a fuser with a `score`, the keys of every token that
+/// several fragments hold); once for the largest magnitudes of a payload that was not sealed in
+/// this process; and the rows of planes whose results may be beyond their elements, which are
+/// computed (docs/numerics.md, "Range"). Copies the rows of layers that the target keeps from its
+/// local cache, and maps fragments of other models where the aligner does.
+///
+/// O(tokens · fragments), O(n² · channels) for each scored token of n contributions, and O(bytes)
+/// of what is read. Errors: `geometry_mismatch`, `prefix_conflict`, `prefix_missing`,
+/// `payload_missing` (with the ids), `duplicate_bos`, `rope_length_dependent`, `rope_unsupported`,
+/// `unsupported`, `non_finite` (weights; a result beyond the output's elements, by layer, plane and
+/// output), `oversized` (contributions), `invalid_argument` (a warning that `Target::refuse` names,
+/// among others), and those of the policies.
+template <class M>
+[[nodiscard]] Result<Plan<M>> plan(const FragmentSet& set, const M& merger, const Target& target) {
+  const exec::FloatEnvironmentGuard guard;  // orders and rope tables are computed here
+  KVMELD_TRY(exec::check_float_environment());
+  KVMELD_TRY(validate(target.geometry));
+  if (target.first_position < 0 || target.first_position > max_position) {
+    return extend::error(ErrorCode::invalid_argument, "first_position ", target.first_position,
+                         " is not in [0, ", max_position, "]");
+  }
+  const detail::TransformCall transform = detail::transform_call(merger.align.policy());
+  const auto parts = detail::split(set, target, transform);
+  if (!parts) return parts.error();
+  std::string missing;
+  std::vector<Source> sources;
+  for (const FragmentSet::Entry* entry : parts->spans) {
+    // nothing to order, and nothing that could come first
+    if (entry->fragment.token_count() == 0) continue;
+    Source source{&entry->fragment, &entry->fragment.payloads()[0], &entry->metadata, {}};
+    if (source.payload->bytes == nullptr) {
+      missing.append(" ").append(entry->fragment.id().hex());
+      continue;
+    }
+    auto selected = merger.select.select(source);
+    if (!selected) return selected.error();
+    KVMELD_TRY(detail::check_selection(*selected, entry->fragment));
+    source.selected = *std::move(selected);
+    if (source.selected_count() > 0) sources.push_back(std::move(source));
+  }
+  if (parts->prefix != nullptr && parts->prefix->fragment.payloads()[0].bytes == nullptr)
+    missing.append(" ").append(parts->prefix->fragment.id().hex());
+  if (!missing.empty())
+    return extend::error(ErrorCode::payload_missing, "evicted payloads:", missing,
+                         "; fetch them and plan again");
+  if constexpr (requires { merger.fuse.policy().fits(target.geometry); })
+    KVMELD_TRY(merger.fuse.policy().fits(target.geometry));
+  const auto order = merger.order.order(sources);
+  if (!order) return order.error();
+  KVMELD_TRY(detail::check_order(*order, sources.size()));
+  std::vector<Source> ordered;
+  for (const std::uint32_t i : *order) ordered.push_back(sources[i]);
+
+  extend::PlanCore core;
+  core.geometry = std::make_shared<const Geometry>(target.geometry);
+  std::int64_t first_position = core.first_position = target.first_position;
+  if (parts->prefix != nullptr) {
+    core.sources.push_back({parts->prefix->fragment, 0, 1.0F, false});
+    first_position += parts->prefix->fragment.token_count();
+  }
+  // Whichever span comes first is read in its encoding without lead-in, if it has one.
+  const std::size_t first_payload =
+      !ordered.empty() && ordered[0].fragment->payloads().size() > 1 ? 1 : 0;
+  if (first_payload == 1 && ordered[0].fragment->payloads()[1].bytes == nullptr) {
+    return extend::error(ErrorCode::payload_missing,
+                         "evicted payloads: ", ordered[0].fragment->id().hex(),
+                         " (the encoding without lead-in, which the first span is read in); fetch "
+                         "it and plan again");
+  }
+  std::vector<Fragment> mapped;
+  mapped.reserve(ordered.size());
+  std::vector<std::uint8_t> is_mapped(ordered.size(), 0);
+  for (std::size_t s = 0; s < ordered.size(); ++s) {
+    if (!parts->maps(*ordered[s].fragment)) continue;
+    auto made = detail::mapped_fragment(transform, *ordered[s].fragment, s == 0 ? first_payload : 0,
+                                        core.geometry);
+    if (!made) return made.error();
+    mapped.push_back(*std::move(made));
+    ordered[s].fragment = &mapped.back();
+    ordered[s].payload = &mapped.back().payloads()[0];
+    is_mapped[s] = 1;
+  }
+  auto alignment = merger.align.policy().align(ordered, first_position);
+  if (!alignment) return alignment.error();
+  KVMELD_TRY(detail::check_alignment(*alignment, target.geometry, ordered, first_position));
+  for (AlignmentGroup& group : alignment->groups) group.head_rows.clear();
+  detail::number_head_rows(target.geometry, *alignment);
+  std::vector<std::uint8_t> recompute(alignment->positions.size(), 0);
+  KVMELD_TRY(merger.seam.mark(ordered, *alignment, recompute));
+  for (std::size_t s = 0; s < ordered.size(); ++s) {
+    const auto weight = detail::source_weight(merger.fuse.policy(), ordered[s]);
+    if (!weight) return weight.error();
+    core.sources.push_back({*ordered[s].fragment,
+                            s == 0 && is_mapped[0] == 0 ? first_payload : std::size_t{0}, *weight,
+                            is_mapped[s] != 0});
+  }
+  if (parts->prefix != nullptr) {
+    detail::prepend_prefix(*alignment, parts->prefix->fragment, target.first_position);
+    recompute.insert(recompute.begin(),
+                     static_cast<std::size_t>(parts->prefix->fragment.token_count()), 0);
+  }
+  const std::vector<std::uint8_t> several =
+      extend::with_several(target.geometry, *alignment, recompute.size());
+  core.positions = std::move(alignment->positions);
+  core.tokens = std::move(alignment->tokens);
+  KVMELD_TRY(extend::check_positions(target.geometry, core.sources, core, parts->in_place,
+                                     target.context_length));
+  const std::size_t from_set = core.sources.size();
+  const auto layer_parts = detail::layer_parts(target);
+  if (!layer_parts) return layer_parts.error();
+  KVMELD_TRY(detail::add_local(core, *alignment, target, *layer_parts));
+  const FragmentId local =
+      core.sources.size() > from_set ? core.sources.back().fragment.id() : FragmentId{};
+  std::int64_t length = target.context_length;
+  if (length == 0 && !core.positions.empty()) length = core.positions.back() + 1;
+  using Fuse = typename decltype(merger.fuse)::policy_type;
+  using Rows = detail::RowForm<Fuse>;
+  if constexpr (ScoreForm<Fuse> || MixForm<Rows> || std::is_same_v<Rows, detail::MeanRows>) {
+    KVMELD_TRY(detail::weigh(core, *alignment, detail::score_call(merger.fuse.policy()), recompute,
+                             length));
+  }
+  detail::add_local_heads(core, *alignment, target, *layer_parts);
+  KVMELD_TRY(extend::compile(core, *alignment,
+                             {extend::rotation_equivariant<Rows>(), extend::keeps_single<Rows>()},
+                             recompute, length));
+  KVMELD_TRY(extend::check_rows<Fuse>(core, merger.fuse.policy()));
+  if constexpr (std::is_same_v<Rows, detail::MeanRows>) detail::scale_weights(core);
+  KVMELD_TRY(extend::check_range(core, extend::row_form(merger.fuse.policy())));
+  KVMELD_TRY(extend::warn(core, several, target.refuse, detail::chosen(merger.fuse.policy()),
+                          detail::names_nobody(merger.fuse.policy(), extend::span_of(ordered))));
+  core.render_id = detail::render_id(merger, target, parts->prefix, ordered, local);
+  return Plan<M>(merger, std::move(core));
+}
+
+/// What `run` does beside rendering.
+struct RunOptions {
+  bool content_digest = false;  ///< hash what came out, O(bytes) more
+};
+
+namespace extend {
+
+/// What a run on an executor is told beside the plan; executors of devices have their own.
+template <class E>
+struct RunOptionsOf {
+  using type = RunOptions;
+};
+
+/// Whether a layer of the output has a place for every row that is rendered and read later.
+[[nodiscard]] inline Status check_slots_present(const PlanCore& core, std::size_t layer,
+                                                     const TokenSlots& slots) {
+  if (slots.kind == SlotKind::identity) return {};
+  for (auto o = static_cast<std::int64_t>(core.layer_needed_from[layer]); o < core.outputs(); ++o) {
+    if (core.rendered(layer, o) && slots.slot(o) < 0) {
+      return error(ErrorCode::output_too_small, "layer ", layer,
+                   " of the output has no slot for token ", o, ", which later queries read");
+    }
+  }
+  return {};
+}
+
+}  // namespace extend
+
+namespace detail {
+
+/// Refuses outputs that cannot take the rows: other shapes, too few slots, slots that share memory
+/// with each other, with a payload or with the workspace. `scratch`, in the workspace, takes a
+/// number for each output.
+inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out,
+                                std::span<const std::byte> workspace, std::int64_t* scratch) {
+  if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
+  KVMELD_TRY(check_same(*core.geometry, out.geometry()));
+  KVMELD_TRY(check_on_host(out, "run"));
+  if (out.tokens() < core.outputs()) {
+    return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(),
+                 " tokens, the output holds ", out.tokens());
+  }
+  const TokenSlots* apart = nullptr;  // planes mostly share one table, which is sorted once
+  for (const MutablePlaneRef& whole : out.planes()) {
+    MutablePlaneRef plane = whole;
+    plane.tokens = core.outputs();
+    KVMELD_TRY(check_steps(plane));
+    const Footprint span = footprint(plane);
+    const auto first =
+        reinterpret_cast<std::uintptr_t>(plane.data) + static_cast<std::uintptr_t>(span.first_byte);
+    const auto last =
+        reinterpret_cast<std::uintptr_t>(plane.data) + static_cast<std::uintptr_t>(span.last_byte);
+    for (const PlanSource& source : core.sources) {
+      const Payload& payload = source.payload();
+      const auto begin = reinterpret_cast<std::uintptr_t>(payload.bytes.get());
+      if (!span.empty() && first < begin + payload.byte_count && begin <= last) {
+        return error(ErrorCode::aliasing, "the output overlaps the payload of fragment ",
+                     source.fragment.id().hex());
+      }
+    }
+    const auto work = reinterpret_cast<std::uintptr_t>(workspace.data());
+    if (!span.empty() && !workspace.empty() && first < work + workspace.size() && work <= last) {
+      return error(ErrorCode::aliasing, "the output overlaps the workspace of ", workspace.size(),
+                   " bytes");
+    }
+    const bool same = apart != nullptr && apart->table == plane.slots.table &&
+                      apart->kind == plane.slots.kind &&
+                      apart->block_size == plane.slots.block_size;
+    if (!same) KVMELD_TRY(check_slots_apart(plane.slots, plane.tokens, scratch));
+    apart = &whole.slots;
+  }
+  for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
+    for (std::size_t p = 0; p < core.geometry->layers[l].planes.size(); ++p) {
+      KVMELD_TRY(check_slots_present(core, l, out.plane(l, p).slots));
+    }
+  }
+  return {};
+}
+
+}  // namespace detail
+
+/// Renders a plan into the caller's cache, in the caller's workspace: output row i is output token
+/// i, holes are left as they are.
+///
+/// Bytes are the same for every executor. Output is untouched or completely written. O(bytes), no
+/// allocation but for the content digest, which covers the rows that were rendered and not what
+/// lies in holes. Errors: `geometry_mismatch`, `output_too_small`, `workspace_too_small`,
+/// `aliasing`, `memory_space`, `token_count_mismatch` (a view that its planes belie),
+/// `float_environment`.
+template <ExecutionPolicy E, class M>
+requires(!E::on_device) [[nodiscard]] Result<RenderReport> run(const E& exec, const Plan<M>& plan,
+                                                               std::span<std::byte> workspace,
+                                                               const MutableKvCacheRef& out,
+                                                               const RunOptions& options = {}) {
+  const extend::PlanCore& core = plan.core();
+  KVMELD_TRY(exec::check_float_environment());
+  void* memory = workspace.data();
+  std::size_t space = workspace.size();
+  const std::size_t planes = core.planes();
+  const std::size_t needed = plan.workspace_bytes() - 64;
+  if (needed > 0 && std::align(alignof(extend::PlaneTask), needed, memory, space) == nullptr) {
+    return extend::error(ErrorCode::workspace_too_small, "workspace of ", workspace.size(),
+                         " bytes, the plan needs ", plan.workspace_bytes());
+  }
+  KVMELD_TRY(detail::check_output(core, out, workspace, static_cast<std::int64_t*>(memory)));
+  auto* tasks = static_cast<extend::PlaneTask*>(memory);
+  auto** bases = reinterpret_cast<const std::byte**>(tasks + planes);
+  detail::fill_tasks(core, out, tasks, bases, [](const auto* host) { return host; });
+  using Rows = detail::RowForm<typename decltype(plan.merger().fuse)::policy_type>;
+  const detail::RenderWork<Rows> work{extend::row_form(plan.merger().fuse.policy()), tasks,
+                                      static_cast<std::int64_t>(planes), core.outputs(),
+                                      detail::streams_output(core.bytes)};
+  if (core.outputs() > 0)
+    KVMELD_TRY(exec.bulk(static_cast<std::int64_t>(planes) * core.outputs(), work));
+  RenderReport report = detail::report_of(core);
+  if (options.content_digest) {
+    report.content_digest = detail::content_digest_of(
+        KvCacheRef(out).first(core.outputs()),
+        [&](std::size_t layer, std::int64_t o) { return core.rendered(layer, o); });
+  }
+  return report;
+}
+
+/// Plans and runs in one call, in a workspace of its own.
+///
+/// `target` tells positions and masks; its geometry is the output's. Errors: those of `plan` and
+/// `run`.
+template <ExecutionPolicy E, class M>
+[[nodiscard]] Result<RenderReport> render(const E& exec, const FragmentSet& set, const M& merger,
+                                          const MutableKvCacheRef& out, Target target = {},
+                                          const RunOptions& options = {}) {
+  if (!out.valid())
+    return extend::error(ErrorCode::invalid_argument, "the output view has no geometry");
+  if (target.geometry.layers.empty()) target.geometry = out.geometry();
+  auto made = plan(set, merger, target);
+  if (!made) return made.error();
+  std::vector<std::byte> workspace(made->workspace_bytes());
+  return run(exec, *made, workspace, out, options);
+}
+
+KVMELD_NAMESPACE_END

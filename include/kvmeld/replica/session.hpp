@@ -1,0 +1,841 @@
+#pragma once
+
+/// An agent's session: what it says is published, what others said is swapped in at safe points.
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <iterator>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include <kvmeld/cache_view.hpp>
+#include <kvmeld/config.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/replica/replica.hpp>
+#include <kvmeld/replica/rounds.hpp>
+#include <kvmeld/replica/session_memory.hpp>
+
+KVMELD_NAMESPACE_BEGIN
+
+namespace replica {
+
+/// What a message is for.
+enum class TrafficLayer : std::uint8_t {
+  state,        ///< ids and metadata: news, requests, deltas
+  payload,      ///< manifests, chunks, and requests for them
+  rounds,       ///< barriers of synchronous rounds
+  application,  ///< the host's own
+};
+
+/// The layer that a frame of this type belongs to (`ReplicaMessage`, `SessionMessage`).
+[[nodiscard]] constexpr TrafficLayer traffic_layer(std::uint8_t type) noexcept {
+  return type < 4    ? TrafficLayer::state
+         : type < 32 ? TrafficLayer::payload
+         : type < 40 ? TrafficLayer::rounds
+                     : TrafficLayer::application;
+}
+
+/// Messages and their bytes, whole frames.
+struct Traffic {
+  std::uint64_t messages = 0;
+  std::uint64_t bytes = 0;
+
+  bool operator==(const Traffic&) const = default;
+  Traffic& operator+=(const Traffic& other) noexcept {
+    messages += other.messages;
+    bytes += other.bytes;
+    return *this;
+  }
+  void add(std::size_t frame_bytes) noexcept {
+    ++messages;
+    bytes += frame_bytes;
+  }
+};
+
+/// What taking part costs an agent, so far. Sums over types are what crossed the transport, each
+/// way.
+///
+/// A message to everyone counts once, as the transport's `send` is called once.
+struct Accounting {
+  std::array<Traffic, 256> sent{};  ///< by frame type; what the transport refused is not in it
+  /// By frame type; frames that were refused count under type 0.
+  std::array<Traffic, 256> received{};
+  /// Messages that the transport did not take; they are repeated by protocol.
+  std::uint64_t send_failures = 0;
+  StoredBytes stored{};  ///< what sealing wrote to the store, and what was there already
+  std::uint64_t fragments_sealed = 0;
+  /// Sealed, and in this agent's view only, since nobody takes them.
+  std::uint64_t fragments_refused = 0;
+  std::uint64_t application_dropped = 0;  ///< frames of the host's own that were not taken in time
+  std::uint64_t fragments_fetched = 0;    ///< from peers
+  std::uint64_t fragments_loaded = 0;     ///< from the store
+  StoreDamage store_damage{};             ///< what the store found spoilt of its records
+  ReplicaRefusals refused{};              ///< what this agent's replica did not take
+  /// Raw K/V of sealed fragments, by layer of the model.
+  std::vector<std::uint64_t> sealed_bytes{};
+  std::uint64_t rounds_swapped = 0;
+  std::uint64_t rounds_kept = 0;  ///< rounds that ended with the old cache
+  double wait_ms = 0;             ///< between the begin and the end of rounds
+  std::uint64_t renders = 0;
+  double render_ms = 0;  ///< on the worker
+  std::uint64_t swaps = 0;
+  double swap_ms = 0;    ///< on the generating thread: pointer or import, and what was carried
+  double import_ms = 0;  ///< part of `swap_ms` that an engine took to import
+  /// Said since a snapshot, rotated to their new positions at the swap.
+  std::uint64_t carried_tokens = 0;
+
+  [[nodiscard]] Traffic total_sent() const noexcept { return sum(sent, {}); }
+  [[nodiscard]] Traffic total_received() const noexcept { return sum(received, {}); }
+  [[nodiscard]] Traffic sent_of(TrafficLayer layer) const noexcept { return sum(sent, layer); }
+  [[nodiscard]] Traffic received_of(TrafficLayer layer) const noexcept {
+    return sum(received, layer);
+  }
+
+ private:
+  [[nodiscard]] static Traffic sum(const std::array<Traffic, 256>& all,
+                                   std::optional<TrafficLayer> layer) noexcept {
+    Traffic total;
+    for (std::size_t type = 0; type < all.size(); ++type) {
+      if (!layer || traffic_layer(static_cast<std::uint8_t>(type)) == *layer) total += all[type];
+    }
+    return total;
+  }
+};
+
+/// Adds a fragment's raw bytes, all payloads, to a count by layer of the model.
+inline void add_layer_bytes(std::vector<std::uint64_t>& by_layer, const Fragment& fragment) {
+  const Geometry& geometry = fragment.geometry();
+  if (by_layer.size() < geometry.layers.size()) by_layer.resize(geometry.layers.size());
+  for (const Payload& payload : fragment.payloads()) {
+    for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+      for (const PlaneShape& shape : geometry.layers[l].planes) {
+        const auto rows = static_cast<std::uint64_t>(payload.layer_tokens(l) * shape.heads);
+        by_layer[l] +=
+            rows * (static_cast<std::uint64_t>(extend::row_bytes(shape)) +
+                    sizeof(float) * static_cast<std::uint64_t>(extend::row_scales(shape)));
+      }
+    }
+  }
+}
+
+/// Types of the frames that sessions exchange beside those of replicas; those from `application` on
+/// are the host's own.
+enum class SessionMessage : std::uint8_t { round_ready = 32, round_cut = 33, application = 64 };
+
+/// Who an agent is in a session, how it cuts its words into fragments, and when it takes over what
+/// the others said.
+template <Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
+struct AgentSessionOptions {
+  ReplicaOptions<Auth, Hash, C> replica;  ///< the session's own merger takes the place of `merger`
+  SpanOptions spans{};
+  SpanStart start{};      ///< of the first span: prefix, lead-in, position
+  RoundOptions rounds{};  ///< without members: no synchronous rounds
+  Target target{};        ///< what is rendered into; without layers: the agent's own geometry
+  std::optional<float> confidence{};  ///< of everything that this agent says
+  bool background = true;       ///< renders whenever the set has changed; false: only in rounds
+  bool content_digest = false;  ///< of each render, as members compare it
+  /// Of words that nobody takes (`quota_exceeded`, say), kept in this agent's view; oldest go
+  /// first.
+  std::int64_t max_refused_tokens = 256;
+  /// Of frames that wait for `take_application`; oldest go first.
+  std::size_t max_application_bytes = std::size_t{64} << 20U;
+};
+
+/// A swap at a safe point.
+struct SwapReport {
+  RenderReport render{};
+  InstallReport install{};
+  double render_ms = 0;     ///< on the worker, some time ago
+  double swap_ms = 0;       ///< what the generating thread spent
+  std::uint64_t round = 0;  ///< the synchronous round whose cut this is; 0: asynchronous
+  /// Fragments that are known and were left out, since their bytes had not arrived.
+  std::size_t missing = 0;
+};
+
+/// How a synchronous round ended.
+struct RoundReport {
+  std::uint64_t round = 0;
+  bool swapped = false;
+  Status status{};  ///< why not
+  /// Why words before the barrier are not in it: an error of the store, or of `Replica::insert`.
+  Status said{};
+  std::optional<SwapReport> swap{};
+};
+
+/// One agent in a session: says what its engine computes, hears what others said, and generates
+/// from a cache of all of it.
+///
+/// Two threads at most, which may be one. The *generating* thread calls `append`, `append_variant`,
+/// `end_span`, `try_swap` and `next_position`: none of them does I/O or waits for a render. The
+/// *network* thread calls everything else; `poll` does the I/O. `current` and `accounting` may be
+/// called by any. What is sealed is queued for `poll`, which writes it to the store and tells the
+/// others. A swap ends the span at hand, since what follows is encoded in another context; what
+/// this agent said since the snapshot is rotated to its new place behind what is swapped in, so no
+/// word is lost from its view.
+///
+/// @tparam M a `Merger`; @tparam S an `ArbiterStore`; @tparam T a `Transport`;
+/// @tparam Memory where the cache lies (`SwapMemory`);
+/// @tparam E the executor of the rendering worker. Store and transport outlive the session.
+template <class M, BlobStore S, Transport T, SwapMemory Memory = HostMemory,
+          ExecutionPolicy E = exec::Sequential, Authenticator Auth = NoAuth,
+          ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
+class AgentSession {
+  static_assert(ArbiterStore<S>, "a round has one cut: the store needs put_if_absent");
+
+ public:
+  using Options = AgentSessionOptions<Auth, Hash, C>;
+  using Buffer = typename Memory::Backing::Buffer;
+
+  AgentSession(M merger, S& store, T& transport, const std::shared_ptr<const Geometry>& geometry,
+               AgentSessionOptions<Auth, Hash, C> options, Memory memory = Memory(), E exec = E{})
+      : options_(complete(std::move(options), merger, *geometry)),
+        store_(&store),
+        transport_(&transport),
+        memory_(std::move(memory)),
+        span_(geometry, options_.spans, options_.start),
+        replica_(store, options_.replica),
+        clock_((std::max)(options_.rounds.timeout_ms, options_.replica.max_retry_ms)),
+        worker_(std::move(merger), memory_.backing(), std::move(exec),
+                RunOptions{options_.content_digest}) {
+    if (!options_.rounds.members.empty()) round_.emplace(options_.replica.self, options_.rounds);
+  }
+
+  // --- the generating thread
+
+  /// Takes the K/V of new tokens, as `SpanBuffer::append`; seals full spans. Errors: those, and
+  /// `output_too_small` where kvmeld's own buffer is full; nothing was taken then.
+  Status append(const KvCacheRef& rows, std::span<const TokenId> tokens = {},
+                std::span<const std::int64_t> positions = {}) {
+    if (rows.valid()) KVMELD_TRY(memory_.check_room(rows.tokens()));
+    KVMELD_TRY(span_.append(rows, tokens, positions));
+    KVMELD_TRY(memory_.append(rows, tokens));
+    return seal_full();
+  }
+  /// As `SpanBuffer::append_variant`; seals full spans.
+  Status append_variant(const KvCacheRef& rows, std::span<const std::int64_t> positions = {}) {
+    KVMELD_TRY(span_.append_variant(rows, positions));
+    return seal_full();
+  }
+  /// Seals what is pending, at a rotation's end or by hand. None where nothing is. Errors: those of
+  /// `SpanBuffer::seal`.
+  Result<std::optional<FragmentId>> end_span() {
+    if (span_.pending() == 0) return std::optional<FragmentId>();
+    auto fragment = span_.seal();
+    if (!fragment) return fragment.error();
+    hand_over(*fragment);
+    return std::optional(fragment->id());
+  }
+  /// Begins a span in another context, as `SpanBuffer::begin`; pending tokens are sealed first.
+  Status begin_span(const SpanStart& start) {
+    KVMELD_TRY(end_span().status());
+    span_.begin(start);
+    return {};
+  }
+  /// A safe point: takes the newest rendered cache over, if there is one. The position that follows
+  /// is `next_position()`.
+  ///
+  /// Errors: the render's, or the memory's; the old cache stays. Never waits for a render or for
+  /// the network.
+  Result<std::optional<SwapReport>> try_swap();
+  /// Where the next token goes.
+  [[nodiscard]] std::int64_t next_position() const noexcept { return span_.next_position(); }
+  /// What is live in kvmeld's own memory; any thread.
+  [[nodiscard]] auto current() const requires requires(const Memory& m) { m.current(); }
+  { return memory_.current(); }
+  [[nodiscard]] Memory& memory() noexcept { return memory_; }
+
+  // --- the network thread
+
+  /// Reads what the store has of an earlier life. Errors: the store's; call again.
+  Status open() { return replica_.open(); }
+  /// Puts a fragment that was sealed elsewhere, the prefix say, into the set. Errors: those of
+  /// `Replica::insert`.
+  Result<Dot> insert(const Fragment& fragment) {
+    return replica_.insert(fragment, options_.confidence);
+  }
+  /// Does everything that waits: stores and tells what was sealed, hears the others, asks for what
+  /// is missing, moves rounds on, and asks the worker for a cache of what is new. Waits at most
+  /// `wait_ms` for a first message.
+  ///
+  /// Errors: the first of the store's and the transport's; the rest is done regardless, and nothing
+  /// that was acknowledged is lost. Words that the store cannot take now are tried again. Words
+  /// that nobody would take are told to nobody; the error says so once, and they stay in this
+  /// agent's own view as long as there is room (`AgentSessionOptions::max_refused_tokens`).
+  ///
+  /// @param now_ms of any clock: one that is set back or ahead moves no deadline.
+  Status poll(std::int64_t now_ms, std::int64_t wait_ms = 0);
+  /// Comes to the barrier of the next synchronous round; `poll` and `try_swap` then bring it to its
+  /// end. Errors: those of `Round::begin`; `unsupported` without members; those of storing what was
+  /// said before, and the round goes on without it then.
+  Status begin_round(std::int64_t now_ms);
+  /// Whether a round is going on.
+  [[nodiscard]] bool in_round() const noexcept {
+    return round_ && (round_->state() == RoundState::waiting || round_->state() == RoundState::cut);
+  }
+  /// Null without members.
+  [[nodiscard]] const Round* round() const noexcept { return round_ ? &*round_ : nullptr; }
+  /// A whole round for agents of one thread: waits at the barrier until it ends, by a cut that was
+  /// swapped in or by its timeout.
+  ///
+  /// @param now_ms gives milliseconds. Errors: those of `begin_round` where no round began; how it
+  /// ended is in the report.
+  template <class Clock>
+  Result<RoundReport> synchronize(const Clock& now_ms) {
+    const std::uint64_t before = round_ ? round_->number() : 0;
+    RoundReport report;
+    report.said = begin_round(now_ms());
+    if (!round_ || round_->number() == before) return report.said;
+    report.round = round_->number();
+    while (in_round()) {
+      (void)poll(now_ms(), 1);  // a store or transport that is away costs the round at most
+      auto swap = try_swap();
+      if (swap && *swap && (*swap)->round == report.round) report.swap = *std::move(swap);
+    }
+    report.swapped = round_->state() == RoundState::swapped;
+    report.status = round_->status();
+    return report;
+  }
+
+  /// The set and its messages. Of the network thread.
+  [[nodiscard]] Replica<S, Auth, Hash, C>& replica() noexcept { return replica_; }
+  [[nodiscard]] const FragmentSet& set() const noexcept { return replica_.set(); }
+  /// Frames of types from `SessionMessage::application` on that came in, oldest first; each once.
+  /// At most `AgentSessionOptions::max_application_bytes` wait; `Accounting::application_dropped`
+  /// counts what was not taken in time.
+  [[nodiscard]] std::vector<std::pair<MemberId, Outgoing>> take_application() {
+    application_bytes_ = 0;
+    auto taken = std::exchange(application_, {});
+    return {std::make_move_iterator(taken.begin()), std::make_move_iterator(taken.end())};
+  }
+  /// Any thread.
+  [[nodiscard]] Accounting accounting() const {
+    const std::lock_guard lock(mutex_);
+    return counted_;
+  }
+
+ private:
+  /// A fragment of this agent's. Known for good: a cut that somebody else publishes may lack it at
+  /// any time.
+  struct Said {
+    FragmentId id;
+    Fragment fragment;  // not valid() while the live cache has it, and every one that was asked for
+    bool stored = false;
+    bool refused = false;  // by everybody, for good
+  };
+
+  [[nodiscard]] static Options complete(Options options, const M& merger,
+                                        const Geometry& geometry) {
+    options.replica.merger = merger.digest();
+    options.rounds.set_hash = options.replica.set_hash;
+    if (options.target.geometry.layers.empty()) options.target.geometry = geometry;
+    return options;
+  }
+  Status seal_full() {
+    while (span_.full()) {
+      auto fragment = span_.seal_full();
+      if (!fragment) return fragment.error();
+      hand_over(*fragment);
+    }
+    return {};
+  }
+  void hand_over(const Fragment& fragment) {
+    const std::lock_guard lock(mutex_);
+    said_.push_back({fragment.id(), fragment});
+    to_insert_.push_back(fragment);
+  }
+  Status insert_said();
+  void refuse(const FragmentId& id);
+  void keep_application(MemberId from, std::uint8_t type, std::span<const std::byte> body);
+  [[nodiscard]] bool replaced(const FragmentId& id, const FragmentSet& part) const;
+  Status hear(std::int64_t wait_ms, std::int64_t now_ms);
+  Status step_round(std::int64_t now_ms);
+  void end_round();
+  Status publish(std::int64_t now_ms);
+  Status pursue_cut(std::int64_t now_ms);
+  void render_behind();
+  std::uint64_t request(FragmentSet set, std::size_t missing, bool for_round);
+  Status flush();
+  /// Changes whenever bytes of a known fragment arrive.
+  [[nodiscard]] std::uint64_t arrivals() const noexcept {
+    return replica_.counters().fragments_fetched + replica_.counters().fragments_loaded;
+  }
+
+  Options options_;
+  S* store_;
+  T* transport_;
+
+  // Of the generating thread.
+  Memory memory_;
+  SpanBuffer<Hash> span_;
+  std::optional<RenderOutcome<Buffer>> ready_;  // taken, and not installed yet
+
+  // Of the network thread.
+  Replica<S, Auth, Hash, C> replica_;
+  std::optional<Round> round_;
+  Elapsed clock_;
+  std::int64_t next_cut_want_ms_ = 0;  // by `clock_`
+  bool cut_wanted_ = false;
+  bool round_open_ = false;
+  // set and arrivals that were rendered last
+  std::optional<std::pair<Digest256, std::uint64_t>> asked_for_{};
+  std::deque<std::pair<MemberId, Outgoing>> application_;
+  std::size_t application_bytes_ = 0;
+
+  // Handed between them.
+  mutable std::mutex mutex_;
+  std::vector<Said> said_;
+  std::vector<Fragment> to_insert_;
+  struct Asked {
+    std::uint64_t request = 0;
+    std::uint64_t round = 0;
+    std::size_t missing = 0;
+    // of what this agent said; ascending. What was removed or replaced counts as had
+    std::vector<FragmentId> has{};
+
+    [[nodiscard]] bool had(const FragmentId& id) const noexcept {
+      return std::binary_search(has.begin(), has.end(), id);
+    }
+  };
+  std::vector<Asked> asked_;         // requests that no newer one was swapped in for
+  std::uint64_t round_request_ = 0;  // of the round that goes on
+  std::uint64_t installing_ = 0;
+  // the last request that was installed, or could not be
+  std::optional<std::pair<std::uint64_t, Status>> ended_;
+  Accounting counted_;
+
+  // last: it stops before anything that it uses goes
+  RenderWorker<M, typename Memory::Backing, E> worker_;
+};
+
+template <class M, class S, class T, class Auth, class Hash, class C>
+AgentSession(M, S&, T&, const std::shared_ptr<const Geometry>&, AgentSessionOptions<Auth, Hash, C>)
+    -> AgentSession<M, S, T, HostMemory, exec::Sequential, Auth, Hash, C>;
+template <class M, class S, class T, class Auth, class Hash, class C, class Memory>
+AgentSession(M, S&, T&, const std::shared_ptr<const Geometry>&, AgentSessionOptions<Auth, Hash, C>,
+             Memory) -> AgentSession<M, S, T, Memory, exec::Sequential, Auth, Hash, C>;
+template <class M, class S, class T, class Auth, class Hash, class C, class Memory, class E>
+AgentSession(M, S&, T&, const std::shared_ptr<const Geometry>&, AgentSessionOptions<Auth, Hash, C>,
+             Memory, E) -> AgentSession<M, S, T, Memory, E, Auth, Hash, C>;
+
+// What an agent's session does on the network: store, tell, hear, rounds, and what the worker is
+// asked for.
+
+namespace detail {
+
+/// Where a publisher writes a cut down before it tells anybody.
+[[nodiscard]] inline BlobKey cut_key(std::uint64_t session, std::uint64_t round) {
+  return extend::named_key(0x3F, "kvmeld.round.cut", session, round);
+}
+/// Whether trying again later may succeed.
+[[nodiscard]] inline bool passing(ErrorCode code) noexcept {
+  return code == ErrorCode::unavailable || code == ErrorCode::timed_out ||
+         code == ErrorCode::store_full;
+}
+
+}  // namespace detail
+
+#define KVMELD_SESSION_MEMBER(...)                                                   \
+  template <class M, BlobStore S, Transport T, SwapMemory Memory, ExecutionPolicy E, \
+            Authenticator Auth, ContentHash Hash, Compressor C>                      \
+  __VA_ARGS__ AgentSession<M, S, T, Memory, E, Auth, Hash, C>
+
+KVMELD_SESSION_MEMBER(Status)::poll(std::int64_t now_ms, std::int64_t wait_ms) {
+  Status first;
+  const auto note = [&](Status status) {
+    if (first && !status) first = std::move(status);
+  };
+  now_ms = clock_.advance(now_ms);  // from here on time only goes forward
+  note(insert_said());
+  note(flush());  // before waiting: others may wait for it
+  note(hear(wait_ms, now_ms));
+  note(replica_.tick(now_ms));
+  if (round_) note(step_round(now_ms));
+  if (options_.background && !in_round()) render_behind();
+  note(flush());
+  const std::lock_guard lock(mutex_);
+  counted_.stored = replica_.counters().stored;
+  counted_.fragments_fetched = replica_.counters().fragments_fetched;
+  counted_.fragments_loaded = replica_.counters().fragments_loaded;
+  counted_.store_damage = replica_.counters().store_damage;
+  counted_.refused = replica_.counters();
+  return first;
+}
+
+/// Stores what was sealed, in order. What the store cannot take now waits, with all behind it; what
+/// nobody would take is refused for good.
+KVMELD_SESSION_MEMBER(Status)::insert_said() {
+  std::vector<Fragment> fragments;
+  {
+    const std::lock_guard lock(mutex_);
+    fragments.swap(to_insert_);
+  }
+  Status first;
+  for (std::size_t i = 0; i < fragments.size(); ++i) {
+    const auto dot = replica_.insert(fragments[i], options_.confidence);
+    const std::lock_guard lock(mutex_);
+    if (!dot) {
+      if (first) first = dot.error();
+      if (!detail::passing(dot.error().code())) {
+        refuse(fragments[i].id());
+        continue;
+      }
+      to_insert_.insert(to_insert_.begin(), fragments.begin() + static_cast<std::ptrdiff_t>(i),
+                        fragments.end());
+      break;
+    }
+    for (Said& said : said_) said.stored = said.stored || said.id == fragments[i].id();
+    ++counted_.fragments_sealed;
+    add_layer_bytes(counted_.sealed_bytes, fragments[i]);
+  }
+  return first;
+}
+
+/// Keeps words that nobody takes in this agent's view only, the newest of them. The lock is held.
+KVMELD_SESSION_MEMBER(void)::refuse(const FragmentId& id) {
+  ++counted_.fragments_refused;
+  std::int64_t tokens = 0;
+  for (std::size_t i = said_.size(); i-- > 0;) {
+    said_[i].refused = said_[i].refused || (said_[i].id == id && !said_[i].stored);
+    if (!said_[i].refused || !said_[i].fragment.valid()) continue;
+    tokens += said_[i].fragment.token_count();
+    if (tokens > options_.max_refused_tokens)
+      said_.erase(said_.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+}
+
+KVMELD_SESSION_MEMBER(void)::keep_application(MemberId from, std::uint8_t type,
+                                              std::span<const std::byte> body) {
+  constexpr std::size_t each = 64;  // an empty frame takes room, too
+  application_.emplace_back(from,
+                            Outgoing{options_.replica.self, type, {body.begin(), body.end()}});
+  application_bytes_ += body.size() + each;
+  while (application_bytes_ > options_.max_application_bytes) {
+    application_bytes_ -= application_.front().second.bytes.size() + each;
+    application_.pop_front();
+    const std::lock_guard lock(mutex_);
+    ++counted_.application_dropped;
+  }
+}
+
+KVMELD_SESSION_MEMBER(Status)::hear(std::int64_t wait_ms, std::int64_t now_ms) {
+  constexpr int most = 256;  // a poll ends, however much the others say
+  for (int i = 0; i < most; ++i) {
+    auto envelope = transport_->receive(i == 0 ? wait_ms : 0);
+    if (!envelope) return envelope.error();
+    if (!*envelope) return {};
+    const auto& [from, bytes] = **envelope;
+    // What does not hold is counted by the replica and otherwise ignored: a bad peer costs itself.
+    const auto frame = replica_.receive(from, bytes);
+    const std::uint8_t type =
+        bytes.size() > 6 && frame ? static_cast<std::uint8_t>(bytes[6]) : std::uint8_t{0};
+    {
+      const std::lock_guard lock(mutex_);
+      counted_.received[type].add(bytes.size());
+    }
+    if (!frame || !*frame) continue;
+    if (type >= static_cast<std::uint8_t>(SessionMessage::application)) {
+      keep_application(from, type, (*frame)->body);
+    } else if (round_ && (type == static_cast<std::uint8_t>(SessionMessage::round_ready) ||
+                          type == static_cast<std::uint8_t>(SessionMessage::round_cut))) {
+      const auto kind = type == static_cast<std::uint8_t>(SessionMessage::round_cut)
+                            ? RoundMessage::cut
+                            : RoundMessage::ready;
+      const bool was_in_round = in_round();
+      (void)round_->receive(from, kind, (*frame)->body, now_ms);
+      if (was_in_round && !in_round()) end_round();
+    }
+  }
+  return {};
+}
+
+KVMELD_SESSION_MEMBER(Status)::begin_round(std::int64_t now_ms) {
+  if (!round_)
+    return extend::error(ErrorCode::unsupported, "agent ", options_.replica.self,
+                         " has no members to synchronize with: set RoundOptions::members");
+  now_ms = clock_.advance(now_ms);
+  Status stored = insert_said();  // what was said before the barrier belongs to the round
+  KVMELD_TRY(round_->begin(now_ms, options_.replica.merger, set().context()));
+  next_cut_want_ms_ = now_ms;
+  cut_wanted_ = false;
+  round_open_ = true;
+  if (round_->publisher(round_->number()) == options_.replica.self) {
+    for (const FragmentSet::Entry* entry : in_force(set())) {
+      // evicted here, and others may hold it
+      if (!entry->complete()) (void)replica_.fetch(entry->id);
+    }
+  }
+  if (!in_round()) end_round();
+  return stored;
+}
+
+KVMELD_SESSION_MEMBER(Status)::step_round(std::int64_t now_ms) {
+  if (in_round()) {
+    const std::lock_guard lock(mutex_);
+    if (round_request_ != 0 && ended_ && ended_->first == round_request_)
+      round_->finish(ended_->second);
+    // an import that has begun is not called back
+    if (round_request_ == 0 || installing_ != round_request_) round_->tick(now_ms);
+    // nor does one begin once the round has ended, and the lock is let go
+    if (!in_round()) round_request_ = 0;
+  }
+  Status status;
+  if (in_round()) status = publish(now_ms);
+  if (in_round() && status) status = pursue_cut(now_ms);
+  if (!in_round()) end_round();
+  for (Round::Outgoing& out : round_->take_messages()) {
+    const auto type =
+        out.kind == RoundMessage::cut ? SessionMessage::round_cut : SessionMessage::round_ready;
+    if (Status posted = replica_.post(out.to, static_cast<std::uint8_t>(type), out.body);
+        !posted && status)
+      status = posted;
+  }
+  return status;
+}
+
+KVMELD_SESSION_MEMBER(void)::end_round() {
+  if (!std::exchange(round_open_, false)) return;
+  const bool swapped = round_->state() == RoundState::swapped;
+  // The round's request may have taken the place of another; what it did not render is asked for
+  // again.
+  asked_for_.reset();
+  if (swapped && round_->cut()->set.digest() == set().digest())
+    asked_for_.emplace(set().digest(), arrivals());
+  const std::lock_guard lock(mutex_);
+  round_request_ = 0;
+  (swapped ? counted_.rounds_swapped : counted_.rounds_kept) += 1;
+  counted_.wait_ms += static_cast<double>(round_->age_ms());
+}
+
+/// Writes this member's cut down and tells it, when it is due. A cut that an earlier life wrote
+/// down is the round's cut.
+KVMELD_SESSION_MEMBER(Status)::publish(std::int64_t now_ms) {
+  if (!round_->wants_cut(now_ms, set().context(), replica_.wanted() == 0)) return {};
+  const std::uint64_t number = round_->number();
+  auto cut = make_cut(set(), options_.replica.merger.digest(), options_.rounds.session, number,
+                      options_.replica.self);
+  if (!cut) return cut.error();
+  if (cut->set.empty()) return {};  // nothing to merge: members keep what they have
+  const std::vector<std::byte> bytes = encode(*cut);
+  if (bytes.size() + 1024 > transport_->max_message_bytes()) {
+    return extend::error(ErrorCode::oversized, "a cut of ", cut->set.size(), " fragments takes ",
+                         bytes.size(), " bytes, a message at most ",
+                         transport_->max_message_bytes());
+  }
+  const BlobKey key = detail::cut_key(options_.rounds.session, number);
+  const auto fresh = store_->put_if_absent(key, bytes);
+  if (!fresh) return fresh.error();
+  if (!*fresh) {
+    const auto written = store_->get(key);
+    if (!written) return written.error();
+    cut = decode_cut(written->bytes(), options_.replica.set_hash);
+    if (!cut) return cut.error();
+  }
+  if (const std::size_t n = options_.rounds.members.size(); number > n)
+    (void)store_->erase(detail::cut_key(options_.rounds.session, number - n));
+  return round_->publish(*cut);
+}
+
+/// Asks for what the cut names and is not here; then has exactly the cut rendered.
+KVMELD_SESSION_MEMBER(Status)::pursue_cut(std::int64_t now_ms) {
+  if (round_->state() != RoundState::cut || round_request_ != 0) return {};
+  const RoundCut& cut = *round_->cut();
+  const auto missing = missing_of(cut, set());
+  if (missing.empty()) {
+    auto part = restrict_to(cut, set());
+    if (part) {
+      (void)request(*std::move(part), 0, true);
+    } else {
+      round_->finish(part.error());
+    }
+    return {};
+  }
+  if (now_ms < next_cut_want_ms_) return {};
+  const bool first = !std::exchange(cut_wanted_, true);
+  next_cut_want_ms_ = now_ms + options_.rounds.retry_ms;
+  bool unknown = false;
+  for (const FragmentId& id : missing) unknown = !replica_.fetch(id).ok() || unknown;
+  if (!unknown) return {};
+  return replica_.ask_for_delta(first ? cut.publisher : everyone);
+}
+
+/// Whether something in `part`, or something else that this agent said, stands where this fragment
+/// of the set stood, after however many steps. The lock is held.
+KVMELD_SESSION_MEMBER(bool)::replaced(const FragmentId& id, const FragmentSet& part) const {
+  std::vector<FragmentId> met{id};
+  for (std::size_t i = 0; i < met.size(); ++i) {
+    if (i > 0 && (part.find(met[i]) != nullptr ||
+                  std::ranges::any_of(said_, [&](const Said& said) { return said.id == met[i]; })))
+      return true;
+    const FragmentSet::Entry* const entry = set().find(met[i]);
+    if (entry == nullptr) continue;
+    for (const Mark& mark : entry->metadata.marks) {
+      if (!mark.superseded_by.empty() &&
+          std::find(met.begin(), met.end(), mark.superseded_by) == met.end())
+        met.push_back(mark.superseded_by);
+    }
+  }
+  return false;
+}
+
+/// Asks the worker for a cache of everything that is here, where that has changed.
+KVMELD_SESSION_MEMBER(void)::render_behind() {
+  const std::pair now(set().digest(), arrivals());
+  // nothing was ever said: the agent keeps what it has
+  if (asked_for_ == now || (!asked_for_ && set().empty())) return;
+  asked_for_ = now;
+  std::size_t missing = 0;
+  for (const FragmentSet::Entry& entry : set().entries()) missing += entry.complete() ? 0U : 1U;
+  if (missing == 0) {
+    (void)request(set(), 0, false);
+  } else if (auto part = renderable(set())) {
+    (void)request(*std::move(part), missing, false);
+  }
+}
+
+KVMELD_SESSION_MEMBER(std::uint64_t)::request(FragmentSet part, std::size_t missing,
+                                              bool for_round) {
+  const std::lock_guard lock(mutex_);  // the outcome waits until it is known what it has
+  // removed by somebody
+  std::erase_if(said_,
+                [&](const Said& said) { return said.stored && set().find(said.id) == nullptr; });
+  Asked asked{0, for_round ? round_->number() : 0, missing};
+  for (Said& said : said_) {
+    if (part.find(said.id) != nullptr || (said.stored && replaced(said.id, part))) {
+      asked.has.push_back(said.id);
+    } else if (const FragmentSet::Entry* const entry = set().find(said.id);
+               !said.fragment.valid() && entry != nullptr && entry->complete()) {
+      said.fragment = entry->fragment;  // to be carried, though it was swapped in before
+    }
+  }
+  std::sort(asked.has.begin(), asked.has.end());
+  const std::uint64_t number = worker_.request(std::move(part), options_.target);
+  asked.request = number;
+  asked_.push_back(std::move(asked));
+  if (for_round) round_request_ = number;  // under the same lock: the outcome may be there already
+  return number;
+}
+
+KVMELD_SESSION_MEMBER(Status)::flush() {
+  Status first;
+  for (const Outgoing& out : replica_.take_outbox()) {
+    Status status = transport_->send(out.to, out.bytes);
+    const std::lock_guard lock(mutex_);
+    if (status) {
+      counted_.sent[out.type].add(out.bytes.size());
+    } else {
+      ++counted_.send_failures;
+      if (first) first = std::move(status);
+    }
+  }
+  return first;
+}
+
+#undef KVMELD_SESSION_MEMBER
+
+// What an agent's session does at a safe point.
+
+namespace detail {
+
+/// The lead-in of what is said behind a merged cache: what was rendered, and what was carried
+/// behind it.
+[[nodiscard]] inline Digest128 swapped_lead_in(const Digest128& render_id,
+                                               std::span<const Fragment> carried) {
+  Hasher hasher;
+  hasher.text("kvmeld.lead_in.swapped");
+  hasher.value(render_id.low);
+  hasher.value(render_id.high);
+  for (const Fragment& fragment : carried)
+    hasher.bytes(std::as_bytes(std::span(fragment.id().bytes)));
+  return hasher.digest();
+}
+
+}  // namespace detail
+
+template <class M, BlobStore S, Transport T, SwapMemory Memory, ExecutionPolicy E,
+          Authenticator Auth, ContentHash Hash, Compressor C>
+Result<std::optional<SwapReport>> AgentSession<M, S, T, Memory, E, Auth, Hash, C>::try_swap() {
+  if (auto newer = worker_.take()) ready_ = std::move(newer);
+  if (!ready_) return std::optional<SwapReport>();
+  const double begin = steady_ms();
+  const std::uint64_t request = ready_->request;
+  const auto end = [&](Status status) {
+    const std::lock_guard lock(mutex_);
+    installing_ = 0;
+    ended_.emplace(request, status);
+    std::erase_if(asked_, [&](const Asked& a) { return a.request <= request; });
+    ready_.reset();
+    return status;
+  };
+  if (!ready_->status) return end(ready_->status);
+  KVMELD_TRY(end_span().status());  // a variant that is not whole yet: the next safe point will do
+  std::vector<Fragment> carried, kept;  // with and without what nobody takes
+  Asked asked;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto at = std::find_if(asked_.begin(), asked_.end(),
+                                 [&](const Asked& a) { return a.request == request; });
+    // of a round that ended with the old cache
+    if (at == asked_.end() || (at->round != 0 && request != round_request_)) {
+      ready_.reset();
+      return std::optional<SwapReport>();
+    }
+    asked = *at;
+    installing_ = request;
+    for (const Said& said : said_) {
+      if (!said.fragment.valid() || asked.had(said.id)) continue;
+      carried.push_back(said.fragment);
+      if (!said.refused) kept.push_back(said.fragment);
+    }
+  }
+  bool forget_refused = false;
+  SwapReport report;
+  report.render = ready_->rendered->report;
+  report.render_ms = ready_->rendered->render_ms;
+  report.round = asked.round;
+  report.missing = asked.missing;
+  const auto install = [&] {
+    return memory_.install(std::shared_ptr(ready_->rendered), carried,
+                           options_.target.first_position);
+  };
+  auto installed = install();
+  // what nobody takes does not keep out what others said
+  if (!installed && kept.size() < carried.size()) {
+    carried = std::move(kept);
+    installed = install();
+    forget_refused = installed.ok();
+  }
+  if (!installed) return end(installed.error());
+  report.install = *installed;
+  SpanStart next;
+  next.context.prefix = options_.start.context.prefix;
+  next.context.lead_in = detail::swapped_lead_in(report.render.render_id, carried);
+  next.first_position = installed->next_position;
+  next.variant_position = options_.start.variant_position;
+  span_.begin(next);
+  report.swap_ms = steady_ms() - begin;
+  (void)end({});
+  const std::lock_guard lock(mutex_);
+  std::erase_if(said_, [&](const Said& said) { return forget_refused && said.refused; });
+  for (Said& said : said_) {  // the set has them; what is asked for and lacks them carries them yet
+    const auto has = [&](const Asked& a) { return a.had(said.id); };
+    if (has(asked) && std::all_of(asked_.begin(), asked_.end(), has)) said.fragment = {};
+  }
+  ++counted_.swaps;
+  counted_.swap_ms += report.swap_ms;
+  counted_.import_ms += report.install.import_ms;
+  counted_.carried_tokens += static_cast<std::uint64_t>(report.install.carried_tokens);
+  ++counted_.renders;
+  counted_.render_ms += report.render_ms;
+  return std::optional(std::move(report));
+}
+
+}  // namespace replica
+
+KVMELD_NAMESPACE_END
