@@ -48,8 +48,8 @@ struct Signatures {
             std::vector<kvmeld::anchors::HammingHit>& hits) const {
     hits.clear();
     if (as_table) return table.scan(query, distance, hits);
-    kvmeld::anchors::hamming_scan({low.data(), high.data(), static_cast<std::uint32_t>(low.size())}, query,
-                         distance, hits);
+    kvmeld::anchors::hamming_scan({low.data(), high.data(), static_cast<std::uint32_t>(low.size())},
+                                  query, distance, hits);
   }
 };
 
@@ -100,7 +100,8 @@ void scan(benchmark::State& state, bool as_table, std::size_t count, double thre
 /// Eight callers that take the current version and search it, while nothing else happens; ratio:
 /// searches a second against cores / 0.3 ms.
 void callers(benchmark::State& state, bool as_table, std::size_t count) {
-  const kvmeld::anchors::detail::Published<Signatures> published(std::make_shared<const Signatures>(count));
+  const kvmeld::anchors::detail::Published<Signatures> published(
+      std::make_shared<const Signatures>(count));
   constexpr int threads = 8, each = 100;
   const double cores = std::max(1.0, static_cast<double>(std::thread::hardware_concurrency()));
   double best = HUGE_VAL;

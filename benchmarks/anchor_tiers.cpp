@@ -21,13 +21,14 @@ namespace {
 
 using Pool = kvmeld::anchors::AnchorPool<kvmeld::anchors::XxHash, kvmeld::anchors::LRU>;
 
-kvmeld::anchors::Anchor anchor(const std::shared_ptr<const kvmeld::Geometry>& geometry, std::int64_t tokens,
-                      std::uint32_t seed) {
+kvmeld::anchors::Anchor anchor(const std::shared_ptr<const kvmeld::Geometry>& geometry,
+                               std::int64_t tokens, std::uint32_t seed) {
   kvmeld::HostCache cache(geometry, tokens);
   bench::fill(cache.bytes(), seed);
   std::vector<kvmeld::TokenId> ids;
   for (std::int64_t t = 0; t < tokens; ++t) ids.push_back(static_cast<kvmeld::TokenId>(seed));
-  auto made = kvmeld::anchors::make_anchor(*kvmeld::seal(cache.kv_cache_ref(), {.tokens = ids}), {1.0F});
+  auto made =
+      kvmeld::anchors::make_anchor(*kvmeld::seal(cache.kv_cache_ref(), {.tokens = ids}), {1.0F});
   if (!made) std::abort();
   return *std::move(made);
 }
@@ -39,9 +40,11 @@ void fetch(benchmark::State& state, std::int64_t mebibytes) {
   const std::int64_t tokens = mebibytes * bench::mebibyte / bench::token_bytes(*geometry);
   const std::string folder =
       std::filesystem::temp_directory_path() / ("kvmeld-tiers-" + std::to_string(::getpid()));
-  auto store = kvmeld::stores::FileStore::open(folder, {.durability = kvmeld::stores::Durability::none});
+  auto store =
+      kvmeld::stores::FileStore::open(folder, {.durability = kvmeld::stores::Durability::none});
   if (!store) std::abort();
-  const std::vector<kvmeld::anchors::Anchor> both{anchor(geometry, tokens, 1), anchor(geometry, tokens, 2)};
+  const std::vector<kvmeld::anchors::Anchor> both{anchor(geometry, tokens, 1),
+                                                  anchor(geometry, tokens, 2)};
   const std::size_t bytes = both[0].base.payloads()[0].byte_count;
   {
     Pool pool(kvmeld::anchors::AnchorSpace::of(*geometry), {2, 4 * bytes});
@@ -83,7 +86,7 @@ void take(benchmark::State& state, std::uint32_t anchors) {
   Pool pool(kvmeld::anchors::AnchorSpace::of(*geometry), {anchors, std::size_t{1} << 40});
   kvmeld::anchors::AnchorTiers tiers(
       *kvmeld::stores::FileStore::open(std::filesystem::temp_directory_path() /
-                               ("kvmeld-takes-" + std::to_string(::getpid()))),
+                                       ("kvmeld-takes-" + std::to_string(::getpid()))),
       {.host_bytes = std::size_t{1} << 40});
   std::vector<kvmeld::Fragment> shells;
   for (std::uint32_t a = 0; a < anchors; ++a) {
@@ -95,7 +98,8 @@ void take(benchmark::State& state, std::uint32_t anchors) {
   kvmeld::Fragment out;
   const auto ours = [&] {
     for (std::size_t i = 0; i < each; ++i) {
-      if (tiers.take(shells[i * 7 % anchors], out) != kvmeld::anchors::TierAnswer::here) std::abort();
+      if (tiers.take(shells[i * 7 % anchors], out) != kvmeld::anchors::TierAnswer::here)
+        std::abort();
     }
   };
   std::map<kvmeld::FragmentId, kvmeld::Fragment> map;

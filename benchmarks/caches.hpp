@@ -59,8 +59,7 @@ inline kvmeld::FragmentSet agents(const std::shared_ptr<const kvmeld::Geometry>&
     kvmeld::HostCache cache(geometry, tokens);
     fill(cache.bytes(), static_cast<std::uint32_t>(agent));
     const auto fragment = kvmeld::seal(cache.kv_cache_ref());
-    if (!fragment ||
-        !set.insert(*fragment, kvmeld::Dot{static_cast<std::uint64_t>(agent), 0}))
+    if (!fragment || !set.insert(*fragment, kvmeld::Dot{static_cast<std::uint64_t>(agent), 0}))
       return {};
   }
   return set;

@@ -10,9 +10,9 @@
 #include <memory>
 #include <vector>
 
-#include <kvmeld/policies/projection.hpp>
 #include <kvmeld/fit/fit.hpp>
 #include <kvmeld/fragment.hpp>
+#include <kvmeld/policies/projection.hpp>
 
 namespace {
 

@@ -43,8 +43,8 @@ enum class Way { publish, publish_singly, fetch, fetch_singly, known };
 
 void redis(benchmark::State& state, Way way, std::int64_t chunk_bytes, bool loopback) {
   const test::RedisServer server({}, loopback);
-  auto opened =
-      kvmeld::stores::RedisStore::open({.server = loopback ? server.client_by_port() : server.client()});
+  auto opened = kvmeld::stores::RedisStore::open(
+      {.server = loopback ? server.client_by_port() : server.client()});
   if (!opened) return state.SkipWithError(opened.error().message().c_str());
   kvmeld::stores::RedisStore& store = *opened;
   std::vector<std::byte> fragment(static_cast<std::size_t>(fragment_bytes));

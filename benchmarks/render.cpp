@@ -58,8 +58,8 @@ void rotate(benchmark::State& state, ElementType type, kvmeld::RopePairing pairi
   bench::fill(in, 1);
   const kvmeld::extend::Rotation rotation{table->row(1), 128, 0, 128, pairing};
   const auto work = [&] {
-    kvmeld::detail::rotate_stored_rows(type, kvmeld::best_isa(), rotation, in.data(), row, out.data(), row,
-                              rows);
+    kvmeld::detail::rotate_stored_rows(type, kvmeld::best_isa(), rotation, in.data(), row,
+                                       out.data(), row, rows);
   };
   bench::paired(state, 2 * rows * row, work, 2 * rows * row, [&] { copy(); });
 }
@@ -74,8 +74,9 @@ void stream(benchmark::State& state, [[maybe_unused]] kvmeld::exec::StreamWay wa
   const auto work = [&] {
 #if KVMELD_X86_DISPATCH
     using namespace kvmeld::detail;
-    way == kvmeld::exec::StreamWay::one_page ? stream_one_page(to, copy.from.data(), copy.from.size())
-                                       : stream_four_pages(to, copy.from.data(), copy.from.size());
+    way == kvmeld::exec::StreamWay::one_page
+        ? stream_one_page(to, copy.from.data(), copy.from.size())
+        : stream_four_pages(to, copy.from.data(), copy.from.size());
     stream_fence();
 #else
     std::memcpy(to, copy.from.data(), copy.from.size());
@@ -122,7 +123,8 @@ const bool registered = [] {
     }
   }
   for (const auto way : {kvmeld::exec::StreamWay::one_page, kvmeld::exec::StreamWay::four_pages}) {
-    if (way == kvmeld::exec::StreamWay::one_page && kvmeld::best_isa() == kvmeld::Isa::baseline) continue;
+    if (way == kvmeld::exec::StreamWay::one_page && kvmeld::best_isa() == kvmeld::Isa::baseline)
+      continue;
     for (const std::int64_t size : {6, 12, 48, 192})
       add(name({"stream/", to_string(way), mib(size)}), stream, way, size);
   }

@@ -142,8 +142,8 @@ void import_into_llama(benchmark::State& state, kvmeld::llama::Verify verify, st
   const kvmeld::FragmentSet set = bench::agents(engine.geometry, 4, tokens / 4);
   const auto merger = kvmeld::merger();
   kvmeld::llama::EngineMemory memory(engine.context, engine.form, {.verify = verify});
-  kvmeld::replica::RenderWorker<std::remove_const_t<decltype(merger)>, kvmeld::llama::StateBacking> worker(
-      merger, memory.backing());
+  kvmeld::replica::RenderWorker<std::remove_const_t<decltype(merger)>, kvmeld::llama::StateBacking>
+      worker(merger, memory.backing());
   Times times;
   bench::Copy copy(tokens * bench::token_bytes(*engine.geometry));
   copy();

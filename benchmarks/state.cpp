@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/replica/wire.hpp>
 #include <kvmeld/fragment_set.hpp>
+#include <kvmeld/replica/wire.hpp>
 
 #include "paired.hpp"
 
@@ -113,11 +113,13 @@ void delta_sync(benchmark::State& state) {
     kvmeld::replica::write_context(from_x, x.context());
     kvmeld::replica::write_context(from_y, y.context());
     kvmeld::extend::ByteReader at_y(from_x.written()), at_x(from_y.written());
-    const auto to_x = kvmeld::replica::encode_set(y.delta_since(kvmeld::replica::read_context(at_y)));
-    const auto to_y = kvmeld::replica::encode_set(x.delta_since(kvmeld::replica::read_context(at_x)));
+    const auto to_x =
+        kvmeld::replica::encode_set(y.delta_since(kvmeld::replica::read_context(at_y)));
+    const auto to_y =
+        kvmeld::replica::encode_set(x.delta_since(kvmeld::replica::read_context(at_x)));
     bytes = from_x.size() + from_y.size() + to_x.size() + to_y.size();
-    if (!x.join(*kvmeld::replica::decode_set(to_x)) || !y.join(*kvmeld::replica::decode_set(to_y)) ||
-        x.digest() != y.digest())
+    if (!x.join(*kvmeld::replica::decode_set(to_x)) ||
+        !y.join(*kvmeld::replica::decode_set(to_y)) || x.digest() != y.digest())
       std::abort();
   }
   state.counters["bytes"] = static_cast<double>(bytes);

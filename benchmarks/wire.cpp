@@ -33,8 +33,8 @@ void kvmeld::replica::encode_chunk(benchmark::State& state) {
   const Bytes raw = noise(kvmeld::replica::default_chunk_bytes);
   bench::Copy copy(chunk_bytes);
   bench::paired(
-      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::replica::encode_chunk(raw)); }, chunk_bytes,
-      [&] { copy(); });
+      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::replica::encode_chunk(raw)); },
+      chunk_bytes, [&] { copy(); });
 }
 
 // Verified raw bytes against one copy and one hash.
@@ -44,8 +44,8 @@ void decode_chunk(benchmark::State& state) {
   const kvmeld::BlobKey key = kvmeld::replica::chunk_key(raw);
   bench::Copy copy(chunk_bytes);
   bench::paired(
-      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::replica::decode_chunk(stored, key)); },
-      chunk_bytes,
+      state, chunk_bytes,
+      [&] { benchmark::DoNotOptimize(kvmeld::replica::decode_chunk(stored, key)); }, chunk_bytes,
       [&] {
         copy();
         benchmark::DoNotOptimize(XXH3_128bits(copy.to.data(), copy.to.size()));
@@ -76,7 +76,8 @@ void decode_manifest(benchmark::State& state) {
   const auto wire = kvmeld::replica::encode_manifest(*fragment);
   const auto bytes = static_cast<std::int64_t>(wire->size());
   bench::paired(
-      state, bytes, [&] { benchmark::DoNotOptimize(kvmeld::replica::decode_manifest(*wire, {}, geometry)); },
+      state, bytes,
+      [&] { benchmark::DoNotOptimize(kvmeld::replica::decode_manifest(*wire, {}, geometry)); },
       bytes,
       [&] {
         benchmark::DoNotOptimize(kvmeld::extend::fragment_id<kvmeld::Xxh3_128>(*fragment->body()));
@@ -116,7 +117,8 @@ void assemble(benchmark::State& state) {
 void sha256(benchmark::State& state) {
   const Bytes raw = noise(kvmeld::replica::default_chunk_bytes);
   bench::paired(
-      state, chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::replica::chunk_key<kvmeld::replica::Sha256>(raw)); },
+      state, chunk_bytes,
+      [&] { benchmark::DoNotOptimize(kvmeld::replica::chunk_key<kvmeld::replica::Sha256>(raw)); },
       chunk_bytes,
       [&] {
         unsigned char out[32];
@@ -165,17 +167,25 @@ void compress(benchmark::State& state, ElementType type, bool back) {
     bench::paired(
         state, chunk_bytes,
         [&] {
-          benchmark::DoNotOptimize(kvmeld::replica::decode_chunk(split, key, raw.size(), kvmeld::replica::Zstd{}));
+          benchmark::DoNotOptimize(
+              kvmeld::replica::decode_chunk(split, key, raw.size(), kvmeld::replica::Zstd{}));
         },
         chunk_bytes,
         [&] {
-          benchmark::DoNotOptimize(kvmeld::replica::decode_chunk(plain, key, raw.size(), kvmeld::replica::Zstd{}));
+          benchmark::DoNotOptimize(
+              kvmeld::replica::decode_chunk(plain, key, raw.size(), kvmeld::replica::Zstd{}));
         });
   } else {
     bench::paired(
         state, chunk_bytes,
-        [&] { benchmark::DoNotOptimize(kvmeld::replica::encode_chunk(raw, kvmeld::replica::Zstd{}, form)); },
-        chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::replica::encode_chunk(raw, kvmeld::replica::Zstd{})); });
+        [&] {
+          benchmark::DoNotOptimize(
+              kvmeld::replica::encode_chunk(raw, kvmeld::replica::Zstd{}, form));
+        },
+        chunk_bytes,
+        [&] {
+          benchmark::DoNotOptimize(kvmeld::replica::encode_chunk(raw, kvmeld::replica::Zstd{}));
+        });
   }
   state.counters["shorter"] = static_cast<double>(raw.size()) / static_cast<double>(split.size());
   state.counters["shorter_alone"] =

@@ -180,12 +180,11 @@ kvmeld::Status write_story(Engine& engine, const std::shared_ptr<const kvmeld::G
                   common.begin() + static_cast<std::ptrdiff_t>(std::min(length, common.size())));
       held.resize(length, pause[0]);
       const Status status =
-          mode == "concat"
-              ? merge(engine, geometry, held, passages, merger(ByDot{}), length)
-              : merge(engine, geometry, held, passages,
-                      merger(ByDot{}, Aligner{TokenMatch{.mode = MatchMode::index}},
-                             Fuser{WeightedMean{}}),
-                      length);
+          mode == "concat" ? merge(engine, geometry, held, passages, merger(ByDot{}), length)
+                           : merge(engine, geometry, held, passages,
+                                   merger(ByDot{}, Aligner{TokenMatch{.mode = MatchMode::index}},
+                                          Fuser{WeightedMean{}}),
+                                   length);
       if (!status) return status;
     }
     for (const llama_seq_id writer : {1, 2}) engine.forget(writer);

@@ -82,8 +82,8 @@ int run_agent(const Flags& flags) {
   if (!opened) return fail(opened.error());
   NoteAgent& agent = **opened;
 
-  auto store =
-      kvmeld::stores::RedisStore::open({.server = {.unix_socket = flags.redis}, .scope = "replicas"});
+  auto store = kvmeld::stores::RedisStore::open(
+      {.server = {.unix_socket = flags.redis}, .scope = "replicas"});
   if (!store) return fail(store.error());
   auto transport = kvmeld::stores::RedisTransport::open(
       {.server = {.unix_socket = flags.redis}, .scope = "replicas", .self = self});

@@ -51,9 +51,9 @@ kvmeld::Result<json> take_part(const Flags& flags, const Job& job) {
   if (status) {
     say("every rank reads its notes");
     const auto fragment = (*agent)->read(facts.notes[static_cast<std::size_t>(job.rank)]);
-    status = fragment ? set.insert(*fragment,
-                                   kvmeld::Dot{static_cast<std::uint64_t>(job.rank), 0, 1})
-                      : fragment.error();
+    status = fragment
+                 ? set.insert(*fragment, kvmeld::Dot{static_cast<std::uint64_t>(job.rank), 0, 1})
+                 : fragment.error();
   }
   // A rank that failed must not leave the others waiting in the merge.
   int failed = status ? 0 : 1;

@@ -7,10 +7,10 @@
 
 #include "support/note_agent.hpp"
 
-#include <kvmeld/replica/openssl.hpp>
-#include <kvmeld/stores/file.hpp>
 #include <kvmeld/coordinator/grpc_client.hpp>
 #include <kvmeld/coordinator/grpc_server.hpp>
+#include <kvmeld/replica/openssl.hpp>
+#include <kvmeld/stores/file.hpp>
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -96,8 +96,8 @@ class Folder {
 };
 
 kvmeld::replica::FrameOptions<Auth> frame(const Flags& flags) {
-  return {kvmeld::replica::frame_namespace("examples",
-                                  std::filesystem::path(flags.model).filename().string(), ""),
+  return {kvmeld::replica::frame_namespace(
+              "examples", std::filesystem::path(flags.model).filename().string(), ""),
           std::size_t{1} << 26, Auth(std::string_view(secret))};
 }
 FactSet facts(const Flags& flags) {
@@ -109,10 +109,11 @@ FactSet facts(const Flags& flags) {
 kvmeld::Status serve(const Flags& flags, const Folder& folder, const std::string& port) {
   auto store = kvmeld::stores::FileStore::open(folder / "store");
   if (!store) return store.error();
-  kvmeld::coordinator::CoordinatorOptions<Auth> options{.replica = {.self = coordinator_member,
-                                                       .epoch = kvmeld::replica::fresh_epoch(),
-                                                       .frame = frame(flags),
-                                                       .merger = kvmeld::merger().digest()}};
+  kvmeld::coordinator::CoordinatorOptions<Auth> options{
+      .replica = {.self = coordinator_member,
+                  .epoch = kvmeld::replica::fresh_epoch(),
+                  .frame = frame(flags),
+                  .merger = kvmeld::merger().digest()}};
   options.members = {cpp_member, python_member};
   options.soft_ms = patience_ms;
   kvmeld::coordinator::CoordinatorServer<kvmeld::stores::FileStore, Auth> server(*store, options);
@@ -127,7 +128,7 @@ kvmeld::Status serve(const Flags& flags, const Folder& folder, const std::string
 }
 
 kvmeld::coordinator::CoordinatorClient<Auth> client(const Flags& flags, const Folder& folder,
-                                       kvmeld::replica::MemberId self) {
+                                                    kvmeld::replica::MemberId self) {
   kvmeld::coordinator::CoordinatorClientOptions<Auth> options;
   options.self = self;
   options.frame = frame(flags);

@@ -1,6 +1,6 @@
 // Five agents with different instructions read the same documents: each reads them anew, or takes
-// what is known of them and rotates it to its place, or corrects that by what its instructions did to
-// documents seen before.
+// what is known of them and rotates it to its place, or corrects that by what its instructions did
+// to documents seen before.
 //
 // Compares these ways on one model, over documents of one template and of free text, with few
 // anchors and with more: first-token time and its parts, how much was reused and why not, answers,
@@ -248,20 +248,21 @@ class Study {
     for (std::size_t l = 0; l < loads.size(); ++l) {
       Load& load = loads[l];
       const std::size_t budget = flags_.budget_mib << 20;
-      const kvmeld::anchors::AnchorPreset preset =
-          l == 0 ? kvmeld::anchors::presets::light(budget) : kvmeld::anchors::presets::heavy(budget);
+      const kvmeld::anchors::AnchorPreset preset = l == 0 ? kvmeld::anchors::presets::light(budget)
+                                                          : kvmeld::anchors::presets::heavy(budget);
       load.name = l == 0 ? "light" : "heavy";
       load.anchors = flags_.anchors[l];
       load.rule = preset.rule;
       load.rule.gamma = flags_.gamma;
       load.rule.min_anchors = static_cast<std::int32_t>(load.anchors);
-      load.pool =
-          std::make_unique<Pool>(space_, preset.capacity, kvmeld::anchors::EmbeddingHash{}, preset.eviction);
+      load.pool = std::make_unique<Pool>(space_, preset.capacity, kvmeld::anchors::EmbeddingHash{},
+                                         preset.eviction);
       for (std::size_t m = 0; m < blends.size(); ++m)
         load.rows[m] = row(blends[m].name, load.name, text, load.anchors);
       for (std::size_t i = 0; i < load.anchors; ++i)
         for (std::size_t agent = 0; agent < agents; ++agent) {
-          const kvmeld::anchors::AnchorLookup found = look_up(*load.pool, load.rule, seen[i], agent);
+          const kvmeld::anchors::AnchorLookup found =
+              look_up(*load.pool, load.rule, seen[i], agent);
           for (Row& r : load.rows) count(r, found);
           if (kvmeld::Status status = commit(*load.pool, seen[i].anchor, offsets[i][agent]);
               !status)
@@ -409,7 +410,7 @@ class Study {
   }
 
   kvmeld::Result<kvmeld::anchors::ContextOffset> measure(const Known& known, std::size_t agent,
-                                                Series& read_ms, Series& measure_ms) {
+                                                         Series& read_ms, Series& measure_ms) {
     anchored_.start(agent + 1);
     Stopwatch watch;
     const llama_pos at = anchored_.length();
@@ -427,13 +428,14 @@ class Study {
     return offset;
   }
   kvmeld::Result<kvmeld::anchors::ContextOffset> offset_of(const Known& known, std::size_t agent,
-                                                  const kvmeld::Fragment& real,
-                                                  const kvmeld::Fragment& following) {
+                                                           const kvmeld::Fragment& real,
+                                                           const kvmeld::Fragment& following) {
     auto segment = kvmeld::anchors::measure_offset(real, known.anchor.base);
     if (!segment) return segment.error();
     auto behind = kvmeld::anchors::measure_offset(following, following_);
     if (!behind) return behind.error();
-    return kvmeld::anchors::ContextOffset{place_of(agent, 0), *std::move(segment), *std::move(behind)};
+    return kvmeld::anchors::ContextOffset{place_of(agent, 0), *std::move(segment),
+                                          *std::move(behind)};
   }
   static kvmeld::Status commit(Pool& pool, const kvmeld::anchors::Anchor& anchor,
                                const kvmeld::anchors::ContextOffset& offset) {
@@ -452,15 +454,16 @@ class Study {
     return commit(pool, known.anchor, *offset);
   }
 
-  [[nodiscard]] kvmeld::anchors::AnchorLookup look_up(const Pool& pool, const kvmeld::anchors::ReuseRule& rule,
-                                             const Known& known, std::size_t agent,
-                                             std::size_t slot = 0) const {
+  [[nodiscard]] kvmeld::anchors::AnchorLookup look_up(const Pool& pool,
+                                                      const kvmeld::anchors::ReuseRule& rule,
+                                                      const Known& known, std::size_t agent,
+                                                      std::size_t slot = 0) const {
     const std::vector<float>& vector = known.anchor.vector;
     kvmeld::anchors::AnchorQuery query{.space = &known.space,
-                              .signature = {known.anchor.base.tokens(), vector},
-                              .vector = vector,
-                              .context = place_of(agent, slot),
-                              .request = {}};
+                                       .signature = {known.anchor.base.tokens(), vector},
+                                       .vector = vector,
+                                       .context = place_of(agent, slot),
+                                       .request = {}};
     query.request.tokens = known.anchor.base.token_count();
     query.request.last_position =
         static_cast<std::int64_t>(anchored_.prefix(agent + 1).size()) + query.request.tokens - 1;
@@ -574,7 +577,7 @@ class Study {
       const std::size_t channels = seen[i].anchor.vector.size();
       for (std::size_t t = 0; (t + 1) * channels <= std::min(a.size(), b.size()); ++t)
         distances.add(kvmeld::anchors::l2_distance(std::span(a).subspan(t * channels, channels),
-                                          std::span(b).subspan(t * channels, channels)));
+                                                   std::span(b).subspan(t * channels, channels)));
     }
     return distances.values.empty() ? 1 : distances.mean();
   }
@@ -601,9 +604,9 @@ class Study {
       if (!misplaced) return misplaced.error();
       noise.add(relative_error(references[agent].real, *again, 0, 1).value);
       const auto offset = kvmeld::anchors::measure_offset(references[agent].real, known.anchor.base,
-                                                 {.context_free_layers = 0});
-      const auto wrong_offset =
-          kvmeld::anchors::measure_offset(*misplaced, known.anchor.base, {.context_free_layers = 0});
+                                                          {.context_free_layers = 0});
+      const auto wrong_offset = kvmeld::anchors::measure_offset(*misplaced, known.anchor.base,
+                                                                {.context_free_layers = 0});
       if (!offset) return offset.error();
       if (!wrong_offset) return wrong_offset.error();
       const RelativeError size = norms(known.anchor.base), off = norms(*offset);
@@ -697,7 +700,8 @@ class Study {
     auto led_before = led(*before), led_all = led(*all);
     if (!led_before) return led_before.error();
     if (!led_all) return led_all.error();
-    const kvmeld::anchors::AnchorPreset preset = kvmeld::anchors::presets::heavy(flags_.budget_mib << 20);
+    const kvmeld::anchors::AnchorPreset preset =
+        kvmeld::anchors::presets::heavy(flags_.budget_mib << 20);
     Pool led_pool(anchored_.space(led_bases), preset.capacity, kvmeld::anchors::EmbeddingHash{},
                   preset.eviction);
     const std::array<Bases, 2> kinds{
@@ -792,8 +796,9 @@ class Study {
       const Times times{.look_up = watch.milliseconds()};
       for (const kvmeld::anchors::AnchorLookup& one : found) count(r, one);
       // the row says why
-      if (std::any_of(found.begin(), found.end(),
-                      [](const kvmeld::anchors::AnchorLookup& one) { return !one.decision.reuses(); }))
+      if (std::any_of(found.begin(), found.end(), [](const kvmeld::anchors::AnchorLookup& one) {
+            return !one.decision.reuses();
+          }))
         continue;
       const auto parts = [&](llama_pos at) {
         auto out = placed(at, [&](std::size_t d, llama_pos where) {

@@ -250,8 +250,8 @@ class Chain {
     rule_ = preset.rule;
     rule_.gamma = flags_.gamma;
     rule_.min_anchors = flags_.min_anchors;
-    pool_ =
-        std::make_unique<Pool>(space_, preset.capacity, kvmeld::anchors::EmbeddingHash{}, preset.eviction);
+    pool_ = std::make_unique<Pool>(space_, preset.capacity, kvmeld::anchors::EmbeddingHash{},
+                                   preset.eviction);
     bases_.clear();
     std::array<Row, 3> rows;
     for (std::size_t m = 0; m < rows.size(); ++m) {
@@ -326,7 +326,8 @@ class Chain {
   }
 
   template <class T>
-  kvmeld::Status chain(const Notes& notes, std::size_t fact, std::vector<kvmeld::anchors::PlaceholderHistory>& said,
+  kvmeld::Status chain(const Notes& notes, std::size_t fact,
+                       std::vector<kvmeld::anchors::PlaceholderHistory>& said,
                        std::array<Row, 3>& rows, const T& tokenizer) {
     const Fact& asked = notes.facts[fact];
     const std::vector<kvmeld::anchors::PlaceholderHistory> given{
@@ -338,16 +339,17 @@ class Chain {
       for (const auto* histories : {&given, &std::as_const(said)})
         for (const kvmeld::anchors::PlaceholderHistory& one : *histories) {
           const auto slots = templates_[role].slots();
-          if (std::any_of(slots.begin(), slots.end(),
-                          [&](const kvmeld::anchors::PromptPlaceholder& s) { return s.name == one.name; }))
+          if (std::any_of(
+                  slots.begin(), slots.end(),
+                  [&](const kvmeld::anchors::PromptPlaceholder& s) { return s.name == one.name; }))
             values.push_back(one);
         }
-      const auto prompt =
-          kvmeld::anchors::fill_placeholders(templates_[role], values, tokenizer,
-                             {.first_position = static_cast<std::int64_t>(head_.size()),
-                              .trained_context = llama_model_n_ctx_train(engine_.model()),
-                              .before = {.prefix = {}, .lead_in = kvmeld::lead_in_digest(head_)},
-                              .agent = roles[role].name});
+      const auto prompt = kvmeld::anchors::fill_placeholders(
+          templates_[role], values, tokenizer,
+          {.first_position = static_cast<std::int64_t>(head_.size()),
+           .trained_context = llama_model_n_ctx_train(engine_.model()),
+           .before = {.prefix = {}, .lead_in = kvmeld::lead_in_digest(head_)},
+           .agent = roles[role].name});
       if (!prompt) return prompt.error();
       const Ask ask = ask_of(notes, fact, role, owner);
       Answer answer;
@@ -360,8 +362,8 @@ class Chain {
   }
 
   /// Puts one prompt into the engine in every mode, and asks. `answer` is what full prefill gave.
-  kvmeld::Status one_prompt(std::size_t role, const kvmeld::anchors::FilledPrompt& prompt, const Ask& asked,
-                            std::array<Row, 3>& rows, Answer& answer) {
+  kvmeld::Status one_prompt(std::size_t role, const kvmeld::anchors::FilledPrompt& prompt,
+                            const Ask& asked, std::array<Row, 3>& rows, Answer& answer) {
     std::vector<const PromptRun*> runs;  // behind text 0, which is kept
     for (const PromptRun& run : prompt.runs)
       if (run.source != PromptRun::Source::text || run.index > 0) runs.push_back(&run);
@@ -431,12 +433,13 @@ class Chain {
     return {};
   }
 
-  kvmeld::Status reuse(Mode mode, Row& row, std::size_t role, const kvmeld::anchors::FilledPrompt& prompt,
+  kvmeld::Status reuse(Mode mode, Row& row, std::size_t role,
+                       const kvmeld::anchors::FilledPrompt& prompt,
                        const std::vector<const PromptRun*>& runs,
                        const std::vector<const Base*>& bases,
-                       std::vector<kvmeld::anchors::AnchorLookup>& found, std::vector<bool>& corrected,
-                       const std::vector<Prompt>& question, const Ask& asked,
-                       const Answer& reference, const kvmeld::Fragment& real) {
+                       std::vector<kvmeld::anchors::AnchorLookup>& found,
+                       std::vector<bool>& corrected, const std::vector<Prompt>& question,
+                       const Ask& asked, const Answer& reference, const kvmeld::Fragment& real) {
     anchored_.start(role + 1);
     const llama_pos behind = anchored_.length();
     double look_up_ms = 0, read_ms = 0, question_ms = 0;
@@ -520,8 +523,8 @@ class Chain {
     return {};
   }
 
-  void score(Row& row, const kvmeld::anchors::FilledPrompt& prompt, std::ptrdiff_t head, const Ask& asked,
-             const Answer& answer, const Answer& reference) const {
+  void score(Row& row, const kvmeld::anchors::FilledPrompt& prompt, std::ptrdiff_t head,
+             const Ask& asked, const Answer& answer, const Answer& reference) const {
     row.kl.add(divergence(reference.logits, answer.logits));
     ++row.total;
     row.right += answer.named && asked.candidates[*answer.named] == asked.answer ? 1U : 0U;
@@ -544,7 +547,8 @@ class Chain {
                        const std::vector<const Base*>& bases, std::size_t r) {
     const auto measured = [&](std::size_t of) -> kvmeld::Result<kvmeld::Fragment> {
       const auto in_context = cut(real, runs[of]->position - behind, runs[of]->tokens);
-      return in_context ? kvmeld::anchors::measure_offset(*in_context, bases[of]->anchor.base) : in_context;
+      return in_context ? kvmeld::anchors::measure_offset(*in_context, bases[of]->anchor.base)
+                        : in_context;
     };
     auto segment = measured(r);
     if (!segment) return segment.error();
@@ -556,17 +560,19 @@ class Chain {
       offset.following = *std::move(following);
     }
     kvmeld::anchors::Anchor anchor = bases[r]->anchor;
-    if (auto added = kvmeld::anchors::add_offset(anchor, std::move(offset)); !added) return added.error();
+    if (auto added = kvmeld::anchors::add_offset(anchor, std::move(offset)); !added)
+      return added.error();
     const auto done = pool_->commit(anchor);
     return done ? kvmeld::Status() : done.error();
   }
 
-  kvmeld::anchors::AnchorLookup look_up(const kvmeld::anchors::Anchor& anchor, const PromptRun& run) const {
+  kvmeld::anchors::AnchorLookup look_up(const kvmeld::anchors::Anchor& anchor,
+                                        const PromptRun& run) const {
     kvmeld::anchors::AnchorQuery query{.space = &space_,
-                              .signature = {anchor.base.tokens(), anchor.vector},
-                              .vector = anchor.vector,
-                              .context = run.context,
-                              .request = {}};
+                                       .signature = {anchor.base.tokens(), anchor.vector},
+                                       .vector = anchor.vector,
+                                       .context = run.context,
+                                       .request = {}};
     query.request.tokens = run.tokens;
     query.request.last_position = run.position + run.tokens - 1;
     query.request.trained_context = llama_model_n_ctx_train(engine_.model());
@@ -582,7 +588,8 @@ class Chain {
     if (!anchor) return anchor.error();
     return &bases_.emplace(tokens, Base{*std::move(anchor), watch.milliseconds()}).first->second;
   }
-  [[nodiscard]] Tokens tokens_of(const kvmeld::anchors::FilledPrompt& prompt, const PromptRun& run) const {
+  [[nodiscard]] Tokens tokens_of(const kvmeld::anchors::FilledPrompt& prompt,
+                                 const PromptRun& run) const {
     const auto from =
         prompt.tokens.begin() + (run.position - static_cast<std::int64_t>(head_.size()));
     return Tokens(from, from + run.tokens);

@@ -9,9 +9,9 @@
 #include "support/note_agent.hpp"
 #include "support/readers.hpp"
 
+#include <kvmeld/calibrate.hpp>
 #include <kvmeld/policies/attention.hpp>
 #include <kvmeld/policies/mean.hpp>
-#include <kvmeld/calibrate.hpp>
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -51,8 +51,8 @@ struct Trial {
   enum class Kind { partitioned, document } kind;
   /// Partitioned: behind the lead-in; readers of a document always have one each.
   bool lead_in = true;
-  bool edited = false;  ///< readers' copies differ by a few words
-  bool byzantine = false;    ///< the last reader's keys and values are noisy
+  bool edited = false;     ///< readers' copies differ by a few words
+  bool byzantine = false;  ///< the last reader's keys and values are noisy
 };
 
 const std::vector<Trial>& all_tasks() {
@@ -361,7 +361,8 @@ class Run {
                             : task.lead_in ? agent_.lead_in_tokens()
                                            : Tokens{};
       auto fragment = agent_.read(notes, before, parts && task.lead_in);
-      if (fragment && task.byzantine && i + 1 == agents) fragment = with_noise(*fragment, index + 1);
+      if (fragment && task.byzantine && i + 1 == agents)
+        fragment = with_noise(*fragment, index + 1);
       if (!fragment) return fragment.error();
       KVMELD_TRY(set.insert(*fragment, kvmeld::Dot{i, 0}));
     }

@@ -8,8 +8,8 @@
 #include "support/pair_file.hpp"
 #include "support/reader.hpp"
 
-#include <kvmeld/policies/projection.hpp>
 #include <kvmeld/fit/fit.hpp>
+#include <kvmeld/policies/projection.hpp>
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>

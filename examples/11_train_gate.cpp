@@ -24,10 +24,10 @@
 
 #include <nlohmann/json.hpp>
 
+#include <kvmeld/kvmeld.hpp>
 #include <kvmeld/policies/gate_weights.hpp>
 #include <kvmeld/policies/learned.hpp>
 #include <kvmeld/policies/mean.hpp>
-#include <kvmeld/kvmeld.hpp>
 
 namespace {
 
@@ -335,7 +335,7 @@ Numbers train_predictor(const Task& task, const std::shared_ptr<const kvmeld::Ge
           squared_error(row, round.data.truth[t], cotangent, 1.0 / static_cast<double>(tokens)) /
           static_cast<double>(tokens);
       if (!kvmeld::gradients::weighted_mean_vjp<double>({round.data.values[t], weights, cotangent},
-                                             {d_values, d_weights}))
+                                                        {d_values, d_weights}))
         std::abort();
     }
     for (std::size_t i = 0; i < agents; ++i) {

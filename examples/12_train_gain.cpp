@@ -35,10 +35,10 @@ namespace {
 
 using namespace example;
 using Json = nlohmann::ordered_json;
+using kvmeld::Result;
 using kvmeld::anchors::GainKind;
 using kvmeld::anchors::GainPredictor;
 using kvmeld::anchors::GainSample;
-using kvmeld::Result;
 using Numbers = std::vector<double>;
 using Predictor = std::shared_ptr<const GainPredictor>;
 
@@ -103,10 +103,10 @@ kvmeld::Status measure(Anchored& place, Part& part, std::size_t first, const Fla
       for (std::size_t p = 0; p < prefixes.size(); ++p) {
         for (std::size_t q = 0; q < prefixes.size(); ++q) {
           if (p == q) continue;
-          auto sample =
-              kvmeld::anchors::gain_sample(offsets[p], offsets[q],
-                                  {std::ssize(place.prefix(prefixes[p])),
-                                   std::ssize(place.prefix(prefixes[q])), std::ssize(document)});
+          auto sample = kvmeld::anchors::gain_sample(
+              offsets[p], offsets[q],
+              {std::ssize(place.prefix(prefixes[p])), std::ssize(place.prefix(prefixes[q])),
+               std::ssize(document)});
           if (!sample) return sample.error();
           GainSample& sum = sums[p * prefixes.size() + q];
           if (sum.layers == 0) {
@@ -133,7 +133,7 @@ kvmeld::Status measure(Anchored& place, Part& part, std::size_t first, const Fla
 /// One layer's LSTM by the gradient over all samples, with a step size that falls along a cosine.
 Numbers train_layer(const std::vector<GainSample>& samples, std::size_t layer, const Flags& flags) {
   const kvmeld::anchors::detail::LstmShape shape{kvmeld::anchors::gain_feature_count,
-                                        static_cast<std::size_t>(flags.hidden)};
+                                                 static_cast<std::size_t>(flags.hidden)};
   Draw draw(flags.seed * 1009u + layer);
   Numbers parameters(shape.size()), gradient(shape.size());
   for (std::size_t i = 0; i < shape.bias(); ++i)
@@ -240,7 +240,8 @@ Result<RelativeError> blend_error(const Part& part, std::size_t document, std::s
                              .weight = 1 / static_cast<float>(part.read.size() - 1),
                              .gains = *std::move(gains)});
   }
-  const auto plan = kvmeld::anchors::plan_reuse({&reuse, 1}, own.base.geometry(), {.compute_last = false});
+  const auto plan =
+      kvmeld::anchors::plan_reuse({&reuse, 1}, own.base.geometry(), {.compute_last = false});
   if (!plan) return plan.error();
   kvmeld::HostCache out(plan->shared_geometry(), plan->tokens());
   std::vector<std::byte> workspace(plan->workspace_bytes());

@@ -42,8 +42,9 @@ std::size_t kvmeld_look_up(void* of, std::uint64_t query, int distance) {
 std::size_t kvmeld_scan(void* of, std::uint64_t query, int distance) {
   auto& s = *static_cast<Signatures*>(of);
   s.hits.clear();
-  kvmeld::anchors::hamming_scan({s.low.data(), s.high.data(), static_cast<std::uint32_t>(s.low.size())},
-                       query, distance, s.hits);
+  kvmeld::anchors::hamming_scan(
+      {s.low.data(), s.high.data(), static_cast<std::uint32_t>(s.low.size())}, query, distance,
+      s.hits);
   return s.hits.size();
 }
 void kvmeld_hits(const void* of, std::uint32_t* numbers) {

@@ -6,9 +6,9 @@
 #include "readers.hpp"
 
 #include <kvmeld/anchors/pool.hpp>
+#include <kvmeld/anchors/reuse.hpp>
 #include <kvmeld/engine/llama.hpp>
 #include <kvmeld/kvmeld.hpp>
-#include <kvmeld/anchors/reuse.hpp>
 
 #include <cmath>
 #include <cstddef>
@@ -24,7 +24,8 @@ namespace example {
 
 /// Segments of one model share most of their direction, so hyperplanes over values tell them apart
 /// better than their tokens do.
-using Pool = kvmeld::anchors::AnchorPool<kvmeld::anchors::EmbeddingHash, kvmeld::anchors::WindowLFU>;
+using Pool =
+    kvmeld::anchors::AnchorPool<kvmeld::anchors::EmbeddingHash, kvmeld::anchors::WindowLFU>;
 
 /// What a blend took, in milliseconds.
 struct BlendCost {
@@ -118,7 +119,7 @@ class Anchored {
   /// A segment alone, behind a prefix for bases: an anchor without offsets, its vector the mean
   /// value row of layer `vector_layer`.
   kvmeld::Result<kvmeld::anchors::Anchor> base_of(const Tokens& tokens, std::size_t number = 0,
-                                         std::size_t vector_layer = 1) {
+                                                  std::size_t vector_layer = 1) {
     start(number);
     const auto sealed = encode(tokens);
     if (!sealed) return sealed.error();
@@ -129,7 +130,8 @@ class Anchored {
 
   /// Puts parts behind sequence 0, the first one at its end: planned, blended, rotated to their
   /// places, imported.
-  kvmeld::Status place(std::span<const kvmeld::anchors::ReusePart> parts, BlendCost* cost = nullptr) {
+  kvmeld::Status place(std::span<const kvmeld::anchors::ReusePart> parts,
+                       BlendCost* cost = nullptr) {
     const Stopwatch watch;
     // a question comes behind, with a last token of its own
     const auto plan = kvmeld::anchors::plan_reuse(parts, *geometry_, {.compute_last = false});
@@ -180,15 +182,17 @@ class Anchored {
 };
 
 /// A base rotated to its place and nothing else.
-inline kvmeld::anchors::ReusePart rotated_part(const kvmeld::Fragment& base, std::int64_t position) {
+inline kvmeld::anchors::ReusePart rotated_part(const kvmeld::Fragment& base,
+                                               std::int64_t position) {
   return {.base = base, .position = position, .rotated_only = true};
 }
 
 /// A base with the offsets that a look-up chose for `context`: of the segment, or of the text that
 /// follows it.
 inline kvmeld::anchors::ReusePart blended_part(const kvmeld::Fragment& base, std::int64_t position,
-                                      const kvmeld::anchors::AnchorLookup& found,
-                                      const kvmeld::Digest128& context, bool following = false) {
+                                               const kvmeld::anchors::AnchorLookup& found,
+                                               const kvmeld::Digest128& context,
+                                               bool following = false) {
   kvmeld::anchors::ReusePart part{.base = base, .position = position};
   for (std::size_t i = 0; i < found.decision.chosen.size(); ++i) {
     const kvmeld::anchors::Anchor& anchor = *found.anchors[found.decision.chosen[i]];
@@ -212,8 +216,9 @@ inline std::vector<float> value_rows(const kvmeld::Fragment& fragment, std::size
 
 /// Gives each token of a blended segment weights of its own, by the distances of its value row in
 /// `layer` to those of the anchors.
-inline void weigh_by_token(kvmeld::anchors::ReusePart& part, const kvmeld::anchors::AnchorLookup& found,
-                           double temperature, std::size_t layer = 1) {
+inline void weigh_by_token(kvmeld::anchors::ReusePart& part,
+                           const kvmeld::anchors::AnchorLookup& found, double temperature,
+                           std::size_t layer = 1) {
   const std::vector<float> own = value_rows(part.base, layer);
   const auto tokens = static_cast<std::size_t>(part.base.token_count());
   const std::size_t channels = own.size() / tokens, anchors = part.offsets.size();
@@ -224,9 +229,10 @@ inline void weigh_by_token(kvmeld::anchors::ReusePart& part, const kvmeld::ancho
     for (std::size_t t = 0; t < tokens; ++t)
       distances[a * tokens + t] =
           kvmeld::anchors::l2_distance(std::span(own).subspan(t * channels, channels),
-                              std::span(rows).subspan(t * channels, channels));
+                                       std::span(rows).subspan(t * channels, channels));
   }
-  const std::vector<float> weights = kvmeld::anchors::token_weights(distances, anchors, temperature);
+  const std::vector<float> weights =
+      kvmeld::anchors::token_weights(distances, anchors, temperature);
   for (std::size_t a = 0; a < anchors; ++a)
     part.offsets[a].token_weights.assign(
         weights.begin() + static_cast<std::ptrdiff_t>(a * tokens),

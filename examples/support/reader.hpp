@@ -7,9 +7,9 @@
 #include "fact_text.hpp"
 #include "prompt.hpp"
 
-#include <kvmeld/policies/token_match.hpp>
 #include <kvmeld/engine/llama.hpp>
 #include <kvmeld/kvmeld.hpp>
+#include <kvmeld/policies/token_match.hpp>
 
 #include <cstdint>
 #include <memory>

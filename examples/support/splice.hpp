@@ -104,8 +104,7 @@ class Splicer {
     kvmeld::FragmentSet set;
     for (const std::size_t i : insertion) {
       kvmeld::FragmentSet one;
-      if (kvmeld::Status status = one.insert(spans[i], kvmeld::Dot{i, 0}); !status)
-        return status;
+      if (kvmeld::Status status = one.insert(spans[i], kvmeld::Dot{i, 0}); !status) return status;
       kvmeld::Result<kvmeld::FragmentSet> both = join(set, one);
       if (!both) return both.error();
       set = *std::move(both);

@@ -520,8 +520,7 @@ template <class Byte>
 }
 
 /// Copies bytes that do not overlap; planes without channels have none, and no memory either.
-inline void copy_bytes(std::byte* to, const std::byte* from,
-                                   std::int64_t count) noexcept {
+inline void copy_bytes(std::byte* to, const std::byte* from, std::int64_t count) noexcept {
   if (count > 0) std::memcpy(to, from, static_cast<std::size_t>(count));
 }
 
@@ -531,7 +530,7 @@ namespace extend {
 
 /// Copies the elements of one row out of a view into contiguous bytes.
 inline void gather_row(const PlaneRef& plane, std::int64_t slot, std::int64_t head,
-                                   std::byte* out) noexcept {
+                       std::byte* out) noexcept {
   const std::int64_t offset = plane.row_offset(slot, head);
   if (plane.contiguous_rows()) {
     detail::copy_bytes(out, plane.data + plane.byte_offset(offset), row_bytes(plane.shape));
@@ -545,8 +544,8 @@ inline void gather_row(const PlaneRef& plane, std::int64_t slot, std::int64_t he
 }
 
 /// Copies contiguous bytes into the elements of one row of a view.
-inline void scatter_row(const MutablePlaneRef& plane, std::int64_t slot,
-                                    std::int64_t head, const std::byte* in) noexcept {
+inline void scatter_row(const MutablePlaneRef& plane, std::int64_t slot, std::int64_t head,
+                        const std::byte* in) noexcept {
   const std::int64_t offset = plane.row_offset(slot, head);
   if (plane.contiguous_rows()) {
     detail::copy_bytes(plane.data + plane.byte_offset(offset), in, row_bytes(plane.shape));
@@ -560,8 +559,7 @@ inline void scatter_row(const MutablePlaneRef& plane, std::int64_t slot,
 }
 
 /// Copies the canonical bytes of all heads of one slot; `out` takes heads * row_bytes.
-inline void gather_heads(const PlaneRef& plane, std::int64_t slot,
-                                     std::byte* out) noexcept {
+inline void gather_heads(const PlaneRef& plane, std::int64_t slot, std::byte* out) noexcept {
   const std::int64_t bytes = row_bytes(plane.shape);
   if (contiguous_heads(plane)) {
     detail::copy_bytes(out, plane.data + plane.byte_offset(plane.row_offset(slot, 0)),
@@ -573,8 +571,7 @@ inline void gather_heads(const PlaneRef& plane, std::int64_t slot,
 }
 
 /// Copies the scales of all heads of one slot in the order (head, group).
-inline void gather_scales(const PlaneRef& plane, std::int64_t slot,
-                                      float* out) noexcept {
+inline void gather_scales(const PlaneRef& plane, std::int64_t slot, float* out) noexcept {
   const std::int64_t groups = row_scales(plane.shape);
   for (std::int64_t head = 0; head < plane.shape.heads; ++head) {
     for (std::int64_t g = 0; g < groups; ++g) *out++ = plane.scales.at(slot, head, g);
@@ -755,7 +752,7 @@ namespace extend {
 /// Normalises contiguous elements before they are hashed: −0 becomes +0. Returns their largest
 /// magnitude, infinity where one is not finite. O(bytes).
 [[nodiscard]] inline double normalise(ElementType type, std::byte* bytes,
-                                           std::size_t byte_count) noexcept {
+                                      std::size_t byte_count) noexcept {
   return detail::largest_magnitude(type, bytes, byte_count);
 }
 
@@ -765,7 +762,7 @@ namespace detail {
 
 /// The largest magnitude of contiguous elements, infinity where one is not finite. O(bytes).
 [[nodiscard]] inline double peak_of(ElementType type, const std::byte* bytes,
-                                         std::size_t byte_count) noexcept {
+                                    std::size_t byte_count) noexcept {
   return largest_magnitude(type, bytes, byte_count);
 }
 
@@ -806,8 +803,8 @@ namespace extend {
 /// The first of rows of `row_size` bytes that holds what is not finite; the number of rows where
 /// none does.
 [[nodiscard]] inline std::size_t first_non_finite(ElementType type, const std::byte* bytes,
-                                                       std::size_t byte_count,
-                                                       std::size_t row_size) noexcept {
+                                                  std::size_t byte_count,
+                                                  std::size_t row_size) noexcept {
   std::size_t row = 0;
   while ((row + 1) * row_size <= byte_count &&
          is_finite(detail::peak_of(type, bytes + row * row_size, row_size)))

@@ -363,7 +363,7 @@ struct SoftUpdateWork {
 /// Refuses rows of which no blend is a number: those of a side that is read (`fused` unless β is 0,
 /// `local` unless it is 1), for tokens that are written.
 inline Status check_blended(const SoftUpdateWork::Task& task, std::int64_t tokens, float beta,
-                                 std::size_t index) {
+                            std::size_t index) {
   const PlaneShape& shape = task.out.shape;
   std::vector<std::byte> heads(static_cast<std::size_t>(row_bytes(shape) * shape.heads));
   for (std::int64_t t = 0; t < tokens; ++t) {

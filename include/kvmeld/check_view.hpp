@@ -101,14 +101,15 @@ namespace extend {
 /// entries).
 /// @param slot_count slots that exist; entries at or above it are refused.
 [[nodiscard]] inline Status check_slots(const TokenSlots& slots, std::int64_t tokens,
-                                             std::int64_t slot_count = detail::max_extent) {
+                                        std::int64_t slot_count = detail::max_extent) {
   if (slots.kind > SlotKind::slot_list_i64) {
     return error(ErrorCode::unknown_layout, "slot kind ", static_cast<int>(slots.kind),
                  " is none that this build knows");
   }
   if (tokens < 0 || tokens > detail::max_extent)
     return error(ErrorCode::invalid_argument, "a view of ", tokens, " tokens");
-  if (slots.block_size < 0 || slots.block_size > detail::max_extent || !detail::sane(slots.block_stride)) {
+  if (slots.block_size < 0 || slots.block_size > detail::max_extent ||
+      !detail::sane(slots.block_stride)) {
     return error(ErrorCode::invalid_argument, "blocks of ", slots.block_size, " tokens, ",
                  slots.block_stride, " elements apart");
   }
@@ -132,7 +133,8 @@ namespace extend {
   for (std::int64_t i = 0; i < entries; ++i) {
     if (detail::table_entry(slots, i) >= bound) {
       return error(ErrorCode::invalid_argument, "table entry ", i, " is ",
-                   blocks ? "block " : "slot ", detail::table_entry(slots, i), "; there are ", bound);
+                   blocks ? "block " : "slot ", detail::table_entry(slots, i), "; there are ",
+                   bound);
     }
   }
   return {};
@@ -144,8 +146,7 @@ namespace detail {
 
 /// The range of element offsets; false where there is none. Exact: each axis is linear, so its ends
 /// are at its ends.
-[[nodiscard]] inline bool element_range(const PlaneRef& plane, Wide& low,
-                                             Wide& high) noexcept {
+[[nodiscard]] inline bool element_range(const PlaneRef& plane, Wide& low, Wide& high) noexcept {
   if (plane.shape.heads <= 0 || plane.shape.channels <= 0) return false;
   bool any = false;
   for_each_run(plane.slots, plane.tokens, [&](std::int64_t, std::int64_t slot, std::int64_t count) {
@@ -312,7 +313,7 @@ namespace detail {
 }
 
 [[nodiscard]] inline bool intersect(const std::vector<Segment>& a,
-                                         const std::vector<Segment>& b) noexcept {
+                                    const std::vector<Segment>& b) noexcept {
   std::uintptr_t reach_a = 0,
                  // segments of one plane may overlap each other, so remember how far any went
       reach_b = 0;
@@ -408,7 +409,7 @@ namespace detail {
 /// Whether no two of the tokens share a slot, in memory of the caller: `scratch` takes a number for
 /// each token.
 [[nodiscard]] inline Status check_slots_apart(const TokenSlots& slots, std::int64_t tokens,
-                                                   std::int64_t* scratch) {
+                                              std::int64_t* scratch) {
   if (slots.kind == SlotKind::identity) return {};
   std::int64_t* end = scratch;
   for (std::int64_t t = 0; t < tokens; ++t) {
@@ -487,8 +488,8 @@ namespace detail {
 
 /// `check_view` with the code that a short buffer gives and the number of slots that exist.
 [[nodiscard]] inline Status check_plane_view(const PlaneRef& plane, std::size_t capacity_bytes,
-                                                  std::size_t bytes_before, ErrorCode too_small,
-                                                  std::int64_t slot_count = max_extent) {
+                                             std::size_t bytes_before, ErrorCode too_small,
+                                             std::int64_t slot_count = max_extent) {
   KVMELD_TRY(check_strides(plane));
   if (Status status = check_slots(plane.slots, plane.tokens, slot_count); !status) {
     return status.code() == ErrorCode::truncated ? Status(too_small, status.message()) : status;
@@ -525,7 +526,7 @@ namespace detail {
 /// capacity), `unknown_layout`, `unknown_field`, `unsupported` (block elements that do not lie in
 /// rows), `invalid_argument` (strides, extents, missing table, data or scales).
 [[nodiscard]] inline Status check_view(const PlaneRef& plane, std::size_t capacity_bytes,
-                                            std::size_t bytes_before = 0) {
+                                       std::size_t bytes_before = 0) {
   return detail::check_plane_view(plane, capacity_bytes, bytes_before, ErrorCode::truncated);
 }
 
@@ -655,11 +656,9 @@ struct RopeFit {
 /// Plain f64, a pair at a time: this is a check of the fast path's declaration, so it shares no
 /// code with the fast path.
 [[nodiscard]] inline RopeFit fit_rope(const RopeSpec& rope, RopePairing pairing,
-                                           std::int32_t channels,
-                                           const std::vector<double>& cosines,
-                                           const std::vector<double>& sines,
-                                           std::span<const float> at_p,
-                                           std::span<const float> at_q) {
+                                      std::int32_t channels, const std::vector<double>& cosines,
+                                      const std::vector<double>& sines, std::span<const float> at_p,
+                                      std::span<const float> at_q) {
   const auto width = static_cast<std::size_t>(channels);
   const auto first = static_cast<std::size_t>(rope.first_channel);
   const std::size_t pairs = cosines.size();
@@ -709,14 +708,13 @@ inline constexpr std::int64_t verify_rope_min_distance = 64;
 /// `invalid_argument` (distance below 64, no keys, all keys zero, or keys that hardly move and so
 /// tell nothing); `rope_mismatch` with the figures and what would fit instead. O(keys).
 [[nodiscard]] inline Result<RopeCheck> verify_rope(const RopeSpec& rope, std::int32_t heads,
-                                                        std::int32_t channels,
-                                                        // (token, head, channel)
-                                                        std::span<const float> keys_at_p,
-                                                        // (token, head, channel)
-                                                        std::span<const float> keys_at_q,
-                                                        std::int64_t p, std::int64_t q,
-                                                        double tolerance = 0.01,
-                                                        std::int64_t context_length = 0) {
+                                                   std::int32_t channels,
+                                                   // (token, head, channel)
+                                                   std::span<const float> keys_at_p,
+                                                   // (token, head, channel)
+                                                   std::span<const float> keys_at_q, std::int64_t p,
+                                                   std::int64_t q, double tolerance = 0.01,
+                                                   std::int64_t context_length = 0) {
   using extend::error;
   if (Status status = validate(rope, channels); !status) return status;
   if (heads <= 0) return error(ErrorCode::invalid_argument, "verify_rope: ", heads, " heads");

@@ -40,7 +40,7 @@ struct Context {
 /// apart: where a lead-in holds placeholders, `contents` are digests of what they stand for, in
 /// order.
 [[nodiscard]] inline Digest128 lead_in_digest(std::span<const TokenId> tokens,
-                                                   std::span<const Digest128> contents = {}) {
+                                              std::span<const Digest128> contents = {}) {
   if (tokens.empty()) return {};
   Hasher hasher;
   hasher.text("kvmeld.lead_in");
@@ -245,7 +245,7 @@ namespace detail {
 
 /// Which of the tokens from `first` on a layer holds; its planes must agree.
 [[nodiscard]] inline Result<TokenSet> present_tokens(const KvCacheRef& view, std::size_t layer,
-                                                          std::int64_t first) {
+                                                     std::int64_t first) {
   const std::size_t planes = view.geometry().layers[layer].planes.size();
   TokenSet set;
   if (planes == 0) return set;
@@ -269,7 +269,7 @@ namespace detail {
 
 /// Copies a view into a payload; digest and context are the caller's.
 [[nodiscard]] inline Result<Payload> gather_payload(const KvCacheRef& view,
-                                                         const SealOptions& options) {
+                                                    const SealOptions& options) {
   Payload payload;
   const std::int64_t first = options.drop_first;
   const std::int64_t count = view.tokens() - first;
@@ -336,7 +336,7 @@ namespace detail {
 /// The largest stored magnitude of each (layer, plane), infinity where one is not finite. O(bytes)
 /// for the first who asks.
 [[nodiscard]] inline const std::vector<double>& payload_peaks(const Geometry& geometry,
-                                                                   const Payload& payload) {
+                                                              const Payload& payload) {
   if (const std::vector<double>* const known = payload.peaks.get()) return *known;
   std::vector<double> peaks;
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
@@ -494,8 +494,7 @@ template <class Byte>
 /// evicted, `ref().valid()` is false, and whatever is given that view refuses it.
 class FragmentView {
  public:
-  explicit FragmentView(const Fragment& fragment, std::size_t payload = 0)
-      : fragment_(fragment) {
+  explicit FragmentView(const Fragment& fragment, std::size_t payload = 0) : fragment_(fragment) {
     if (!fragment.valid() || payload >= fragment.payloads().size() ||
         fragment.payloads()[payload].bytes == nullptr)
       return;

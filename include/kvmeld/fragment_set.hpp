@@ -93,7 +93,7 @@ namespace extend {
 
 /// H(id ‖ marks ‖ unattributed), every field of a mark but its time.
 [[nodiscard]] inline Digest256 entry_digest(const SetHash& hash, const FragmentId& id,
-                                                 const Metadata& metadata) {
+                                            const Metadata& metadata) {
   constexpr std::size_t mark_bytes = 3 * 8 + 1 + 4 + 32;
   std::array<std::byte, 32 + 1 + 4 * mark_bytes> few;
   std::vector<std::byte> many;
@@ -169,8 +169,7 @@ class FragmentSet {
   /// operation; `geometry_mismatch` as `check_geometry` tells; `invalid_argument`. The set is
   /// unchanged then.
   Status insert(const Fragment& fragment, const Dot& dot,
-                            std::optional<float> confidence = std::nullopt,
-                            std::int64_t time_ms = 0) {
+                std::optional<float> confidence = std::nullopt, std::int64_t time_ms = 0) {
     KVMELD_TRY(check(fragment));
     if (confidence) {
       if (!std::isfinite(*confidence))
@@ -222,8 +221,7 @@ class FragmentSet {
   /// set, and until it is removed.
   ///
   /// Errors: `not_found` for an id that is not in the set, `invalid_argument`, `dot_reused`.
-  Status supersede(const FragmentId& id, const FragmentId& successor,
-                               const Dot& dot) {
+  Status supersede(const FragmentId& id, const FragmentId& successor, const Dot& dot) {
     if (id == successor || successor.empty())
       return extend::error(ErrorCode::invalid_argument, "fragment ", id.hex(),
                            " cannot supersede itself, nor none");
@@ -302,9 +300,7 @@ class FragmentSet {
   /// Entries in ascending order of id, superseded ones included.
   [[nodiscard]] Entries entries() const noexcept { return Entries(entries_); }
   /// Null where the set does not know the id. O(log n). Invalid after the next change.
-  [[nodiscard]] const Entry* find(const FragmentId& id) const noexcept {
-    return entries_.find(id);
-  }
+  [[nodiscard]] const Entry* find(const FragmentId& id) const noexcept { return entries_.find(id); }
   /// Equal for equal sets, ids and metadata both, whatever is evicted. O(1).
   [[nodiscard]] const Digest256& digest() const noexcept { return digest_; }
   /// Every operation that this set has seen.
@@ -325,9 +321,9 @@ class FragmentSet {
   /// Errors: `corrupt` for a dot of two operations, marks or removals out of order, or a mark that
   /// is removed; `hash_mismatch`, `non_finite`, `invalid_argument`.
   [[nodiscard]] static Result<FragmentSet> from_parts(const SetHash& hash,
-                                                                  std::vector<Entry> entries,
-                                                                  std::vector<Removal> removals,
-                                                                  const CausalContext& compacted);
+                                                      std::vector<Entry> entries,
+                                                      std::vector<Removal> removals,
+                                                      const CausalContext& compacted);
 
   /// Whether a is below b: b has seen every operation of a. O(n + m).
   [[nodiscard]] friend bool leq(const FragmentSet& a, const FragmentSet& b) {
@@ -336,8 +332,7 @@ class FragmentSet {
     return both.join(a) && both.digest_ == b.digest_;
   }
   /// Least upper bound of two sets, as `FragmentSet::join`.
-  [[nodiscard]] friend Result<FragmentSet> join(const FragmentSet& a,
-                                                            const FragmentSet& b) {
+  [[nodiscard]] friend Result<FragmentSet> join(const FragmentSet& a, const FragmentSet& b) {
     FragmentSet out = a;
     KVMELD_TRY(out.join(b));
     return out;
@@ -388,9 +383,8 @@ class FragmentSet {
   Status mark(const FragmentId& id, const Fragment& fragment, const Mark& mark) {
     Entry entry = entry_of(id);
     auto& marks = entry.metadata.marks;
-    const auto at =
-        std::lower_bound(marks.begin(), marks.end(), mark.dot,
-                         [](const Mark& m, const Dot& dot) { return m.dot < dot; });
+    const auto at = std::lower_bound(marks.begin(), marks.end(), mark.dot,
+                                     [](const Mark& m, const Dot& dot) { return m.dot < dot; });
     if (at == marks.end() || at->dot != mark.dot) {
       KVMELD_TRY(check(mark.dot));
       marks.insert(at, mark);
@@ -415,9 +409,8 @@ class FragmentSet {
   }
   void drop_everywhere(std::vector<Dot> dots);
   void log(Removal removal) {
-    const auto at =
-        std::lower_bound(removals_.begin(), removals_.end(), removal.dot,
-                         [](const Removal& r, const Dot& dot) { return r.dot < dot; });
+    const auto at = std::lower_bound(removals_.begin(), removals_.end(), removal.dot,
+                                     [](const Removal& r, const Dot& dot) { return r.dot < dot; });
     if (at == removals_.end() || at->dot != removal.dot) removals_.insert(at, std::move(removal));
   }
   void join_entry(const Entry& theirs, const CausalContext& their_context);
@@ -491,9 +484,9 @@ namespace detail {
 /// Marks in force after two replicas met: those that both have, and those of either that the other
 /// has not seen. Linear.
 [[nodiscard]] inline std::vector<Mark> join_marks(const std::vector<Mark>& a,
-                                                       const CausalContext& seen_by_a,
-                                                       const std::vector<Mark>& b,
-                                                       const CausalContext& seen_by_b) {
+                                                  const CausalContext& seen_by_a,
+                                                  const std::vector<Mark>& b,
+                                                  const CausalContext& seen_by_b) {
   std::vector<Mark> out;
   auto i = a.begin();
   auto j = b.begin();
@@ -511,12 +504,10 @@ namespace detail {
   return out;
 }
 
-[[nodiscard]] inline bool has_mark(const SetEntry& entry,
-                                               const Dot& dot) noexcept {
+[[nodiscard]] inline bool has_mark(const SetEntry& entry, const Dot& dot) noexcept {
   const auto& marks = entry.metadata.marks;
-  const auto at =
-      std::lower_bound(marks.begin(), marks.end(), dot,
-                       [](const Mark& mark, const Dot& key) { return mark.dot < key; });
+  const auto at = std::lower_bound(marks.begin(), marks.end(), dot,
+                                   [](const Mark& mark, const Dot& key) { return mark.dot < key; });
   return at != marks.end() && at->dot == dot;
 }
 
@@ -733,8 +724,8 @@ inline Fragment FragmentSet::payload(const FragmentId& id) const {
 }
 
 inline Result<FragmentSet> FragmentSet::from_parts(const SetHash& hash, std::vector<Entry> entries,
-                                            std::vector<Removal> removals,
-                                            const CausalContext& compacted) {
+                                                   std::vector<Removal> removals,
+                                                   const CausalContext& compacted) {
   FragmentSet out(hash);
   std::vector<Dot> live;
   std::vector<Dot> removed;

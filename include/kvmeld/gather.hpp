@@ -58,7 +58,9 @@ struct GatherWork {
   std::int64_t outputs = 0;
 
   [[nodiscard]] KVMELD_HD detail::NoState partial(std::int64_t, int) const noexcept { return {}; }
-  [[nodiscard]] KVMELD_HD static detail::NoState join(detail::NoState, detail::NoState) noexcept { return {}; }
+  [[nodiscard]] KVMELD_HD static detail::NoState join(detail::NoState, detail::NoState) noexcept {
+    return {};
+  }
   KVMELD_HD void finish(std::int64_t row, int lane, detail::NoState) const noexcept {
     const GatherTask& task = tasks[row / outputs];
     const std::int64_t o = row % outputs;
@@ -68,13 +70,13 @@ struct GatherWork {
     if (from < 0 || to < 0) return;
     if (task.heads_together) {
       detail::lane_copy(task.in.data + task.in.byte_offset(task.in.row_offset(from, 0)),
-                task.out.data + task.out.byte_offset(task.out.row_offset(to, 0)),
-                row_bytes(task.out.shape) * task.out.shape.heads, lane);
+                        task.out.data + task.out.byte_offset(task.out.row_offset(to, 0)),
+                        row_bytes(task.out.shape) * task.out.shape.heads, lane);
       return;
     }
     for (std::int32_t head = 0; head < task.out.shape.heads; ++head) {
-      detail::lane_move(task.in, task.in.row_offset(from, head), task.out, task.out.row_offset(to, head),
-                lane);
+      detail::lane_move(task.in, task.in.row_offset(from, head), task.out,
+                        task.out.row_offset(to, head), lane);
     }
   }
 
@@ -213,8 +215,8 @@ template <class E, PositionIndex Int>
 /// Fills output token i with input token `map[i]`, in every layer, byte for byte; −1 leaves the row
 /// as it is.
 ///
-/// Layouts may differ, geometries may not. Keys are not rotated: where positions change, `render` is
-/// what is wanted. An input token may be named twice. A row that the input does not hold is left
+/// Layouts may differ, geometries may not. Keys are not rotated: where positions change, `render`
+/// is what is wanted. An input token may be named twice. A row that the input does not hold is left
 /// alone too, and reported. O(bytes). Errors, with the output untouched: `geometry_mismatch`,
 /// `output_too_small`, `invalid_argument` (a map entry out of range), `unsupported` (scales),
 /// `aliasing` (in place, or an output with two names for one row), `memory_space`.
@@ -285,7 +287,7 @@ template <class Byte>
 /// token), `memory_space`, `geometry_mismatch` or `token_count_mismatch` (a view that its planes
 /// belie).
 [[nodiscard]] inline Result<std::vector<float>> read_row(const KvCacheRef& cache,
-                                                              const CacheRow& row) {
+                                                         const CacheRow& row) {
   const auto slot = detail::slot_of_row(cache, row, "read_row");
   if (!slot) return slot.error();
   const PlaneRef& plane = cache.plane(row.layer, row.plane);
@@ -312,7 +314,7 @@ template <class Byte>
 /// scales apart, which a view cannot write; `non_finite` for a number that is not finite, or beyond
 /// the element type.
 [[nodiscard]] inline Status write_row(const MutableKvCacheRef& cache, const CacheRow& row,
-                                           std::span<const float> values) {
+                                      std::span<const float> values) {
   using extend::error;
   const auto slot = detail::slot_of_row(cache, row, "write_row");
   if (!slot) return slot.error();

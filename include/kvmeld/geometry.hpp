@@ -127,7 +127,7 @@ struct Geometry {
 /// A key plane and a value plane of equal head count, the shape of most models; the keys rotary
 /// where `rope` says so.
 [[nodiscard]] inline LayerShape attention_layer(ElementType type, std::int32_t heads,
-                                                     std::int32_t channels, RopeSpec rope) {
+                                                std::int32_t channels, RopeSpec rope) {
   LayerShape layer;
   layer.planes = {
       PlaneShape{.plane = Plane::key,
@@ -143,7 +143,7 @@ struct Geometry {
 namespace detail {
 
 [[nodiscard]] inline Status check_plane(const PlaneShape& shape, std::size_t layer,
-                                             std::size_t plane) {
+                                        std::size_t plane) {
   if (shape.plane > Plane::scale || shape.type > ElementType::q8_0 ||
       shape.scales > ScaleScheme::per_channel_group) {
     return error(ErrorCode::unknown_field, "layer ", layer, " plane ", plane,
@@ -215,8 +215,7 @@ namespace detail {
   return {};
 }
 
-[[nodiscard]] inline Status differ(const char* field, const std::string& a,
-                                        const std::string& b) {
+[[nodiscard]] inline Status differ(const char* field, const std::string& a, const std::string& b) {
   return error(ErrorCode::geometry_mismatch, field, " differs: '", a, "' against '", b, "'");
 }
 template <class Number>
@@ -231,15 +230,14 @@ template <class Number>
 
 /// The factors of two specs: their counts, or the first that differs.
 [[nodiscard]] inline Status differ(const char* field, std::size_t layer,
-                                        const std::vector<float>& a, const std::vector<float>& b) {
+                                   const std::vector<float>& a, const std::vector<float>& b) {
   if (a.size() != b.size()) return differ(field, layer, a.size(), b.size());
   std::size_t i = 0;
   while (a[i] == b[i]) ++i;
   return differ(field, layer, a[i], b[i]);
 }
 
-[[nodiscard]] inline Status check_same(const RopeSpec& a, const RopeSpec& b,
-                                            std::size_t layer) {
+[[nodiscard]] inline Status check_same(const RopeSpec& a, const RopeSpec& b, std::size_t layer) {
   if (a == b) return {};
   if (a.kind != b.kind) return differ("rope kind", layer, a.kind, b.kind);
   if (a.pairing != b.pairing) return differ("rope pairing", layer, a.pairing, b.pairing);
@@ -486,7 +484,7 @@ namespace detail {
 /// a scale that is not finite; a range of layers that descends; one adapter twice),
 /// `unknown_field`.
 [[nodiscard]] inline Result<std::string> adapted_model(std::string_view model,
-                                                            const Adapters& adapters) {
+                                                       const Adapters& adapters) {
   if (!adapters.declared()) {
     return extend::error(ErrorCode::invalid_argument, "adapters of model '", model,
                          "': nobody said which are loaded; ",

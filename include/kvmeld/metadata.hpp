@@ -184,8 +184,7 @@ class CausalContext {
   }
 
   /// Dots that both have: over all members' contexts, what is causally stable.
-  [[nodiscard]] friend CausalContext meet(const CausalContext& a,
-                                                      const CausalContext& b) {
+  [[nodiscard]] friend CausalContext meet(const CausalContext& a, const CausalContext& b) {
     CausalContext out;
     auto i = a.ranges_.begin();
     auto j = b.ranges_.begin();
@@ -208,8 +207,7 @@ class CausalContext {
   }
 
   /// Whether b has every dot of a.
-  [[nodiscard]] friend bool leq(const CausalContext& a,
-                                            const CausalContext& b) noexcept {
+  [[nodiscard]] friend bool leq(const CausalContext& a, const CausalContext& b) noexcept {
     for (const DotRange& r : a.ranges_) {
       const auto after = b.upper({r.agent, r.first, r.epoch});
       if (after == b.ranges_.begin() || !(after - 1)->same_line(r) || (after - 1)->last < r.last)
@@ -220,7 +218,7 @@ class CausalContext {
 
   /// The first sequence number above all that the agent used in an epoch.
   [[nodiscard]] std::uint64_t next_sequence(std::uint64_t agent,
-                                                        std::uint64_t epoch) const noexcept {
+                                            std::uint64_t epoch) const noexcept {
     const auto after = upper({agent, max_sequence, epoch});
     return after != ranges_.begin() && (after - 1)->agent == agent && (after - 1)->epoch == epoch
                ? (after - 1)->last + 1
@@ -232,8 +230,7 @@ class CausalContext {
     return r.agent == dot.agent && r.epoch == dot.epoch && dot.sequence <= r.last;
   }
   /// The first range that begins behind a dot.
-  [[nodiscard]] std::vector<DotRange>::const_iterator upper(
-      const Dot& dot) const noexcept {
+  [[nodiscard]] std::vector<DotRange>::const_iterator upper(const Dot& dot) const noexcept {
     const DotRange at{dot.agent, dot.epoch, dot.sequence, dot.sequence};
     return std::upper_bound(ranges_.begin(), ranges_.end(), at,
                             [](const DotRange& a, const DotRange& b) { return a.before(b); });

@@ -75,9 +75,7 @@ struct AlignmentGroup {
   std::vector<std::uint32_t> head_rows{};
 
   /// Ends the row of the current output token.
-  void end_row() {
-    row_begin.push_back(static_cast<std::uint32_t>(contributions.size()));
-  }
+  void end_row() { row_begin.push_back(static_cast<std::uint32_t>(contributions.size())); }
   [[nodiscard]] std::span<const Contribution> row(std::size_t output) const noexcept {
     return extend::span_of(contributions)
         .subspan(row_begin[output], row_begin[output + 1] - row_begin[output]);
@@ -276,8 +274,8 @@ struct Scoring {
 /// The contributions of one head's row, as a fuser of the mix form reads them on a host: f32,
 /// ascending as the aligner gave them.
 ///
-/// Device lanes read through another type with the same functions, which loads and rotates a channel
-/// when it is asked for.
+/// Device lanes read through another type with the same functions, which loads and rotates a
+/// channel when it is asked for.
 struct HeadRows {
   /// (contribution, channel); zeros from the last channel to the next multiple of 32.
   const float* values = nullptr;
@@ -705,7 +703,7 @@ struct Concat {
   static constexpr bool reproducible = true;
 
   [[nodiscard]] Result<Alignment> align(std::span<const Source> ordered,
-                                                    std::int64_t first_position) const {
+                                        std::int64_t first_position) const {
     Alignment out;
     out.groups.resize(1);
     AlignmentGroup& group = out.groups[0];

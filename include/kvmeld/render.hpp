@@ -265,7 +265,7 @@ struct RunOptionsOf {
 
 /// Whether a layer of the output has a place for every row that is rendered and read later.
 [[nodiscard]] inline Status check_slots_present(const PlanCore& core, std::size_t layer,
-                                                     const TokenSlots& slots) {
+                                                const TokenSlots& slots) {
   if (slots.kind == SlotKind::identity) return {};
   for (auto o = static_cast<std::int64_t>(core.layer_needed_from[layer]); o < core.outputs(); ++o) {
     if (core.rendered(layer, o) && slots.slot(o) < 0) {
@@ -284,7 +284,7 @@ namespace detail {
 /// with each other, with a payload or with the workspace. `scratch`, in the workspace, takes a
 /// number for each output.
 inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out,
-                                std::span<const std::byte> workspace, std::int64_t* scratch) {
+                           std::span<const std::byte> workspace, std::int64_t* scratch) {
   if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
   KVMELD_TRY(check_same(*core.geometry, out.geometry()));
   KVMELD_TRY(check_on_host(out, "run"));

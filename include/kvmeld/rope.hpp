@@ -223,8 +223,8 @@ namespace detail {
   return x > 0.0 && x <= 1.7976931348623157e308;
 }
 
-[[nodiscard]] inline Status check_factors(const std::vector<float>& factors,
-                                               std::int32_t pairs, const char* name) {
+[[nodiscard]] inline Status check_factors(const std::vector<float>& factors, std::int32_t pairs,
+                                          const char* name) {
   if (factors.size() != static_cast<std::size_t>(pairs))
     return error(ErrorCode::invalid_argument, "rope: ", name, " holds ", factors.size(),
                  " values for ", pairs, " channel pairs; give one for each pair");
@@ -342,8 +342,8 @@ namespace detail {
   return detail::check_scaling(rope);
 }
 
-/// Whether keys that were made in a context of `source_length` tokens can be rotated to positions in
-/// one of `target_length`.
+/// Whether keys that were made in a context of `source_length` tokens can be rotated to positions
+/// in one of `target_length`.
 ///
 /// A shift by n turns pair i by n * f_i, which is exact only while f stays the same. Engines that
 /// fix the frequencies when the context is created (llama.cpp picks LongRoPE's list from its
@@ -354,7 +354,7 @@ namespace detail {
 /// `rope_unsupported` (several axes), `invalid_argument` (a negative length, a spec that nobody
 /// declared).
 [[nodiscard]] inline Status check_shift(const RopeSpec& rope, std::int64_t source_length,
-                                             std::int64_t target_length) {
+                                        std::int64_t target_length) {
   using extend::error;
   KVMELD_TRY(detail::check_declared(rope));
   if (rope.kind == RopeKind::multi_axis)
@@ -378,8 +378,8 @@ namespace detail {
 
 // The angle by which each channel pair turns from one position to the next.
 
-/// Farthest that keys are rotated, in positions; with `max_rope_frequency` it keeps f64 angles below
-/// 1e9, where they are sharp.
+/// Farthest that keys are rotated, in positions; with `max_rope_frequency` it keeps f64 angles
+/// below 1e9, where they are sharp.
 inline constexpr std::int64_t max_rope_shift = std::int64_t{1} << 24;
 
 /// Fastest pair that is believed, in radians a position: a plain rope has 1, and stored divisors
@@ -395,10 +395,10 @@ inline constexpr double two_pi = 6.283185307179586476925;
   return static_cast<double>(rope.original_context) * frequency / two_pi;
 }
 
-/// Llama 3.1 (the `llama3` rope type of its published configuration): pairs that rotation fewer than
-/// `low_freq_factor` times over the original context are slowed by `factor`, those that rotation more
-/// than `high_freq_factor` times are kept, and between them the frequency is blended linearly in
-/// the number of turns.
+/// Llama 3.1 (the `llama3` rope type of its published configuration): pairs that rotation fewer
+/// than `low_freq_factor` times over the original context are slowed by `factor`, those that
+/// rotation more than `high_freq_factor` times are kept, and between them the frequency is blended
+/// linearly in the number of turns.
 [[nodiscard]] inline double llama3_frequency(const RopeSpec& rope, double f) noexcept {
   const double rotates = turns_over_context(rope, f);
   if (rotates > rope.high_freq_factor) return f;
@@ -449,7 +449,7 @@ struct YarnRamp {
 /// Dynamic NTK: the base for which the slowest pair turns over the longer context as often as it
 /// did over the original one.
 [[nodiscard]] inline double dynamic_base(const RopeSpec& rope,
-                                              std::int64_t context_length) noexcept {
+                                         std::int64_t context_length) noexcept {
   if (context_length <= rope.original_context) return rope.base;
   const double r = static_cast<double>(rope.rotary_channels);
   const double stretch = rope.factor * static_cast<double>(context_length) /
@@ -467,8 +467,8 @@ struct YarnRamp {
 /// a running product, and may be off by some 1e-6 relative; angles then differ by that times the
 /// position. Errors: those of `validate`; `invalid_argument` without a length where one is needed.
 /// One power a pair.
-[[nodiscard]] inline Result<std::vector<double>> inverse_frequencies(
-    const RopeSpec& rope, std::int64_t context_length) {
+[[nodiscard]] inline Result<std::vector<double>> inverse_frequencies(const RopeSpec& rope,
+                                                                     std::int64_t context_length) {
   // The head size is not known here and does not matter: any that holds the rotary part will do.
   const std::int64_t end = static_cast<std::int64_t>(rope.first_channel) + rope.rotary_channels;
   const bool fits = end > 0 && end <= 0x7fffffff;
@@ -592,8 +592,8 @@ class RopeTable {
   /// of `validate`; `invalid_argument` for
   /// |shift| above `max_rope_shift` or a missing length.
   [[nodiscard]] static Result<RopeTable> build(const RopeSpec& rope,
-                                                           std::span<const std::int64_t> shifts,
-                                                           std::int64_t context_length = 0) {
+                                               std::span<const std::int64_t> shifts,
+                                               std::int64_t context_length = 0) {
     for (std::size_t s = 0; s < shifts.size(); ++s)
       if (shifts[s] > max_rope_shift || shifts[s] < -max_rope_shift)
         return extend::error(ErrorCode::invalid_argument, "rope: shift ", s, " is ", shifts[s],
@@ -800,9 +800,9 @@ KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void put_wide(WideFloats even, WideFlo
 /// interleaved rows one pair.
 template <bool streams>
 KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void rotate_row_wide(bool halves, std::int32_t half,
-                                                             const float* cos, const float* sin,
-                                                             const std::byte* in,
-                                                             std::byte* out) noexcept {
+                                                               const float* cos, const float* sin,
+                                                               const std::byte* in,
+                                                               std::byte* out) noexcept {
   if (!halves) {
     for (std::int32_t i = 0; i < half; i += 16) {
       const auto words = reinterpret_cast<WideWords>(load_wide(in + 4 * i));
@@ -831,10 +831,9 @@ KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void rotate_row_wide(bool halves, std:
 /// Rotates rows that follow each other on both sides by one angle. Where they stream, `out` is a
 /// multiple of 64.
 inline KVMELD_TARGET_AVX512 KVMELD_NOINLINE void rotate_rows_wide(const Rotation& rotation,
-                                                                     const std::byte* in,
-                                                                     std::byte* out,
-                                                                     std::int64_t rows,
-                                                                     bool streams) noexcept {
+                                                                  const std::byte* in,
+                                                                  std::byte* out, std::int64_t rows,
+                                                                  bool streams) noexcept {
   constexpr std::int32_t most = 512;
   alignas(64) float cos[most];
   alignas(64) float sin[most];
@@ -930,7 +929,7 @@ struct RotationTables {
 /// The pairs of one row from `i` on that vectors do not fill.
 template <ElementType type>
 KVMELD_NOINLINE void rotate_rest(Rotation rotation, std::int32_t i, const std::byte* in,
-                               std::byte* out) noexcept {
+                                 std::byte* out) noexcept {
   const std::int32_t half = rotation.rotary_channels / 2;
   const bool halves = rotation.pairing == RopePairing::half_split;
   for (; i < half; ++i) {
@@ -978,9 +977,9 @@ KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void put_lanes(std::byte* out,
 /// Rotates one row: `rotate_pair`, lane by lane.
 template <ElementType type, bool streams>
 KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void rotate_row_lanes(const Rotation& rotation,
-                                                            const RotationTables& tables,
-                                                            const std::byte* in,
-                                                            std::byte* out) noexcept {
+                                                              const RotationTables& tables,
+                                                              const std::byte* in,
+                                                              std::byte* out) noexcept {
   using Lanes = Lanes16<type>;
   constexpr std::int64_t size = block_bytes(type);
   constexpr int piece = type == ElementType::f16 ? 16 : 32;  // bytes of one vector as it is stored
@@ -1041,10 +1040,11 @@ KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void rotate_row_lanes(const Rotation& ro
 /// are those of `streams_whole`.
 template <ElementType type, bool streams>
 KVMELD_TARGET_AVX2 KVMELD_NOINLINE void rotate_rows_avx2(const Rotation& given, const std::byte* in,
-                                                       std::int64_t in_stride, std::byte* out,
-                                                       std::int64_t out_stride,
-                                                       std::int64_t rows) noexcept {
-  const Rotation rotation = given;  // whose address nobody has: rows that are written do not change it
+                                                         std::int64_t in_stride, std::byte* out,
+                                                         std::int64_t out_stride,
+                                                         std::int64_t rows) noexcept {
+  const Rotation rotation =
+      given;  // whose address nobody has: rows that are written do not change it
   const std::int32_t half = rotation.rotary_channels / 2;
   RotationTables tables;
   if (rotation.pairing == RopePairing::half_split) {
@@ -1096,8 +1096,7 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE void rotate_rows_avx2(const Rotation& given, 
 
 /// Rotates rows that follow each other on both sides past the caches.
 inline void stream_rotated_rows(ElementType type, Isa isa, const Rotation& rotation,
-                                           const std::byte* in, std::byte* out,
-                                           std::int64_t rows) noexcept {
+                                const std::byte* in, std::byte* out, std::int64_t rows) noexcept {
   const std::int64_t bytes = byte_size(type, rotation.channels);
   if (isa == Isa::avx512 && type == ElementType::bf16 && rotates_wide(rotation))
     return rotate_rows_wide(rotation, in, out, rows, true);
@@ -1112,18 +1111,21 @@ inline void stream_rotated_rows(ElementType type, Isa isa, const Rotation& rotat
 
 /// Rotates one f32 row in place.
 KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void rotate_row_avx2(const Rotation& rotation,
-                                                             float* row) noexcept {
-  rotate_row(rotation.pairing, rotation.first_channel, rotation.rotary_channels, rotation.table, row);
+                                                               float* row) noexcept {
+  rotate_row(rotation.pairing, rotation.first_channel, rotation.rotary_channels, rotation.table,
+             row);
 }
 KVMELD_NOINLINE inline void rotate_row_baseline(const Rotation& rotation, float* row) noexcept {
-  rotate_row(rotation.pairing, rotation.first_channel, rotation.rotary_channels, rotation.table, row);
+  rotate_row(rotation.pairing, rotation.first_channel, rotation.rotary_channels, rotation.table,
+             row);
 }
 }  // namespace detail
 
 namespace extend {
 
 inline void rotate_channels(const Rotation& rotation, Isa isa, float* row) noexcept {
-  isa == Isa::baseline ? detail::rotate_row_baseline(rotation, row) : detail::rotate_row_avx2(rotation, row);
+  isa == Isa::baseline ? detail::rotate_row_baseline(rotation, row)
+                       : detail::rotate_row_avx2(rotation, row);
 }
 
 }  // namespace extend
@@ -1132,9 +1134,9 @@ namespace detail {
 
 /// Turns contiguous rows of `type`, reading each once: the vector code where there is one,
 /// `rotate_row` elsewhere.
-inline void rotate_stored_rows(ElementType type, Isa isa, const Rotation& rotation, const std::byte* in,
-                                  std::int64_t in_stride, std::byte* out, std::int64_t out_stride,
-                                  std::int64_t rows) noexcept {
+inline void rotate_stored_rows(ElementType type, Isa isa, const Rotation& rotation,
+                               const std::byte* in, std::int64_t in_stride, std::byte* out,
+                               std::int64_t out_stride, std::int64_t rows) noexcept {
 #if KVMELD_X86_DISPATCH
   if (isa == Isa::avx512 && type == ElementType::bf16 && rotates_wide(rotation) &&
       in_stride == out_stride && in_stride == 2 * rotation.channels) {
@@ -1142,11 +1144,14 @@ inline void rotate_stored_rows(ElementType type, Isa isa, const Rotation& rotati
   }
   if (isa != Isa::baseline) {
     if (type == ElementType::f16)
-      return rotate_rows_avx2<ElementType::f16, false>(rotation, in, in_stride, out, out_stride, rows);
+      return rotate_rows_avx2<ElementType::f16, false>(rotation, in, in_stride, out, out_stride,
+                                                       rows);
     if (type == ElementType::bf16)
-      return rotate_rows_avx2<ElementType::bf16, false>(rotation, in, in_stride, out, out_stride, rows);
+      return rotate_rows_avx2<ElementType::bf16, false>(rotation, in, in_stride, out, out_stride,
+                                                        rows);
     if (type == ElementType::f32)
-      return rotate_rows_avx2<ElementType::f32, false>(rotation, in, in_stride, out, out_stride, rows);
+      return rotate_rows_avx2<ElementType::f32, false>(rotation, in, in_stride, out, out_stride,
+                                                       rows);
   }
 #endif
   alignas(64) float values[1024];

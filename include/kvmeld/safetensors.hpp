@@ -393,7 +393,7 @@ inline Result<std::vector<std::byte>> SafetensorsWriter::finish() const {
 
 /// Makes or replaces a file. Errors: `unavailable`, where the file may be cut short.
 [[nodiscard]] inline Status write_file_bytes(const std::string& path,
-                                                  std::span<const std::byte> bytes) {
+                                             std::span<const std::byte> bytes) {
   std::FILE* const file = std::fopen(path.c_str(), "wb");
   if (file == nullptr) return extend::error(ErrorCode::unavailable, "cannot create ", path);
   const std::size_t put = bytes.empty() ? 0 : std::fwrite(bytes.data(), 1, bytes.size(), file);

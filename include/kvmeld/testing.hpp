@@ -258,7 +258,7 @@ void Simulation<Node>::set_up() {
                          &f.truncate,     &f.bit_flip,      &f.write_refused, &f.write_in_doubt,
                          &f.partition,    &f.slow_peer,     &f.crash,         &f.torn_write,
                          &f.old_snapshot, &f.clock_jump,    &f.disk_full,     &f.store_unavailable,
-                         &f.bit_rot,      &f.byzantine,          &f.insider,       &f.join,
+                         &f.bit_rot,      &f.byzantine,     &f.insider,       &f.join,
                          &f.leave,        &f.merger_upgrade}) {
       if (random_.chance(0.35)) *each = 0;
     }
@@ -283,7 +283,8 @@ void Simulation<Node>::set_up() {
     shared_disk_ = std::make_shared<SimulatedDisk>();
   if (options_.faults.byzantine > 0) {
     insider_ = random_.chance(options_.faults.insider);
-    byzantine_.emplace(random_.next(), corpus_, chunk_bytes_, max_operations_, insider_, report_.faults);
+    byzantine_.emplace(random_.next(), corpus_, chunk_bytes_, max_operations_, insider_,
+                       report_.faults);
   }
   const std::size_t replicas = options_.fewest_replicas +
                                random_.below(options_.most_replicas - options_.fewest_replicas + 1);
@@ -818,8 +819,8 @@ void Simulation<Node>::operate() {
 }
 
 template <class Node>
-void Simulation<Node>::record(Operation operation, const Result<Dot>& done,
-                              const Digest256& before, const Member& member) {
+void Simulation<Node>::record(Operation operation, const Result<Dot>& done, const Digest256& before,
+                              const Member& member) {
   if (done.ok()) {
     if (done->agent != member.id || done->epoch != member.epoch)
       fail("agent " + extend::decimal(member.id) + " was given the dot of another life");
@@ -872,7 +873,8 @@ void Simulation<Node>::disturb(std::int64_t ms) {
   if (byzantine_ && once(f.byzantine, ms)) {
     if (const Member* const victim = any_up()) {
       const Member* const other = any_up();
-      const ByzantinePeer::Lie lie = byzantine_->act({victim->id, victim->epoch}, {other->id, other->epoch});
+      const ByzantinePeer::Lie lie =
+          byzantine_->act({victim->id, victim->epoch}, {other->id, other->epoch});
       if (lie.at_once)
         deliver({ByzantinePeer::id, lie.to, lie.frame});
       else

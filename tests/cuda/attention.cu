@@ -27,8 +27,9 @@ void compare(std::int64_t rows, std::int64_t heads, std::int64_t channels) {
   std::vector<float> expected(outputs), expected_lse(sums), got(outputs), got_lse(sums);
   const kvmeld::attention::AttentionState<Base> a{values[0], lse[0], rows, heads, channels},
       b{values[1], lse[1], rows, heads, channels};
-  REQUIRE(
-      kvmeld::attention::merge_attention_states(a, b, {expected, expected_lse, rows, heads, channels}).ok());
+  REQUIRE(kvmeld::attention::merge_attention_states(a, b,
+                                                    {expected, expected_lse, rows, heads, channels})
+              .ok());
 
   const test::DeviceBytes da(outputs * sizeof(float)), db(outputs * sizeof(float)),
       la(sums * sizeof(float)), lb(sums * sizeof(float));
@@ -39,13 +40,14 @@ void compare(std::int64_t rows, std::int64_t heads, std::int64_t channels) {
   const auto floats = [](const test::DeviceBytes& bytes, std::size_t n) {
     return std::span<float>(reinterpret_cast<float*>(bytes.data()), n);
   };
-  const kvmeld::attention::MutableAttentionState<Base> on_a{floats(da, outputs), floats(la, sums), rows, heads,
-                                                 channels};
-  const kvmeld::attention::AttentionState<Base> on_b{floats(db, outputs), floats(lb, sums), rows, heads,
-                                          channels};
+  const kvmeld::attention::MutableAttentionState<Base> on_a{floats(da, outputs), floats(la, sums),
+                                                            rows, heads, channels};
+  const kvmeld::attention::AttentionState<Base> on_b{floats(db, outputs), floats(lb, sums), rows,
+                                                     heads, channels};
   const test::TestStream stream;
   const kvmeld::attention::AttentionState<Base> before = on_a;
-  const kvmeld::Status status = kvmeld::attention::merge_attention_states(stream.get(), before, on_b, on_a);
+  const kvmeld::Status status =
+      kvmeld::attention::merge_attention_states(stream.get(), before, on_b, on_a);
   INFO(status.message());
   REQUIRE(status.ok());
   stream.wait();
@@ -53,8 +55,8 @@ void compare(std::int64_t rows, std::int64_t heads, std::int64_t channels) {
   la.download(got_lse.data());
   CHECK(got == expected);
   CHECK(got_lse == expected_lse);
-  const kvmeld::attention::MutableAttentionState<Base> shorter{floats(da, outputs), floats(la, sums - 1), rows,
-                                                    heads, channels};
+  const kvmeld::attention::MutableAttentionState<Base> shorter{
+      floats(da, outputs), floats(la, sums - 1), rows, heads, channels};
   CHECK(kvmeld::attention::merge_attention_states(stream.get(), before, on_b, shorter).code() ==
         kvmeld::ErrorCode::invalid_argument);
 }

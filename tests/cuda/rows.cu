@@ -70,8 +70,8 @@ TEST_CASE("a device finds the nearest anchors of a pool's version that the host 
   std::vector<kvmeld::anchors::NearestAnchor> expected(asked), got(asked);
   const kvmeld::anchors::AnchorPoolRef host{{low.data(), high.data(), count}, tokens.data(), 1};
   REQUIRE(kvmeld::exec::lanes
-              .bulk(asked, kvmeld::anchors::FindNearestAnchor{host, queries.data(), lengths.data(), 3,
-                                                     expected.data()})
+              .bulk(asked, kvmeld::anchors::FindNearestAnchor{host, queries.data(), lengths.data(),
+                                                              3, expected.data()})
               .ok());
   const test::DeviceBytes l(4 * count), h(4 * count), t(4 * count), q(8 * asked), n(4 * asked),
       out(sizeof(got[0]) * asked);

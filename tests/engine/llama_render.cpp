@@ -8,8 +8,8 @@
 #include <span>
 #include <vector>
 
-#include <kvmeld/engine/llama.hpp>
 #include <kvmeld/engine/detail/llama_geometry.hpp>
+#include <kvmeld/engine/llama.hpp>
 #include <kvmeld/kvmeld.hpp>
 
 #include "support/catch.hpp"
@@ -130,8 +130,7 @@ TEST_CASE("two agents' caches become one") {
       // the agents did not read.
       CHECK(off(0) < 1e-5);
       CHECK(off(2) > 1e-3);
-      merge(context.get(), geometry, agents, merger(ByDot{.reversed = true}), reversed,
-            recomputed);
+      merge(context.get(), geometry, agents, merger(ByDot{.reversed = true}), reversed, recomputed);
       CHECK(off(0) > 0.1);
       CHECK(given.content_digest != reversed.content_digest);
 

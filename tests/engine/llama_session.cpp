@@ -18,8 +18,8 @@ using namespace kvmeld;
 namespace {
 
 const auto merging = merger(ByDot{});
-using Session = replica::AgentSession<std::remove_const_t<decltype(merging)>, stores::MemoryStore, stores::MemoryTransport,
-                             llama::EngineMemory>;
+using Session = replica::AgentSession<std::remove_const_t<decltype(merging)>, stores::MemoryStore,
+                                      stores::MemoryTransport, llama::EngineMemory>;
 
 std::vector<TokenId> some_tokens(int count, int salt) {
   std::vector<TokenId> tokens;
@@ -96,8 +96,8 @@ struct Agent {
 };
 
 // One thread, a clock of the test's own that stands still while a worker renders.
-void run_round(std::vector<Agent*> agents, std::int64_t& now, std::vector<replica::SwapReport>& swaps,
-               std::vector<Status>& refusals) {
+void run_round(std::vector<Agent*> agents, std::int64_t& now,
+               std::vector<replica::SwapReport>& swaps, std::vector<Status>& refusals) {
   for (Agent* a : agents) REQUIRE(a->session->begin_round(now).ok());
   const auto going_on = [&] {
     return std::ranges::any_of(agents, [](Agent* a) { return a->session->in_round(); });

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include <kvmeld/policy.hpp>
 #include <kvmeld/engine/llama.hpp>
+#include <kvmeld/policy.hpp>
 
 #include "support/catch.hpp"
 #include "support/comma_locale.hpp"

@@ -1,7 +1,7 @@
 // Hostile records, lists and messages of anchors, and hostile sets.
 
-#include <kvmeld/replica/wire.hpp>
 #include <kvmeld/anchors/detail/directory.hpp>
+#include <kvmeld/replica/wire.hpp>
 
 #include "support/anchor_peers.hpp"
 #include "support/fuzz.hpp"
@@ -19,7 +19,7 @@ enum Kind : std::uint8_t { records, list, messages, record, set, kinds };
 const std::vector<anchors::Anchor>& sample_anchors() {
   static const std::vector<anchors::Anchor> all = [] {
     std::vector<anchors::Anchor> out{test::anchor(1), test::anchor(2, {2}), test::anchor(3, {}),
-                            test::anchor(4, {1, 2}, 1)};
+                                     test::anchor(4, {1, 2}, 1)};
     out[1].approximate = true;
     out[1].embedding = {1, 2, 3};
     return out;
@@ -53,16 +53,19 @@ void try_records(std::span<const std::byte> bytes) {
   Digest128 space{};
   if (bytes.size() >= 17)
     std::memcpy(&space, bytes.data() + 1, 16);  // so that mutations get behind the namespace
-  const auto got = within(bytes.size(), 16, 4096, [&] { return kvmeld::anchors::decode_records(bytes, space); });
+  const auto got =
+      within(bytes.size(), 16, 4096, [&] { return kvmeld::anchors::decode_records(bytes, space); });
   if (!got) return need_reason(got);
   for (const anchors::AnchorRecord& one : *got) need(check_record(one).ok());
-  need(std::ranges::equal(kvmeld::anchors::encode_records(space, *got), bytes));  // one form for each content
+  need(std::ranges::equal(kvmeld::anchors::encode_records(space, *got),
+                          bytes));  // one form for each content
 }
 
 void try_list(std::span<const std::byte> bytes) {
   constexpr std::uint64_t most = std::uint64_t{1} << 30U;
-  const auto got = within(bytes.size(), 64, 16384,
-                          [&] { return kvmeld::anchors::decode_anchor_list(bytes, {.max_payload_bytes = most}); });
+  const auto got = within(bytes.size(), 64, 16384, [&] {
+    return kvmeld::anchors::decode_anchor_list(bytes, {.max_payload_bytes = most});
+  });
   if (!got) return need_reason(got);
   need(got->chunks.size() == got->parts().size());
   for (const Fragment& part : got->parts())
@@ -153,7 +156,8 @@ const std::vector<Bytes>& test::fuzz_seeds() {
          some.insert(sample_anchors()[1].base, {2, 7, 1}, 0.5F).ok());
     need(some.insert(sample_anchors()[2].base, {1, 1, 1}).ok() &&
          some.remove(sample_anchors()[2].base.id(), {2, 8, 1}).ok());
-    need(some.supersede(sample_anchors()[0].base.id(), sample_anchors()[1].base.id(), {1, 2, 1}).ok());
+    need(some.supersede(sample_anchors()[0].base.id(), sample_anchors()[1].base.id(), {1, 2, 1})
+             .ok());
     add(set, replica::encode_set(some));
     add(record, kvmeld::replica::encode_record(replica::encode_set(some)));
     return out;

@@ -58,7 +58,8 @@ const std::vector<Fragment>& fragments() {
 }
 
 coordinator::CoordinatorOptions<> core_options() {
-  coordinator::CoordinatorOptions<> out{.replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
+  coordinator::CoordinatorOptions<> out{
+      .replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   out.replica.self = 1000;
   out.replica.members = {1, 2, 1000};
   out.replica.format.chunk_bytes = chunk_bytes;
@@ -175,27 +176,29 @@ void try_calls(test::Input in) {
 
 void try_context(std::span<const std::byte> bytes) {
   extend::ByteReader r(bytes);
-  const CausalContext got = within(bytes.size(), 64, 16384, [&] { return replica::read_context(r); });
+  const CausalContext got =
+      within(bytes.size(), 64, 16384, [&] { return replica::read_context(r); });
   if (const Status end = r.finish("context"); !end) return need(!end.message().empty());
   extend::ByteWriter w;
   replica::write_context(w, got);
   extend::ByteReader again(w.written());
   need(replica::read_context(again) == got && again.finish("context").ok());
 #ifdef KVMELD_TEST_GRPC
-  const auto field =
-      coordinator::detail::context_field({reinterpret_cast<const char*>(bytes.data()), bytes.size()}, 64);
+  const auto field = coordinator::detail::context_field(
+      {reinterpret_cast<const char*>(bytes.data()), bytes.size()}, 64);
   need(field ? *field == got : got.ranges().size() > 64);
 #endif
 }
 
 void try_holdings([[maybe_unused]] std::span<const std::byte> bytes) {
 #ifdef KVMELD_TEST_MPI
-  const auto got =
-      within(bytes.size(), 256, 16384, [&] { return mpi::detail::decode_holdings(bytes, SetHash{}); });
+  const auto got = within(bytes.size(), 256, 16384,
+                          [&] { return mpi::detail::decode_holdings(bytes, SetHash{}); });
   if (!got) return need_reason(got);
   need(got->complete.size() <= got->set.size() && std::ranges::is_sorted(got->complete));
   for (const FragmentId& id : got->complete) need(got->set.find(id) != nullptr);
-  const auto again = mpi::detail::decode_holdings(mpi::detail::encode_holdings(got->set), SetHash{});
+  const auto again =
+      mpi::detail::decode_holdings(mpi::detail::encode_holdings(got->set), SetHash{});
   need(again.ok() && again->set.digest() == got->set.digest() &&
        again->complete.empty());  // a set without payloads
 #endif
@@ -205,8 +208,8 @@ void try_holdings([[maybe_unused]] std::span<const std::byte> bytes) {
 constexpr std::int64_t today_s = 1'000'000;
 template <replica::Authenticator Auth>
 void try_token(const replica::FrameOptions<Auth>& frame, std::string_view text, bool mine) {
-  const auto got = coordinator::detail::check_token(frame, coordinator::detail::namespace_bytes(frame.scope), text,
-                                       today_s, 3600, 300);
+  const auto got = coordinator::detail::check_token(
+      frame, coordinator::detail::namespace_bytes(frame.scope), text, today_s, 3600, 300);
   need_reason(got);
   if (!got) return;
   std::int64_t expires = 0;
@@ -220,8 +223,9 @@ void try_tokens([[maybe_unused]] std::span<const std::byte> bytes) {
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   try_token(replica::FrameOptions<>{}, text, true);
 #ifdef KVMELD_TEST_OPENSSL
-  try_token(replica::FrameOptions<replica::HmacSha256>{.scope = {3, 4}, .auth = replica::HmacSha256("a secret")}, text,
-            false);
+  try_token(replica::FrameOptions<replica::HmacSha256>{.scope = {3, 4},
+                                                       .auth = replica::HmacSha256("a secret")},
+            text, false);
 #endif
   const auto key = coordinator::detail::fixed_field<BlobKey>(text, "a key");
   need_reason(key);
@@ -304,7 +308,8 @@ const std::vector<Bytes>& test::fuzz_seeds() {
     put_number(plain, 1'000'100, 8);
     add(token, plain);
 #if defined(KVMELD_TEST_GRPC) && defined(KVMELD_TEST_OPENSSL)
-    const replica::FrameOptions<replica::HmacSha256> frame{.scope = {3, 4}, .auth = replica::HmacSha256("a secret")};
+    const replica::FrameOptions<replica::HmacSha256> frame{.scope = {3, 4},
+                                                           .auth = replica::HmacSha256("a secret")};
     add(token, bytes_of(*coordinator::detail::make_token(frame, 7, today_s + 100)));
 #endif
     return out;

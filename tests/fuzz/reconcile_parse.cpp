@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <vector>
 
-#include <kvmeld/replica/rounds.hpp>
 #include <kvmeld/replica/reconcile.hpp>
+#include <kvmeld/replica/rounds.hpp>
 
 #include "support/random_cache.hpp"
 

@@ -52,7 +52,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const auto found = store->records(0);
   must(found.ok());
   std::size_t total = 0;
-  for (const Bytes& record : found->records) total += record.size() + stores::detail::record_head_bytes;
+  for (const Bytes& record : found->records)
+    total += record.size() + stores::detail::record_head_bytes;
   must(total <= size);
   // Whatever was found stays found, whatever is added or replaced on top of it.
   const Bytes more(100, std::byte{7});
@@ -82,7 +83,8 @@ TEST_CASE("a store opens on any log, or says why not, and loses none of what it 
     for (const std::size_t size : sizes)
       REQUIRE(store->add_record(Bytes(size, std::byte{0xC4})).ok());
     Bytes log(std::filesystem::file_size(log_path()));
-    const stores::detail::FileHandle file = stores::detail::open_file(AT_FDCWD, log_path(), O_RDONLY);
+    const stores::detail::FileHandle file =
+        stores::detail::open_file(AT_FDCWD, log_path(), O_RDONLY);
     REQUIRE(stores::detail::read_at(file.get(), log, 0) == 0);
     corpus.push_back(log);
   }

@@ -43,12 +43,13 @@ void try_one(std::span<const std::byte> bytes) {
   if (!replica.open() || !replica.insert(fragments()[0])) std::abort();
   FragmentSet wanting;
   if (!wanting.insert(fragments()[1], {1, 0, 1})) std::abort();
-  if (!replica.receive(
-          1, *encode_replica_frame(replica::ReplicaMessage::delta, Digest128{1, 1}, replica::encode_set(wanting))))
+  if (!replica.receive(1, *encode_replica_frame(replica::ReplicaMessage::delta, Digest128{1, 1},
+                                                replica::encode_set(wanting))))
     std::abort();
   const Digest256 before = replica.set().digest();
   const auto type = static_cast<std::uint8_t>(std::to_integer<unsigned>(bytes[0]) % 8U);
-  const auto status = replica.receive(1, *kvmeld::replica::encode_frame(type, bytes.subspan(1))).status();
+  const auto status =
+      replica.receive(1, *kvmeld::replica::encode_frame(type, bytes.subspan(1))).status();
   const bool may_change = type == static_cast<std::uint8_t>(replica::ReplicaMessage::delta);
   if (!may_change && replica.set().digest() != before) std::abort();
   const bool in_part =

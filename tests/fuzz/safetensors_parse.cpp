@@ -8,10 +8,10 @@
 #include <cstring>
 #include <string>
 
-#include <kvmeld/policies/projection.hpp>
 #include <kvmeld/anchors/gain.hpp>
 #include <kvmeld/policies/gate_weights.hpp>
 #include <kvmeld/policies/learned.hpp>
+#include <kvmeld/policies/projection.hpp>
 
 #include "support/fuzz.hpp"
 
@@ -33,7 +33,8 @@ std::vector<float> numbers(std::size_t count) {
   return out;
 }
 void add_weights(std::vector<Bytes>& out) {
-  for (const anchors::GainKind kind : {anchors::GainKind::identity, anchors::GainKind::ridge, anchors::GainKind::lstm}) {
+  for (const anchors::GainKind kind :
+       {anchors::GainKind::identity, anchors::GainKind::ridge, anchors::GainKind::lstm}) {
     const std::int32_t hidden = kind == anchors::GainKind::lstm ? 2 : 0;
     const std::vector<anchors::GainScore> scores(2, {2.0, 1.0});
     const auto parameters = numbers(2 * anchors::GainPredictor::size(kind, hidden));
@@ -100,7 +101,9 @@ void try_weights_of(std::span<const std::byte> bytes, const Read& read) {
   need(again.ok() && *to_safetensors(**again) == *file);
 }
 void try_weights(std::span<const std::byte> bytes) {
-  try_weights_of(bytes, [](auto file) { return kvmeld::anchors::gain_from_safetensors(file, *gain_geometry()); });
+  try_weights_of(bytes, [](auto file) {
+    return kvmeld::anchors::gain_from_safetensors(file, *gain_geometry());
+  });
   try_weights_of(bytes, [](auto file) { return gate_from_safetensors(file); });
   try_weights_of(bytes, [](auto file) { return predictor_from_safetensors(file); });
 }

@@ -8,11 +8,11 @@
 
 namespace {
 
-using kvmeld::coordinator::CoordinatorClient;
+using kvmeld::Dot;
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::FragmentSet;
-using kvmeld::Dot;
+using kvmeld::coordinator::CoordinatorClient;
 using test::client_options;
 using test::fragment;
 using test::server_options;
@@ -198,8 +198,8 @@ TEST_CASE(
   options.soft_ms = 300;
   test::Server server(options);
   REQUIRE(server.started.ok());
-  const auto wait = [&](kvmeld::replica::MemberId self, std::uint64_t round, std::int64_t timeout_ms,
-                        kvmeld::Digest128 merger = test::test_merger) {
+  const auto wait = [&](kvmeld::replica::MemberId self, std::uint64_t round,
+                        std::int64_t timeout_ms, kvmeld::Digest128 merger = test::test_merger) {
     CoordinatorClient<> client(server.address(), client_options(self));
     const FragmentSet mine = set_of(self, {self * 10 + round}, round);
     if (const auto published = client.publish(mine); !published)
@@ -208,7 +208,7 @@ TEST_CASE(
   };
   SECTION("all three") {
     kvmeld::Result<kvmeld::coordinator::MergedCut> cuts[3] = {kvmeld::Status(), kvmeld::Status(),
-                                                 kvmeld::Status()};
+                                                              kvmeld::Status()};
     std::vector<std::thread> members;
     const auto begun = now_ms();
     for (std::size_t m = 0; m < 3; ++m)
@@ -264,8 +264,8 @@ TEST_CASE(
     grpc::ClientContext context;
     context.AddMetadata("kvmeld-namespace-bin",
                         kvmeld::coordinator::detail::namespace_bytes(two.frame.scope));
-    context.AddMetadata("kvmeld-token-bin",
-                        *kvmeld::coordinator::detail::make_token(two.frame, 2, std::time(nullptr) + 60));
+    context.AddMetadata("kvmeld-token-bin", *kvmeld::coordinator::detail::make_token(
+                                                two.frame, 2, std::time(nullptr) + 60));
     kvmeld::rpc::v1::MergeRequest request;
     request.set_session(5);
     request.set_round(1);
@@ -366,8 +366,7 @@ TEST_CASE("a call has one deadline, however many requests it takes") {
   test::Server<SlowStore> server(server_options());
   REQUIRE(server.started.ok());
   FragmentSet many;
-  for (std::uint64_t i = 0; i < 40; ++i)
-    REQUIRE(many.insert(fragment(i, 2), Dot{1, i, 1}).ok());
+  for (std::uint64_t i = 0; i < 40; ++i) REQUIRE(many.insert(fragment(i, 2), Dot{1, i, 1}).ok());
   auto options = client_options(1);
   options.timeout_ms = 600;
   // each fragment goes in an update of its own, and takes 60 ms or more

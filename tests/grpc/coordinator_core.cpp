@@ -12,10 +12,10 @@
 
 namespace {
 
+using kvmeld::Dot;
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::FragmentSet;
-using kvmeld::Dot;
 using kvmeld::Status;
 using Core = kvmeld::coordinator::Coordinator<kvmeld::stores::MemoryStore>;
 
@@ -52,7 +52,8 @@ Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
       .fragment;
 }
 kvmeld::coordinator::CoordinatorOptions<> core_options() {
-  kvmeld::coordinator::CoordinatorOptions<> options{.replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
+  kvmeld::coordinator::CoordinatorOptions<> options{
+      .replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = 1000;
   options.replica.epoch = 1;
   options.quorum = 1;
@@ -90,8 +91,7 @@ TEST_CASE(
   Core core(store, options);
   REQUIRE(core.open().ok());
   FragmentSet marks, more, gaps;
-  for (std::uint64_t i = 0; i < 100; ++i)
-    REQUIRE(marks.insert(fragment(1), Dot{1, i, 1}).ok());
+  for (std::uint64_t i = 0; i < 100; ++i) REQUIRE(marks.insert(fragment(1), Dot{1, i, 1}).ok());
   REQUIRE(apply(core, marks).ok());
   CHECK(apply(core, marks).ok());  // nothing new in it
   REQUIRE(more.insert(fragment(1), Dot{2, 0, 1}).ok());
@@ -127,8 +127,9 @@ TEST_CASE("updates on their way in have one budget together and one each, by wha
   const auto bytes = kvmeld::replica::encode_manifest(*manifest);
   const auto begin = [&](Core::Update& update) { return update.add_manifest(f.id(), bytes); };
   const auto chunk = [&](Core::Update& update, std::size_t c) {
-    return update.add_chunk(manifest->chunks[0][c],
-                            kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(f.payloads()[0], c, 10'000)));
+    return update.add_chunk(
+        manifest->chunks[0][c],
+        kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(f.payloads()[0], c, 10'000)));
   };
   {
     auto first = core.begin_update(1);

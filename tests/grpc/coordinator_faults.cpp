@@ -9,11 +9,11 @@
 namespace {
 
 namespace rpc = kvmeld::rpc::v1;
-using kvmeld::coordinator::CoordinatorClient;
+using kvmeld::Dot;
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::FragmentSet;
-using kvmeld::Dot;
+using kvmeld::coordinator::CoordinatorClient;
 using kvmeld::coordinator::detail::to_field;
 using test::client_options;
 using test::fragment;
@@ -35,13 +35,14 @@ struct Raw {
     stub = rpc::Coordinator::NewStub(
         grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments));
   }
-  static void admit(
-      grpc::ClientContext& context,
-      const std::string& scope = kvmeld::coordinator::detail::namespace_bytes(test::test_namespace())) {
+  static void admit(grpc::ClientContext& context,
+                    const std::string& scope =
+                        kvmeld::coordinator::detail::namespace_bytes(test::test_namespace())) {
     context.AddMetadata("kvmeld-namespace-bin", scope);
-    context.AddMetadata("kvmeld-token-bin",
-                        *kvmeld::coordinator::detail::make_token(kvmeld::replica::FrameOptions<>{test::test_namespace()},
-                                                    1, std::time(nullptr) + 60));
+    context.AddMetadata(
+        "kvmeld-token-bin",
+        *kvmeld::coordinator::detail::make_token(
+            kvmeld::replica::FrameOptions<>{test::test_namespace()}, 1, std::time(nullptr) + 60));
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(30));
   }
   grpc::Status update(const std::vector<rpc::UpdateRequest>& items, bool end = true) {
@@ -90,8 +91,8 @@ std::vector<rpc::UpdateRequest> items_of(const FragmentSet& set, const Fragment&
   out.push_back(item);
   for (std::size_t c = 0; c < manifest->chunks[0].size(); ++c) {
     item.mutable_chunk()->set_key(to_field(manifest->chunks[0][c]));
-    item.mutable_chunk()->set_stored(to_field(
-        std::span<const std::byte>(kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(f.payloads()[0], c, 1000)))));
+    item.mutable_chunk()->set_stored(to_field(std::span<const std::byte>(
+        kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(f.payloads()[0], c, 1000)))));
     out.push_back(item);
   }
   return out;
@@ -126,8 +127,8 @@ TEST_CASE(
   REQUIRE(make_certificate(folder, "member"));
   const auto pem = [&](const std::string& name) { return test::text_of(folder / name); };
   kvmeld::coordinator::TlsOptions tls{.root_certificates = pem("member.pem"),
-                         .certificate = pem("coordinator.pem"),
-                         .private_key = pem("coordinator.key")};
+                                      .certificate = pem("coordinator.pem"),
+                                      .private_key = pem("coordinator.key")};
   const bool both = GENERATE(false, true);
   tls.require_client_certificate = both;
   test::Server<> server(server_options(), kvmeld::stores::MemoryStore(), tls);
@@ -186,8 +187,8 @@ TEST_CASE(
     grpc::ClientContext old;
     old.AddMetadata("kvmeld-namespace-bin",
                     kvmeld::coordinator::detail::namespace_bytes(test::test_namespace()));
-    old.AddMetadata("kvmeld-token-bin", *kvmeld::coordinator::detail::make_token(options.replica.frame, 1,
-                                                                    std::time(nullptr) + age_s));
+    old.AddMetadata("kvmeld-token-bin", *kvmeld::coordinator::detail::make_token(
+                                            options.replica.frame, 1, std::time(nullptr) + age_s));
     rpc::MergeReply reply;
     CHECK(raw.stub->WaitForMerge(&old, {}, &reply).error_code() ==
           grpc::StatusCode::UNAUTHENTICATED);

@@ -13,9 +13,9 @@
 #include <thread>
 #include <vector>
 
-#include <kvmeld/stores/file.hpp>
 #include <kvmeld/coordinator/grpc_client.hpp>
 #include <kvmeld/coordinator/grpc_server.hpp>
+#include <kvmeld/stores/file.hpp>
 #include <kvmeld/stores/memory.hpp>
 
 #include "support/random_cache.hpp"
@@ -38,7 +38,8 @@ inline kvmeld::Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
 }
 
 inline kvmeld::coordinator::CoordinatorOptions<> server_options() {
-  kvmeld::coordinator::CoordinatorOptions<> options{.replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
+  kvmeld::coordinator::CoordinatorOptions<> options{
+      .replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = 1000;
   options.replica.epoch = 1;
   options.replica.frame.scope = test_namespace();
@@ -46,7 +47,8 @@ inline kvmeld::coordinator::CoordinatorOptions<> server_options() {
   options.soft_ms = 200;
   return options;
 }
-inline kvmeld::coordinator::CoordinatorClientOptions<> client_options(kvmeld::replica::MemberId self) {
+inline kvmeld::coordinator::CoordinatorClientOptions<> client_options(
+    kvmeld::replica::MemberId self) {
   kvmeld::coordinator::CoordinatorClientOptions<> options;
   options.self = self;
   options.frame.scope = test_namespace();

@@ -3,8 +3,8 @@
 
 #include <openssl/evp.h>
 
-#include <kvmeld/replica/openssl.hpp>
 #include <kvmeld/coordinator/grpc_client.hpp>
+#include <kvmeld/replica/openssl.hpp>
 
 #include "grpc/coordinator_server.hpp"
 #include "support/catch.hpp"

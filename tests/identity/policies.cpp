@@ -4,12 +4,12 @@
 #include <cmath>
 #include <cstdio>
 
+#include <kvmeld/kvmeld.hpp>
 #include <kvmeld/policies/attention.hpp>
-#include <kvmeld/policies/projection.hpp>
-#include <kvmeld/policies/select.hpp>
 #include <kvmeld/policies/learned.hpp>
 #include <kvmeld/policies/mean.hpp>
-#include <kvmeld/kvmeld.hpp>
+#include <kvmeld/policies/projection.hpp>
+#include <kvmeld/policies/select.hpp>
 
 #include "support/identity_render.hpp"
 #include "support/projection_maps.hpp"

@@ -50,8 +50,8 @@ struct Anchors {
     for (std::size_t i = 0; i < count; ++i) {
       alone.emplace_back(query.geometry, tokens, draw_seed());
       real.push_back(alone[i].in_context(draw_seed(), scale));
-      const auto delta =
-          kvmeld::anchors::measure_offset(real[i].at(draw_position()), alone[i].at(draw_position()));
+      const auto delta = kvmeld::anchors::measure_offset(real[i].at(draw_position()),
+                                                         alone[i].at(draw_position()));
       RC_ASSERT(delta.ok());
       offsets.push_back({.anchor = test::anchor_id(static_cast<std::uint8_t>(i)),
                          .delta = *delta,
@@ -140,7 +140,8 @@ TEST_CASE("laws of blends") {
         ReusePart part{.base = *base, .position = 1 + draw_position()};
         const int count = *rc::gen::element(1, 2, 5, 70);
         for (int i = 0; i < count; ++i) {
-          const auto delta = kvmeld::anchors::measure_offset(query.in_context(draw_seed()).at(0), *base);
+          const auto delta =
+              kvmeld::anchors::measure_offset(query.in_context(draw_seed()).at(0), *base);
           RC_ASSERT(delta.ok());
           part.offsets.push_back({.anchor = test::anchor_id(static_cast<std::uint8_t>(i)),
                                   .delta = *delta,
@@ -165,8 +166,8 @@ TEST_CASE("laws of blends") {
     std::vector<std::vector<std::vector<std::byte>>> out;
     for (const std::int64_t recorded : {0, 7, 1000}) {
       const auto base = kvmeld::anchors::unrotated(query.at(recorded));
-      const auto delta =
-          kvmeld::anchors::measure_offset(real.at(recorded), alone.at(recorded == 7 ? 0 : recorded));
+      const auto delta = kvmeld::anchors::measure_offset(real.at(recorded),
+                                                         alone.at(recorded == 7 ? 0 : recorded));
       RC_ASSERT(base.ok() && delta.ok());
       const ReusePart part{.base = *base,
                            .position = 40,
@@ -211,7 +212,8 @@ TEST_CASE("laws of decisions") {
   test::law("what is reused at some γ is reused at every greater one, with the same weights", [&] {
     const auto candidates = draw();
     const kvmeld::anchors::ReuseRequest request{.tokens = 5};
-    kvmeld::anchors::ReuseRule rule{.temperature = static_cast<double>(*rc::gen::inRange(1, 20)) / 4};
+    kvmeld::anchors::ReuseRule rule{.temperature =
+                                        static_cast<double>(*rc::gen::inRange(1, 20)) / 4};
     bool reused = false;
     std::vector<float> weights;
     for (const double gamma : {0.0, 0.1, 0.3, 0.5, 0.9, 1.0, 2.0}) {
@@ -229,7 +231,8 @@ TEST_CASE("laws of decisions") {
     auto other = candidates;
     for (std::size_t i = other.size(); i > 1; --i)
       std::swap(other[i - 1], other[*rc::gen::inRange<std::size_t>(0, i)]);
-    const kvmeld::anchors::ReuseRule rule{.gamma = 0.8, .nucleus_mass = *rc::gen::element(0.5, 0.9, 1.0)};
+    const kvmeld::anchors::ReuseRule rule{.gamma = 0.8,
+                                          .nucleus_mass = *rc::gen::element(0.5, 0.9, 1.0)};
     const auto a = kvmeld::anchors::decide(rule, {.tokens = 5}, candidates),
                b = kvmeld::anchors::decide(rule, {.tokens = 5}, other);
     RC_ASSERT(a.reason == b.reason);

@@ -4,18 +4,18 @@
 #include <set>
 #include <utility>
 
-#include <kvmeld/replica/wire.hpp>
 #include <kvmeld/anchors/detail/directory.hpp>
 #include <kvmeld/replica/reconcile.hpp>
+#include <kvmeld/replica/wire.hpp>
 
 #include "support/fields.hpp"
 #include "support/law.hpp"
 
 namespace {
 
+using kvmeld::ErrorCode;
 using kvmeld::anchors::AnchorDirectory;
 using kvmeld::anchors::AnchorRecord;
-using kvmeld::ErrorCode;
 using kvmeld::anchors::ReuseReason;
 
 AnchorRecord record(std::uint8_t id, std::uint64_t version, std::uint64_t owner, bool removed,
@@ -130,7 +130,8 @@ TEST_CASE("directories join as a semilattice, and as a plain list of all records
     const auto again = kvmeld::anchors::decode_records(bytes, space);
     RC_ASSERT(again.ok());
     RC_ASSERT(*again == all);
-    RC_ASSERT(kvmeld::anchors::decode_records(bytes, {3, 5}).error().code() == ErrorCode::geometry_mismatch);
+    RC_ASSERT(kvmeld::anchors::decode_records(bytes, {3, 5}).error().code() ==
+              ErrorCode::geometry_mismatch);
   });
 }
 
@@ -226,7 +227,8 @@ TEST_CASE("a directory refuses what is unsound or too much, and stays as it was"
   };
   refused(record(3, 1, 1, false), ErrorCode::quota_exceeded);
   refused(record(1, 0, 1, false), ErrorCode::invalid_argument);
-  refused(record(1, kvmeld::anchors::max_record_version + 1, 1, false), ErrorCode::invalid_argument);
+  refused(record(1, kvmeld::anchors::max_record_version + 1, 1, false),
+          ErrorCode::invalid_argument);
   AnchorRecord bad = record(1, 2, 1, false);
   bad.tokens = 0;
   refused(bad, ErrorCode::invalid_argument);
@@ -293,7 +295,8 @@ TEST_CASE("namespaces and spaces differ by every field, and records by every one
       CHECK(compare(space, spaces[f].values[i]) == reasons[f]);
       CHECK(compare(spaces[f].values[i], space) == reasons[f]);
       const Digest128 name = anchor_namespace(spaces[f].values[i], kvmeld::anchors::SimHash{});
-      CHECK(kvmeld::anchors::decode_records(none, name).error().code() == ErrorCode::geometry_mismatch);
+      CHECK(kvmeld::anchors::decode_records(none, name).error().code() ==
+            ErrorCode::geometry_mismatch);
       unlike.insert(name);
       CHECK(unlike.size() == ++all);
     }
@@ -325,17 +328,20 @@ TEST_CASE("namespaces and spaces differ by every field, and records by every one
 TEST_CASE("every bit of a namespace is compared") {
   const kvmeld::Digest128 mine{0x0123456789ABCDEF, 0xFEDCBA9876543210};
   const std::vector<std::byte> records = kvmeld::anchors::encode_records(mine, {});
-  const auto frame = kvmeld::replica::encode_frame(9, records, kvmeld::replica::FrameOptions<>{.scope = mine});
+  const auto frame =
+      kvmeld::replica::encode_frame(9, records, kvmeld::replica::FrameOptions<>{.scope = mine});
   REQUIRE(kvmeld::anchors::decode_records(records, mine).ok());
-  REQUIRE(kvmeld::replica::decode_frame(*frame, kvmeld::replica::FrameOptions<>{.scope = mine}).ok());
+  REQUIRE(
+      kvmeld::replica::decode_frame(*frame, kvmeld::replica::FrameOptions<>{.scope = mine}).ok());
   for (unsigned bit = 0; bit < 128; ++bit) {
     kvmeld::Digest128 other = mine;
     (bit < 64 ? other.low : other.high) ^= std::uint64_t{1} << bit % 64;
     CAPTURE(bit);
-    CHECK(kvmeld::anchors::decode_records(records, other).error().code() == ErrorCode::geometry_mismatch);
-    CHECK(
-        kvmeld::replica::decode_frame(*frame, kvmeld::replica::FrameOptions<>{.scope = other}).error().code() ==
-        ErrorCode::unauthenticated);
+    CHECK(kvmeld::anchors::decode_records(records, other).error().code() ==
+          ErrorCode::geometry_mismatch);
+    CHECK(kvmeld::replica::decode_frame(*frame, kvmeld::replica::FrameOptions<>{.scope = other})
+              .error()
+              .code() == ErrorCode::unauthenticated);
   }
 }
 

@@ -12,11 +12,11 @@ using kvmeld::Aligner;
 using kvmeld::AttendSource;
 using kvmeld::Attention;
 using kvmeld::AttentionMode;
-using kvmeld::attention::AttentionState;
 using kvmeld::ElementType;
+using kvmeld::QueryFrame;
+using kvmeld::attention::AttentionState;
 using kvmeld::attention::LseBase2;
 using kvmeld::attention::LseNatural;
-using kvmeld::QueryFrame;
 
 struct State {
   std::vector<float> outputs, lse;
@@ -49,7 +49,8 @@ State draw(std::int64_t r, std::int64_t h, std::int64_t c) {
 template <class Base>
 State merged(const State& a, const State& b) {
   State out(a.rows, a.heads, a.channels);
-  RC_ASSERT(kvmeld::attention::merge_attention_states(a.as<Base>(), b.as<Base>(), out.out<Base>()).ok());
+  RC_ASSERT(
+      kvmeld::attention::merge_attention_states(a.as<Base>(), b.as<Base>(), out.out<Base>()).ok());
   return out;
 }
 bool equal(const State& a, const State& b) {
@@ -151,8 +152,8 @@ TEST_CASE("context vectors of parts, merged, are those of the whole, however it 
       left = rest;
       State some(a.count, heads, channels);
       RC_ASSERT(kvmeld::attend(queries, std::span(&part, 1), some.out<LseNatural>()).ok());
-      RC_ASSERT(kvmeld::attention::merge_attention_states(parts.as<LseNatural>(), some.as<LseNatural>(),
-                                               parts.out<LseNatural>())
+      RC_ASSERT(kvmeld::attention::merge_attention_states(
+                    parts.as<LseNatural>(), some.as<LseNatural>(), parts.out<LseNatural>())
                     .ok());
     }
     for (std::size_t i = 0; i < whole.outputs.size(); ++i) {

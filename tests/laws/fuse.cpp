@@ -197,7 +197,8 @@ TEST_CASE("each robust rule fails one beyond its bound") {
     RC_ASSERT(of_values(kvmeld::TrimmedMean{.f = f}, values) == 1000.0F);
     RC_ASSERT(of_values(kvmeld::Cluster{.threshold = 1.0F, .k = 2}, values) == 1000.0F);
   });
-  // Two of five: 25 twice, beside 0, 10 and 20. Scores 500, 200, 50 and, for the Byzantine peers, 25.
+  // Two of five: 25 twice, beside 0, 10 and 20. Scores 500, 200, 50 and, for the Byzantine peers,
+  // 25.
   CHECK(of_values(kvmeld::Krum{.f = 1}, {0, 10, 20, 25, 25}) == 25.0F);
   CHECK(of_values(kvmeld::MultiKrum{.f = 1, .m = 4}, {0, 1, 2, 1000, 1000}) > 200.0F);
   // Two of seven: the rounds keep both, and two of the three values nearest to the median 20 are a

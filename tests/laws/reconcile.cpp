@@ -85,8 +85,8 @@ TEST_CASE("a sketch gives back every set smaller than it, and no other") {
     const std::size_t first = capacity / 3;  // sums in two parts, as they come
     replica::detail::sketch_add(set, 0, std::span(sums).first(first));
     replica::detail::sketch_add(set, first, std::span(sums).subspan(first));
-    const auto portable =
-        replica::detail::sketch_solve(replica::detail::PortableProduct{}, std::span<const std::uint32_t>(sums));
+    const auto portable = replica::detail::sketch_solve(replica::detail::PortableProduct{},
+                                                        std::span<const std::uint32_t>(sums));
     auto locator = replica::detail::sketch_solve(std::span<const std::uint32_t>(sums));
     RC_ASSERT(portable == locator);
     RC_ASSERT(locator.has_value() == (size < capacity));

@@ -78,7 +78,8 @@ TEST_CASE("laws of rotation") {
   });
   test::law("turning keeps the norm, whatever the scaling", [] {
     const Case c = draw();
-    RC_ASSERT(std::abs(norm(rotated(c, c.key, draw_shift())) - norm(c.key)) <= 2.2e-7 * norm(c.key));
+    RC_ASSERT(std::abs(norm(rotated(c, c.key, draw_shift())) - norm(c.key)) <=
+              2.2e-7 * norm(c.key));
   });
   test::law("scores depend on the distance alone", [] {
     const Case c = draw();

@@ -9,9 +9,9 @@
 
 namespace {
 
+using kvmeld::Dot;
 using kvmeld::FragmentId;
 using kvmeld::FragmentSet;
-using kvmeld::Dot;
 
 const std::shared_ptr<const kvmeld::Geometry>& model() {
   static const std::shared_ptr<const kvmeld::Geometry> g =

@@ -75,10 +75,10 @@ TEST_CASE("what was sealed is what arrives") {
     test::Random random(*rc::gen::arbitrary<std::uint64_t>());
     for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
     for (const std::size_t c : order) {
-      RC_ASSERT(
-          assembler
-              .add(manifest->chunks[0][c], kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(payload, c, cut)))
-              .ok());
+      RC_ASSERT(assembler
+                    .add(manifest->chunks[0][c],
+                         kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(payload, c, cut)))
+                    .ok());
     }
     RC_ASSERT(assembler.complete());
     const auto back = assembler.finish();

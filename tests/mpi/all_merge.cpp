@@ -8,20 +8,20 @@
 
 #include <kvmeld/fragment.hpp>
 #include <kvmeld/kvmeld.hpp>
+#include <kvmeld/mpi/all_merge.hpp>
 #include <kvmeld/replica/rounds.hpp>
 #include <kvmeld/stores/memory.hpp>
-#include <kvmeld/mpi/all_merge.hpp>
 
 #include "support/random_cache.hpp"
 
 namespace {
 
-using kvmeld::mpi::AllMergeReport;
 using kvmeld::Digest128;
+using kvmeld::Dot;
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::FragmentSet;
-using kvmeld::Dot;
+using kvmeld::mpi::AllMergeReport;
 
 int rank_number = 0;
 int ranks = 0;
@@ -219,10 +219,11 @@ void absurd_sizes() {
   kvmeld::mpi::detail::MpiComm comm(MPI_COMM_WORLD, 1 << 16);
   CHECK_OK(comm.set_aside());
   constexpr std::uint64_t much = std::uint64_t{1} << 63;
-  const kvmeld::mpi::detail::PieceHead heads[] = {{much, {}},
-                                     {~std::uint64_t{0}, {1, 0}},
-                                     {10, {much, much}},
-                                     {10, {0, kvmeld::mpi::detail::max_piece_bytes + 1}}};
+  const kvmeld::mpi::detail::PieceHead heads[] = {
+      {much, {}},
+      {~std::uint64_t{0}, {1, 0}},
+      {10, {much, much}},
+      {10, {0, kvmeld::mpi::detail::max_piece_bytes + 1}}};
   for (const bool broadcast : {true, false}) {
     std::vector<int> lacking;
     for (int r = broadcast ? 1 : 2; r < ranks; ++r) lacking.push_back(r);
@@ -232,7 +233,8 @@ void absurd_sizes() {
       kvmeld::mpi::AllMergeReport report;
       if (route.sends()) route.move(kvmeld::mpi::detail::raw_of(head));
       if (route.receives())
-        status = kvmeld::mpi::detail::take_fragment<kvmeld::Xxh3_128>(route, fragment(1).id(), 1 << 20, report)
+        status = kvmeld::mpi::detail::take_fragment<kvmeld::Xxh3_128>(route, fragment(1).id(),
+                                                                      1 << 20, report)
                      .status();
       CHECK(route.receives() == (status.code() == ErrorCode::oversized));
       CHECK(comm.agree(status).code() == ErrorCode::oversized);

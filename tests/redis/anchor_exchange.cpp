@@ -30,7 +30,8 @@ struct Peer {
         transport(std::move(carrier)),
         exchange(store, options(self, shared)) {}
 
-  static typename kvmeld::anchors::AnchorExchange<Store>::Options options(MemberId self, bool shared) {
+  static typename kvmeld::anchors::AnchorExchange<Store>::Options options(MemberId self,
+                                                                          bool shared) {
     typename kvmeld::anchors::AnchorExchange<Store>::Options out;
     out.self = self;
     out.members = {1, 2, 3};
@@ -69,7 +70,8 @@ bool until(std::deque<Peer<Store>>& peers, const Done& done) {
 }
 template <class Store>
 std::uint64_t fetches(const Peer<Store>& peer) {
-  return peer.exchange.counters().sent[static_cast<std::size_t>(kvmeld::anchors::AnchorMessage::fetch)];
+  return peer.exchange.counters()
+      .sent[static_cast<std::size_t>(kvmeld::anchors::AnchorMessage::fetch)];
 }
 
 }  // namespace

@@ -40,8 +40,9 @@ struct Member {
         replica(store, options(transport, self, shared)) {}
 
   static typename kvmeld::replica::Replica<Store>::Options options(const RedisTransport& transport,
-                                                          MemberId self, bool shared) {
-    typename kvmeld::replica::Replica<Store>::Options options{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
+                                                                   MemberId self, bool shared) {
+    typename kvmeld::replica::Replica<Store>::Options options{.epoch = 1,
+                                                              .merger = kvmeld::Digest128{1, 1}};
     options.self = self;
     options.epoch = 1;
     options.members = {1, 2, 3};

@@ -189,9 +189,8 @@ TEST_CASE("who may not in learns why") {
   CHECK(RedisTransport::open({.server = client, .scope = "faults", .self = 1})
             ->send(2, test::blob_bytes(1, 10))
             .ok());
-  CHECK(
-      RedisTransport::open({.server = client, .scope = "others", .self = 1}).error().code() ==
-      ErrorCode::unauthenticated);
+  CHECK(RedisTransport::open({.server = client, .scope = "others", .self = 1}).error().code() ==
+        ErrorCode::unauthenticated);
   client.database = 0;
   client.user = "nobody";
   CHECK(code() == ErrorCode::unauthenticated);

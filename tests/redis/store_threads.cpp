@@ -8,7 +8,7 @@
 namespace {
 
 kvmeld::Result<kvmeld::stores::RedisStore> open(const test::RedisServer& server,
-                                        const std::string& name = "laws") {
+                                                const std::string& name = "laws") {
   return kvmeld::stores::RedisStore::open({.server = server.client(), .scope = name});
 }
 
@@ -21,7 +21,8 @@ TEST_CASE(
   auto store = open(server);
   REQUIRE(store.ok());
   test::store_laws(*store, *store, 1);
-  auto other = kvmeld::stores::RedisStore::open({.server = server.client_by_port(), .scope = "laws"});
+  auto other =
+      kvmeld::stores::RedisStore::open({.server = server.client_by_port(), .scope = "laws"});
   REQUIRE(other.ok());
   CHECK(store->generation() == other->generation());
   test::store_laws(*store, *other, 2);

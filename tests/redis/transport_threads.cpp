@@ -12,10 +12,8 @@ namespace {
 
 RedisTransport join(const test::RedisServer& server, kvmeld::replica::MemberId member,
                     const std::string& name = "room") {
-  auto transport = RedisTransport::open({.server = server.client(),
-                                         .scope = name,
-                                         .self = member,
-                                         .max_message_bytes = 1U << 20U});
+  auto transport = RedisTransport::open(
+      {.server = server.client(), .scope = name, .self = member, .max_message_bytes = 1U << 20U});
   INFO(transport.error().message());
   REQUIRE(transport.ok());
   return *std::move(transport);
@@ -130,8 +128,7 @@ TEST_CASE("a transport says what is wrong with its options") {
   };
   CHECK(refused({.server = server.client(), .self = kvmeld::replica::everyone}).code() ==
         ErrorCode::invalid_argument);
-  CHECK(refused({.server = server.client(), .scope = "a{b"}).code() ==
-        ErrorCode::invalid_argument);
+  CHECK(refused({.server = server.client(), .scope = "a{b"}).code() == ErrorCode::invalid_argument);
   CHECK(refused({.server = server.client(), .max_message_bytes = std::size_t{1} << 40U})
             .message()
             .find("1099511627776") != std::string::npos);

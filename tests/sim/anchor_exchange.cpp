@@ -43,7 +43,8 @@ Outcome run(std::size_t n, std::uint64_t seed) {
     const kvmeld::anchors::Anchor a = test::anchor(number, places);
     REQUIRE(net.peers[i].pool->commit(a).ok());
     const auto note = [&](const kvmeld::Digest128& at) {
-      made[kvmeld::anchors::record_key(a.id, at)] = a, context[kvmeld::anchors::record_key(a.id, at)] = at;
+      made[kvmeld::anchors::record_key(a.id, at)] = a,
+                                             context[kvmeld::anchors::record_key(a.id, at)] = at;
     };
     if (places.empty()) note({});
     for (const auto& offset : a.offsets) note(offset.context);
@@ -271,7 +272,8 @@ TEST_CASE(
   const auto first = pulled(net, a, p.key);
   REQUIRE(first.anchor.ok());
   CHECK(test::same_anchor(*first.anchor, p.anchor, test::place(2)));
-  CHECK(*kvmeld::anchors::commit_pulled(*net.peers[a].pool, first) == kvmeld::anchors::CommitResult::inserted);
+  CHECK(*kvmeld::anchors::commit_pulled(*net.peers[a].pool, first) ==
+        kvmeld::anchors::CommitResult::inserted);
   CHECK(net.peers[a].pool->snapshot()->table.anchor(0)->find(test::place(2)) != nullptr);
   settle(net);
   CHECK(net.peers[owner].exchange->holds(p.key));
@@ -479,7 +481,8 @@ TEST_CASE(
       const std::int64_t withdrawn = tick + after * step / 1000;
       REQUIRE(exchange.withdraw(key).ok());
       const kvmeld::anchors::AnchorRecord tombstone = *exchange.directory().newest(key);
-      const auto body = kvmeld::anchors::encode_records(options.frame.scope, std::span(&tombstone, 1));
+      const auto body =
+          kvmeld::anchors::encode_records(options.frame.scope, std::span(&tombstone, 1));
       const auto message = kvmeld::replica::encode_frame(
           static_cast<std::uint8_t>(kvmeld::anchors::AnchorMessage::records), body, options.frame);
       REQUIRE(other.receive(1, *message).ok());
@@ -596,9 +599,9 @@ struct Two {
   }
   kvmeld::Status tell_one(std::vector<kvmeld::anchors::AnchorRecord> records) {
     const auto body = kvmeld::anchors::encode_records(one.options().frame.scope, records);
-    return one.receive(
-        2, *kvmeld::replica::encode_frame(static_cast<std::uint8_t>(kvmeld::anchors::AnchorMessage::records), body,
-                                 one.options().frame));
+    return one.receive(2, *kvmeld::replica::encode_frame(
+                              static_cast<std::uint8_t>(kvmeld::anchors::AnchorMessage::records),
+                              body, one.options().frame));
   }
   /// The list of what member 2 published, sent on request and not yet delivered.
   std::vector<kvmeld::replica::Outgoing> list_on_the_way(const FragmentId& key) {
@@ -635,7 +638,8 @@ TEST_CASE(
     REQUIRE(kvmeld::anchors::commit_pulled(pool, done[0]).ok());
     REQUIRE(*kvmeld::anchors::publish_pool(net.one, pool) == 0);
     CHECK(net.one.holds(key));
-    CHECK(kvmeld::anchors::load_anchor(net.store, *net.one.directory().find(key), net.one.options().format)
+    CHECK(kvmeld::anchors::load_anchor(net.store, *net.one.directory().find(key),
+                                       net.one.options().format)
               .ok());
     REQUIRE(pool.erase(a.id));
     REQUIRE(*kvmeld::anchors::publish_pool(net.one, pool) == 0);
@@ -707,7 +711,8 @@ TEST_CASE(
     REQUIRE(record.ok());
     keys.push_back(kvmeld::anchors::record_key(*record));
     if (at == 7) continue;
-    const auto list = kvmeld::anchors::detail::load_list(net.theirs, *record, net.two.options().format);
+    const auto list =
+        kvmeld::anchors::detail::load_list(net.theirs, *record, net.two.options().format);
     REQUIRE(list.ok());
     REQUIRE(list->chunks[1].size() > 2);
     REQUIRE(net.theirs.erase(list->chunks[1].back()).ok());
@@ -730,7 +735,8 @@ TEST_CASE(
   REQUIRE(done.size() == 2);
   CHECK(std::count_if(done.begin(), done.end(), [](const auto& d) { return d.anchor.ok(); }) == 1);
   REQUIRE(net.one.holds(keys[2]));
-  CHECK(kvmeld::anchors::load_anchor(net.store, *net.one.directory().find(keys[2]), net.one.options().format)
+  CHECK(kvmeld::anchors::load_anchor(net.store, *net.one.directory().find(keys[2]),
+                                     net.one.options().format)
             .ok());
   REQUIRE(net.one.withdraw(keys[2]).ok());
   CHECK(net.store.inner.blob_count() == 0);
@@ -757,8 +763,8 @@ TEST_CASE(
     for (const auto& piece : pieces) REQUIRE(net.one.receive(2, piece.bytes).ok());
     REQUIRE(net.store.inner.blob_count() == 4);
 
-    net.one =
-        kvmeld::anchors::AnchorExchange<Moody>(net.store, Two::options<kvmeld::anchors::AnchorExchange<Moody>>(1));
+    net.one = kvmeld::anchors::AnchorExchange<Moody>(
+        net.store, Two::options<kvmeld::anchors::AnchorExchange<Moody>>(1));
     for (int i = 0; i < 20 && net.one.directory().find(key) == nullptr; ++i) net.run(500);
     REQUIRE(net.one.directory().find(key) != nullptr);
     CHECK_FALSE(net.one.holds(key));
@@ -768,8 +774,8 @@ TEST_CASE(
           kvmeld::replica::decode_frame(pieces[0].bytes, net.one.options().frame)->body);
       REQUIRE(piece.ok());
       REQUIRE(net.store.inner.erase(piece->key).ok());
-      REQUIRE(*net.store.inner.put(piece->key,
-                                   kvmeld::replica::encode_chunk(std::as_bytes(std::span("other bytes")))));
+      REQUIRE(*net.store.inner.put(
+          piece->key, kvmeld::replica::encode_chunk(std::as_bytes(std::span("other bytes")))));
     }
     const std::uint64_t before =
         net.two.counters().sent[static_cast<std::size_t>(kvmeld::anchors::AnchorMessage::piece)];

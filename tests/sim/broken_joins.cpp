@@ -23,8 +23,8 @@ class Tampered : public kvmeld::replica::Replica<SimulatedStore> {
  public:
   using Replica::Replica;
 
-  kvmeld::Result<std::optional<kvmeld::replica::FrameView>> receive(MemberId from,
-                                                           std::span<const std::byte> bytes) {
+  kvmeld::Result<std::optional<kvmeld::replica::FrameView>> receive(
+      MemberId from, std::span<const std::byte> bytes) {
     const auto frame = kvmeld::replica::decode_frame(bytes);
     if (!frame || frame->type != static_cast<std::uint8_t>(kvmeld::replica::ReplicaMessage::delta))
       return Replica::receive(from, bytes);
@@ -33,10 +33,11 @@ class Tampered : public kvmeld::replica::Replica<SimulatedStore> {
     const auto delta = kvmeld::replica::decode_set(body->rest);
     if (!delta) return Replica::receive(from, bytes);
     const auto changed = change_(*delta);
-    return changed ? Replica::receive(
-                         from, *kvmeld::replica::encode_replica_frame(kvmeld::replica::ReplicaMessage::delta,
-                                                             body->merger, kvmeld::replica::encode_set(*changed)))
-                   : Replica::receive(from, bytes);
+    return changed
+               ? Replica::receive(from, *kvmeld::replica::encode_replica_frame(
+                                            kvmeld::replica::ReplicaMessage::delta, body->merger,
+                                            kvmeld::replica::encode_set(*changed)))
+               : Replica::receive(from, bytes);
   }
 
  private:

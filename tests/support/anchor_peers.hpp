@@ -10,9 +10,9 @@
 #include <span>
 #include <vector>
 
-#include <kvmeld/testing/world.hpp>
 #include <kvmeld/anchors/exchange.hpp>
 #include <kvmeld/stores/memory.hpp>
+#include <kvmeld/testing/world.hpp>
 
 #include "random_cache.hpp"
 
@@ -52,8 +52,9 @@ inline kvmeld::anchors::Anchor anchor(
   for (const std::uint64_t at : places) {
     const auto segment = *kvmeld::anchors::measure_offset(sealed_at(n * 31 + at, 100), alone);
     // Some contexts have text behind the slot, which has a Δ of its own.
-    const auto following = at % 2 == 0 ? *kvmeld::anchors::measure_offset(sealed_at(n * 37 + at, 200), alone)
-                                       : kvmeld::Fragment{};
+    const auto following =
+        at % 2 == 0 ? *kvmeld::anchors::measure_offset(sealed_at(n * 37 + at, 200), alone)
+                    : kvmeld::Fragment{};
     if (!*kvmeld::anchors::add_offset(out, {place(at), segment, following})) std::abort();
   }
   return out;
@@ -70,7 +71,8 @@ inline bool same_bytes(const kvmeld::Fragment& a, const kvmeld::Fragment& b) {
          std::memcmp(x.bytes.get(), y.bytes.get(), x.byte_count) == 0;
 }
 /// Whether an anchor that arrived is the one that was published, with the Δ of one place.
-inline bool same_anchor(const kvmeld::anchors::Anchor& got, const kvmeld::anchors::Anchor& published,
+inline bool same_anchor(const kvmeld::anchors::Anchor& got,
+                        const kvmeld::anchors::Anchor& published,
                         const kvmeld::Digest128& context) {
   if (got.id != published.id || got.vector != published.vector ||
       got.embedding != published.embedding || got.approximate != published.approximate)
@@ -110,8 +112,8 @@ class Peers {
     Exchange::Options options;
     options.self = members[i];
     options.members = members;
-    options.frame.scope =
-        kvmeld::anchors::anchor_namespace(kvmeld::anchors::AnchorSpace::of(*anchor_geometry()), kvmeld::anchors::SimHash{});
+    options.frame.scope = kvmeld::anchors::anchor_namespace(
+        kvmeld::anchors::AnchorSpace::of(*anchor_geometry()), kvmeld::anchors::SimHash{});
     options.format.chunk_bytes = 64;
     options.round_ms = 100;
     options.retry_ms = 60;

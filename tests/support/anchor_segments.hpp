@@ -85,10 +85,11 @@ inline kvmeld::FragmentId anchor_id(std::uint8_t n) {
 
 /// Renders parts into a fresh cache of `tokens` tokens; empty where anything was refused.
 template <class Exec = kvmeld::exec::Sequential>
-std::vector<std::vector<std::byte>> rendered(std::span<const kvmeld::anchors::ReusePart> parts,
-                                             const std::shared_ptr<const kvmeld::Geometry>& g,
-                                             kvmeld::anchors::ReuseOptions options = {.compute_last = false},
-                                             const Exec& exec = kvmeld::exec::seq) {
+std::vector<std::vector<std::byte>> rendered(
+    std::span<const kvmeld::anchors::ReusePart> parts,
+    const std::shared_ptr<const kvmeld::Geometry>& g,
+    kvmeld::anchors::ReuseOptions options = {.compute_last = false},
+    const Exec& exec = kvmeld::exec::seq) {
   const auto plan = kvmeld::anchors::plan_reuse(parts, *g, options);
   if (!plan) return {};
   TestCache out(g, plan->tokens());

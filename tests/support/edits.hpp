@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/policy.hpp>
 #include <kvmeld/policies/token_match.hpp>
+#include <kvmeld/policy.hpp>
 
 #include "random_cache.hpp"
 

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include <kvmeld/policy.hpp>
 #include <kvmeld/exec.hpp>
+#include <kvmeld/policy.hpp>
 
 namespace test {
 

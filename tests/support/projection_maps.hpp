@@ -43,7 +43,7 @@ inline kvmeld::ProjectionParts random_parts(const kvmeld::Geometry& from,
     LayerMap& layer = parts.layers.emplace_back();
     const auto layers =
         kvmeld::k_nearest(static_cast<std::int32_t>(l), static_cast<std::int32_t>(to.layers.size()),
-                  static_cast<std::int32_t>(from.layers.size()), k);
+                          static_cast<std::int32_t>(from.layers.size()), k);
     for (const PlaneShape& shape : to.layers[l].planes) {
       std::vector<MapBlock>& blocks = shape.plane == Plane::key ? layer.key : layer.value;
       for (std::int32_t h = 0; h < (sharing == Sharing::head ? shape.heads : 1); ++h) {

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/fragment.hpp>
 #include <kvmeld/exec.hpp>
 #include <kvmeld/extend/rows.hpp>
+#include <kvmeld/fragment.hpp>
 
 namespace test {
 

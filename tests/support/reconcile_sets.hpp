@@ -38,7 +38,8 @@ inline kvmeld::FragmentId random_id(std::mt19937_64& random, std::size_t prefix 
   return id;
 }
 
-inline bool lower_id(const kvmeld::replica::ReconcileItem& x, const kvmeld::replica::ReconcileItem& y) {
+inline bool lower_id(const kvmeld::replica::ReconcileItem& x,
+                     const kvmeld::replica::ReconcileItem& y) {
   return x.id < y.id;
 }
 
@@ -76,7 +77,8 @@ inline SetPair set_pair(std::size_t ids, std::size_t differing, Differ how, bool
   return out;
 }
 
-inline bool same(const kvmeld::replica::ReconcileDifference& x, const kvmeld::replica::ReconcileDifference& y) {
+inline bool same(const kvmeld::replica::ReconcileDifference& x,
+                 const kvmeld::replica::ReconcileDifference& y) {
   return x.mine_only == y.mine_only && x.theirs_only == y.theirs_only && x.different == y.different;
 }
 

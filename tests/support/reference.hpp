@@ -101,7 +101,7 @@ inline Row row(const kvmeld::Geometry& g, std::size_t layer, std::size_t plane_i
   const kvmeld::LayerShape& shape = g.layers[layer];
   const kvmeld::PlaneShape& p = shape.planes[plane_in_layer];
   const bool rotates = p.rotary && shape.rope.kind == kvmeld::RopeKind::rotary &&
-                     shape.key_form == kvmeld::KeyForm::post_rope;
+                       shape.key_form == kvmeld::KeyForm::post_rope;
   const auto channels = static_cast<std::size_t>(p.channels);
   Row out;
   double total = 0.0;
@@ -117,8 +117,8 @@ inline Row row(const kvmeld::Geometry& g, std::size_t layer, std::size_t plane_i
         span.values[plane].begin() + static_cast<std::ptrdiff_t>(begin + channels));
     const std::int64_t from = span.positions[static_cast<std::size_t>(in.token)];
     original = x;
-    out.exact =
-        out.exact && !(rotates && from != output.position) && (fuse != Fuse::sum || in.weight == 1.0);
+    out.exact = out.exact && !(rotates && from != output.position) &&
+                (fuse != Fuse::sum || in.weight == 1.0);
     if (rotates) {
       // un-rotated: in exact arithmetic the frame does not matter
       rotation(shape.rope, -static_cast<double>(from), x);
@@ -146,10 +146,10 @@ inline Row row(const kvmeld::Geometry& g, std::size_t layer, std::size_t plane_i
 /// How far a rendered element may lie from the reference.
 ///
 /// f32 arithmetic: at most two turns (2^-25 a table entry and 2^-24 for each of two roundings on
-/// both members of a pair: below 4 · 2^-24 of the pair's size a rotation) and a fold of n contributions
-/// in chunks of 64 (at most 64 + 12 + 2 roundings deep), each 2^-24 of the sum of magnitudes.
-/// Storage: half a unit of the type, and half its smallest subnormal; q8_0: half a step, a step is
-/// the block's largest magnitude / 127, and 127 steps of its f16 scale's error.
+/// both members of a pair: below 4 · 2^-24 of the pair's size a rotation) and a fold of n
+/// contributions in chunks of 64 (at most 64 + 12 + 2 roundings deep), each 2^-24 of the sum of
+/// magnitudes. Storage: half a unit of the type, and half its smallest subnormal; q8_0: half a
+/// step, a step is the block's largest magnitude / 127, and 127 steps of its f16 scale's error.
 inline double tolerance(kvmeld::ElementType type, const Row& row, std::size_t channel) {
   if (row.exact) return 0.0;
   const double deep = static_cast<double>(std::min<std::size_t>(row.inputs, 64)) + 14.0;

@@ -71,8 +71,7 @@ std::unique_ptr<TestCache> render_everywhere(const kvmeld::FragmentSet& set, con
 inline kvmeld::FragmentSet set_of(const std::vector<Sealed>& fragments) {
   kvmeld::FragmentSet set;
   std::uint64_t agent = 0;
-  for (const Sealed& f : fragments)
-    REQUIRE(set.insert(f.fragment, kvmeld::Dot{++agent, 0}).ok());
+  for (const Sealed& f : fragments) REQUIRE(set.insert(f.fragment, kvmeld::Dot{++agent, 0}).ok());
   return set;
 }
 

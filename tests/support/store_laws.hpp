@@ -48,7 +48,8 @@ inline Bytes number_record(std::uint64_t seed, const std::set<std::uint64_t>& nu
 }
 
 /// The numbers that the seed's records of a batch hold.
-inline std::set<std::uint64_t> numbers_in(std::uint64_t seed, const kvmeld::replica::RecordBatch& batch) {
+inline std::set<std::uint64_t> numbers_in(std::uint64_t seed,
+                                          const kvmeld::replica::RecordBatch& batch) {
   std::set<std::uint64_t> numbers;
   for (const Bytes& record : batch.records) {
     std::vector<std::uint64_t> words(record.size() / sizeof(std::uint64_t));

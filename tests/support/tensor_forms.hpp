@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <vector>
 
-#include <kvmeld/tensor.hpp>
-#include <kvmeld/math.hpp>
 #include <kvmeld/extend/rows.hpp>
+#include <kvmeld/math.hpp>
+#include <kvmeld/tensor.hpp>
 
 namespace tensor_forms {
 

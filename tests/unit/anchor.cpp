@@ -7,9 +7,9 @@
 #include <limits>
 #include <set>
 
-#include <kvmeld/anchors/pool.hpp>
 #include <kvmeld/anchors/decision.hpp>
 #include <kvmeld/anchors/detail/table.hpp>
+#include <kvmeld/anchors/pool.hpp>
 #include <kvmeld/anchors/prompt.hpp>
 #include <kvmeld/anchors/signature.hpp>
 #include <kvmeld/exec.hpp>
@@ -20,8 +20,8 @@
 namespace {
 
 using kvmeld::ErrorCode;
-using kvmeld::anchors::ReuseReason;
 using kvmeld::TokenId;
+using kvmeld::anchors::ReuseReason;
 
 std::vector<TokenId> text(std::size_t tokens, std::uint64_t seed) {
   test::Random random(seed);
@@ -58,10 +58,10 @@ TEST_CASE("SimHash: golden vectors, ties, insertions") {
     auto longer = original;
     const std::size_t places[] = {0, 1, 2050, 4099, 4100};
     longer.insert(longer.begin() + static_cast<std::ptrdiff_t>(places[seed % 5]), 17);
-    REQUIRE(kvmeld::anchors::similarity(*hash.sign({.tokens = original}), *hash.sign({.tokens = longer})) >
-            0.85);
     REQUIRE(kvmeld::anchors::similarity(*hash.sign({.tokens = original}),
-                               *hash.sign({.tokens = text(4100, seed + 100)})) < 0.85);
+                                        *hash.sign({.tokens = longer})) > 0.85);
+    REQUIRE(kvmeld::anchors::similarity(*hash.sign({.tokens = original}),
+                                        *hash.sign({.tokens = text(4100, seed + 100)})) < 0.85);
   }
   REQUIRE(kvmeld::anchors::SimHash{.gram_tokens = 0}.sign({.tokens = few}).status().code() ==
           ErrorCode::invalid_argument);
@@ -116,8 +116,10 @@ TEST_CASE("EmbeddingHash and XxHash") {
   for (float& x : scaled) x *= 8;
   for (std::size_t i = 0; i < v.size(); ++i) near[i] += 0.1F * w[i];
   REQUIRE(*hash.sign({.embedding = v}) == *hash.sign({.embedding = scaled}));
-  REQUIRE(kvmeld::anchors::similarity(*hash.sign({.embedding = v}), *hash.sign({.embedding = near})) > 0.85);
-  REQUIRE(kvmeld::anchors::similarity(*hash.sign({.embedding = v}), *hash.sign({.embedding = w})) < 0.75);
+  REQUIRE(kvmeld::anchors::similarity(*hash.sign({.embedding = v}),
+                                      *hash.sign({.embedding = near})) > 0.85);
+  REQUIRE(kvmeld::anchors::similarity(*hash.sign({.embedding = v}), *hash.sign({.embedding = w})) <
+          0.75);
   REQUIRE(*hash.sign({.embedding = std::vector<float>(8, 0.0F)}) == 0);  // on every plane
   REQUIRE(hash.sign({}).status().code() == ErrorCode::invalid_argument);
   v[7] = std::nanf("");
@@ -147,10 +149,13 @@ TEST_CASE("EmbeddingHash and XxHash") {
 
   const auto a = text(50, 1);
   auto b = a;
-  REQUIRE(*kvmeld::anchors::XxHash{}.sign({.tokens = a}) == *kvmeld::anchors::XxHash{}.sign({.tokens = b}));
+  REQUIRE(*kvmeld::anchors::XxHash{}.sign({.tokens = a}) ==
+          *kvmeld::anchors::XxHash{}.sign({.tokens = b}));
   b.back() ^= 1;
-  REQUIRE(*kvmeld::anchors::XxHash{}.sign({.tokens = a}) != *kvmeld::anchors::XxHash{}.sign({.tokens = b}));
-  REQUIRE(*kvmeld::anchors::XxHash{}.sign({.tokens = std::vector<TokenId>{1, 2, 3}}) == 0x6bbf7429332bea48);
+  REQUIRE(*kvmeld::anchors::XxHash{}.sign({.tokens = a}) !=
+          *kvmeld::anchors::XxHash{}.sign({.tokens = b}));
+  REQUIRE(*kvmeld::anchors::XxHash{}.sign({.tokens = std::vector<TokenId>{1, 2, 3}}) ==
+          0x6bbf7429332bea48);
 }
 
 TEST_CASE("similarity is 1 − Hamming / 64") {
@@ -189,7 +194,7 @@ TEST_CASE("a scan finds what a plain loop finds, in every form") {
       for (int isa = 0; isa <= static_cast<int>(kvmeld::anchors::best_scan_isa()); ++isa) {
         std::vector<kvmeld::anchors::HammingHit> hits{{7, 7}};
         kvmeld::anchors::hamming_scan(run, query, distance, hits, 1000, low.data(),
-                             static_cast<kvmeld::anchors::ScanIsa>(isa));
+                                      static_cast<kvmeld::anchors::ScanIsa>(isa));
         REQUIRE(hits == expected);
       }
     }
@@ -223,10 +228,12 @@ TEST_CASE("evictions against plain loops, over uses full of ties") {
     }
     return best;
   };
-  const auto longest_ago = [](const kvmeld::anchors::AnchorUse& a, const kvmeld::anchors::AnchorUse& b) {
+  const auto longest_ago = [](const kvmeld::anchors::AnchorUse& a,
+                              const kvmeld::anchors::AnchorUse& b) {
     return a.last_used != b.last_used ? a.last_used < b.last_used : a.inserted < b.inserted;
   };
-  const auto least_often = [&](const kvmeld::anchors::AnchorUse& a, const kvmeld::anchors::AnchorUse& b) {
+  const auto least_often = [&](const kvmeld::anchors::AnchorUse& a,
+                               const kvmeld::anchors::AnchorUse& b) {
     return a.uses != b.uses ? a.uses < b.uses : longest_ago(a, b);
   };
   for (int round = 0; round < 2000; ++round) {
@@ -273,13 +280,15 @@ TEST_CASE("distances are f64's: differences, squares and sums that f32 cannot ho
 }
 
 TEST_CASE("weights, entropy and nucleus") {
-  const auto w = kvmeld::anchors::softmax_weights(std::vector<double>{0, std::log(2), std::log(4)}, 1);
+  const auto w =
+      kvmeld::anchors::softmax_weights(std::vector<double>{0, std::log(2), std::log(4)}, 1);
   REQUIRE(w[0] == Approx(4.0 / 7).epsilon(1e-14));
   REQUIRE(w[1] == Approx(2.0 / 7).epsilon(1e-14));
   REQUIRE(w[2] == Approx(1.0 / 7).epsilon(1e-14));
   REQUIRE(kvmeld::anchors::entropy(w) / std::log(2) == Approx(1.3787834935).epsilon(1e-10));
   REQUIRE(kvmeld::anchors::entropy(w) / std::log(3) == Approx(0.8699155298).epsilon(1e-10));
-  REQUIRE(kvmeld::anchors::softmax_weights(std::vector<double>{0, 1}, 1)[0] == Approx(0.7310585786));
+  REQUIRE(kvmeld::anchors::softmax_weights(std::vector<double>{0, 1}, 1)[0] ==
+          Approx(0.7310585786));
   REQUIRE(kvmeld::anchors::softmax_weights(std::vector<double>{3, 3, 3, 3}, 1) ==
           std::vector<double>(4, 0.25));
   // underflow is 0, never NaN
@@ -292,15 +301,19 @@ TEST_CASE("weights, entropy and nucleus") {
   REQUIRE(kvmeld::anchors::softmax_weights({}, 1).empty());
   REQUIRE(kvmeld::anchors::entropy(std::vector<double>{1, 0}) == 0);
   REQUIRE(kvmeld::anchors::entropy(std::vector<double>(8, 0.125)) == Approx(std::log(8)));
-  const auto kept = [](std::vector<double> weights) { return kvmeld::anchors::nucleus(weights, 0.9); };
+  const auto kept = [](std::vector<double> weights) {
+    return kvmeld::anchors::nucleus(weights, 0.9);
+  };
   REQUIRE(kept({.95, .03, .02}) == std::vector<std::uint32_t>{0});
   REQUIRE(kept({.6, .25, .1, .05}) == std::vector<std::uint32_t>{0, 1, 2});
   REQUIRE(kept({.15, .5, .05, .3}) == std::vector<std::uint32_t>{1, 3, 0});
-  REQUIRE(kvmeld::anchors::nucleus(std::vector<double>{1, 0, 0}, 1.0) == std::vector<std::uint32_t>{0});
+  REQUIRE(kvmeld::anchors::nucleus(std::vector<double>{1, 0, 0}, 1.0) ==
+          std::vector<std::uint32_t>{0});
   REQUIRE(kvmeld::anchors::l2_distance(std::vector<float>{0, 3}, std::vector<float>{4, 0}) == 5);
-  REQUIRE(std::isnan(kvmeld::anchors::l2_distance(std::vector<float>{0}, std::vector<float>{4, 0})));
   REQUIRE(
-      std::isnan(kvmeld::anchors::l2_distance(std::vector<float>{std::nanf("")}, std::vector<float>{1})));
+      std::isnan(kvmeld::anchors::l2_distance(std::vector<float>{0}, std::vector<float>{4, 0})));
+  REQUIRE(std::isnan(
+      kvmeld::anchors::l2_distance(std::vector<float>{std::nanf("")}, std::vector<float>{1})));
   const auto by_token =
       kvmeld::anchors::token_weights(std::vector<double>{0, std::log(3), std::log(3), 0}, 2, 1);
   REQUIRE(by_token[0] == Approx(0.75));
@@ -315,7 +328,9 @@ TEST_CASE("every decision has its reason") {
   using Candidates = std::vector<kvmeld::anchors::ReuseCandidate>;
   const kvmeld::anchors::ReuseCandidate good{id(1), 0.5, 9, true, true};
   const auto reason = [&](const Candidates& c, kvmeld::anchors::ReuseRequest r = {.tokens = 5},
-                          kvmeld::anchors::ReuseRule by = {}) { return kvmeld::anchors::decide(by, r, c).reason; };
+                          kvmeld::anchors::ReuseRule by = {}) {
+    return kvmeld::anchors::decide(by, r, c).reason;
+  };
 
   const auto sole = kvmeld::anchors::decide(rule, request, Candidates{good});
   REQUIRE(sole.reuses());
@@ -325,10 +340,13 @@ TEST_CASE("every decision has its reason") {
   REQUIRE(reason({good}, {.tokens = -3}) == ReuseReason::empty_segment);
   for (const kvmeld::anchors::ReuseRule& bad :
        {kvmeld::anchors::ReuseRule{.similarity = 1.5}, kvmeld::anchors::ReuseRule{.gamma = -1},
-        kvmeld::anchors::ReuseRule{.gamma = no_number}, kvmeld::anchors::ReuseRule{.temperature = -1},
-        kvmeld::anchors::ReuseRule{.temperature = infinite}, kvmeld::anchors::ReuseRule{.temperature = no_number},
+        kvmeld::anchors::ReuseRule{.gamma = no_number},
+        kvmeld::anchors::ReuseRule{.temperature = -1},
+        kvmeld::anchors::ReuseRule{.temperature = infinite},
+        kvmeld::anchors::ReuseRule{.temperature = no_number},
         kvmeld::anchors::ReuseRule{.min_anchors = 0}, kvmeld::anchors::ReuseRule{.nucleus_mass = 0},
-        kvmeld::anchors::ReuseRule{.nucleus_mass = 1.5}, kvmeld::anchors::ReuseRule{.short_list = 0}}) {
+        kvmeld::anchors::ReuseRule{.nucleus_mass = 1.5},
+        kvmeld::anchors::ReuseRule{.short_list = 0}}) {
     REQUIRE(reason({good}, request, bad) == ReuseReason::invalid_rule);
   }
   REQUIRE(reason({good}, {.tokens = 5, .consumer = kvmeld::anchors::Consumer::never_approximate}) ==
@@ -352,8 +370,8 @@ TEST_CASE("every decision has its reason") {
   REQUIRE(reason({good, {id(2), 0.5, 5, true, true}}, request, {.gamma = 1}) == ReuseReason::reuse);
   // the other's weight underflows
   REQUIRE(reason({good, {id(2), 5000, 5, true, true}}) == ReuseReason::reuse);
-  REQUIRE(kvmeld::anchors::decide(rule, request, Candidates{good, {id(2), 5000, 5, true, true}}).chosen ==
-          std::vector<std::uint32_t>{0});
+  REQUIRE(kvmeld::anchors::decide(rule, request, Candidates{good, {id(2), 5000, 5, true, true}})
+              .chosen == std::vector<std::uint32_t>{0});
   REQUIRE(reason({good}, {.tokens = 5, .cost = {2, 1}}) == ReuseReason::not_cheaper);
   REQUIRE(reason({good}, {.tokens = 5, .cost = {1, 1}}) == ReuseReason::not_cheaper);
   REQUIRE(reason({good}, {.tokens = 5, .cost = {no_number, 1}}) == ReuseReason::not_cheaper);
@@ -392,7 +410,8 @@ TEST_CASE("a temperature from measured distances tells like from unlike where 1 
     far.push_back({id(i), unlike[i], 9, true, true});
   }
   REQUIRE(kvmeld::anchors::decide({}, {.tokens = 5}, near).reason == ReuseReason::uncertain);
-  const kvmeld::anchors::ReuseRule measured{.temperature = kvmeld::anchors::spread_temperature(unlike)};
+  const kvmeld::anchors::ReuseRule measured{.temperature =
+                                                kvmeld::anchors::spread_temperature(unlike)};
   const auto taken = kvmeld::anchors::decide(measured, {.tokens = 5}, near);
   REQUIRE(taken.reuses());
   REQUIRE(taken.weights[2] > 0.9F);
@@ -409,23 +428,27 @@ TEST_CASE("a temperature from measured distances tells like from unlike where 1 
                 Approx(gamma * std::log(anchors)).epsilon(1e-9));
         std::vector<double> scaled;
         for (const double d : unlike) scaled.push_back(1000 * d);
-        REQUIRE(kvmeld::anchors::spread_temperature(scaled, gamma, anchors, like) == Approx(1000 * t));
+        REQUIRE(kvmeld::anchors::spread_temperature(scaled, gamma, anchors, like) ==
+                Approx(1000 * t));
       }
     }
   }
   REQUIRE(kvmeld::anchors::spread_temperature({}) == 1);
-  REQUIRE(kvmeld::anchors::spread_temperature(std::vector<double>{0, 0, no_number, infinite, -1}) == 1);
+  REQUIRE(kvmeld::anchors::spread_temperature(std::vector<double>{0, 0, no_number, infinite, -1}) ==
+          1);
   REQUIRE(kvmeld::anchors::spread_temperature(unlike, 0) == 0);
   REQUIRE(kvmeld::anchors::spread_temperature(unlike, no_number) == 1);
   REQUIRE(kvmeld::anchors::spread_temperature(unlike, 0.3, 5, 1.0) == 1);
-  REQUIRE(kvmeld::anchors::spread_temperature(unlike, 5.0) == kvmeld::anchors::spread_temperature(unlike, 0.99));
+  REQUIRE(kvmeld::anchors::spread_temperature(unlike, 5.0) ==
+          kvmeld::anchors::spread_temperature(unlike, 0.99));
   REQUIRE(std::isfinite(kvmeld::anchors::spread_temperature(unlike, 1e-300)));
 
   kvmeld::anchors::AnchorTable table;
   for (const auto& vector : std::vector<std::vector<float>>{{0, 0}, {3, 4}, {}, {0, 1}}) {
     kvmeld::anchors::Anchor anchor;
     anchor.vector = vector;
-    table.push_back(1, {std::make_shared<const kvmeld::anchors::Anchor>(std::move(anchor)), nullptr});
+    table.push_back(1,
+                    {std::make_shared<const kvmeld::anchors::Anchor>(std::move(anchor)), nullptr});
   }
   REQUIRE(kvmeld::anchors::anchor_distances(table) == std::vector<double>{5, 1, std::sqrt(18.0)});
   REQUIRE(kvmeld::anchors::anchor_distances(table, 2) == std::vector<double>{5});
@@ -482,12 +505,12 @@ TEST_CASE("a pool's version as arrays, searched in the form that devices run") {
   for (const std::int32_t limit : {-1, 0, 2, 9, 64}) {
     std::vector<kvmeld::anchors::NearestAnchor> found(queries.size(), {1, 1}), host(queries.size());
     REQUIRE(kvmeld::exec::lanes
-                .bulk(50, kvmeld::anchors::FindNearestAnchor{ref, queries.data(), tokens.data(), limit,
-                                                    found.data()})
+                .bulk(50, kvmeld::anchors::FindNearestAnchor{ref, queries.data(), tokens.data(),
+                                                             limit, found.data()})
                 .ok());
     REQUIRE(kvmeld::exec::seq
-                .bulk(50, kvmeld::anchors::FindNearestAnchor{ref, queries.data(), tokens.data(), limit,
-                                                    host.data()})
+                .bulk(50, kvmeld::anchors::FindNearestAnchor{ref, queries.data(), tokens.data(),
+                                                             limit, host.data()})
                 .ok());
     REQUIRE(found == host);
     for (std::size_t q = 0; q < queries.size(); ++q) {
@@ -521,16 +544,17 @@ TEST_CASE("places of slots and of the text behind them") {
   REQUIRE(*place(10, std::vector<TemplatePlaceholder>{{0, 0}, {0, 4}, {4, 4}, {8, 10}},
                  std::vector<PlaceholderFill>{{2, 0}, {0, 0}, {3, 7}, {1, 0}}, 100) ==
           std::vector<PlacedRun>{{0, 0, 100, 2}, {2, 7, 102, 3}, {-1, 4, 105, 4}, {3, 0, 109, 1}});
-  REQUIRE(place(4, std::vector<TemplatePlaceholder>{{0, 4}}, std::vector<PlaceholderFill>{{0, 0}})->empty());
+  REQUIRE(place(4, std::vector<TemplatePlaceholder>{{0, 4}}, std::vector<PlaceholderFill>{{0, 0}})
+              ->empty());
   REQUIRE(*place(3, {}, {}) == std::vector<PlacedRun>{{-1, 0, 0, 3}});
   REQUIRE(place(30, two, std::vector<PlaceholderFill>{{1, 0}}).status().code() ==
           ErrorCode::invalid_argument);
   REQUIRE(place(22, two, std::vector<PlaceholderFill>{{1, 0}, {1, 0}}).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(
-      place(30, std::vector<TemplatePlaceholder>{{5, 9}, {8, 10}}, std::vector<PlaceholderFill>{{1, 0}, {1, 0}})
-          .status()
-          .code() == ErrorCode::invalid_argument);
+  REQUIRE(place(30, std::vector<TemplatePlaceholder>{{5, 9}, {8, 10}},
+                std::vector<PlaceholderFill>{{1, 0}, {1, 0}})
+              .status()
+              .code() == ErrorCode::invalid_argument);
   REQUIRE(place(30, two, std::vector<PlaceholderFill>{{-1, 0}, {1, 0}}).status().code() ==
           ErrorCode::invalid_argument);
 }

@@ -14,9 +14,9 @@
 
 namespace {
 
+using kvmeld::FragmentId;
 using kvmeld::anchors::AnchorAccess;
 using kvmeld::anchors::AnchorPartition;
-using kvmeld::FragmentId;
 
 FragmentId anchor_id(std::uint64_t n) {
   FragmentId id;
@@ -150,7 +150,8 @@ TEST_CASE("the tail of a skewed load falls against a static partition") {
   constexpr std::uint32_t shards = 8;
   const Load load;
   const AnchorPartition fixed = by_hash(load.anchors, shards);
-  const auto balanced = kvmeld::anchors::balance(watched(load, 20000, 1), fixed, {.shards = shards});
+  const auto balanced =
+      kvmeld::anchors::balance(watched(load, 20000, 1), fixed, {.shards = shards});
   REQUIRE(balanced.ok());
   std::vector<std::pair<double, std::pair<Tail, Tail>>> runs;
   for (std::uint64_t seed = 10; seed < 15; ++seed) {  // requests that the balance has not seen
@@ -187,7 +188,7 @@ TEST_CASE("hysteresis: noise moves nothing, a new load moves what pays") {
     REQUIRE(again->moved.empty());
     REQUIRE(again->partition.find(anchor_id(3)) == first->partition.find(anchor_id(3)));
     eager += kvmeld::anchors::balance(watched(load, 20000, seed), first->partition,
-                             {.shards = shards, .move_cost = 0, .hysteresis = 0})
+                                      {.shards = shards, .move_cost = 0, .hysteresis = 0})
                  ->moved.size();
   }
   const Load drifted(1);
@@ -196,7 +197,7 @@ TEST_CASE("hysteresis: noise moves nothing, a new load moves what pays") {
   REQUIRE(!after->moved.empty());
   REQUIRE(after->cost_after < after->cost_before);
   const auto greedy = kvmeld::anchors::balance(watched(drifted, 20000, 9), first->partition,
-                                      {.shards = shards, .move_cost = 0, .hysteresis = 0});
+                                               {.shards = shards, .move_cost = 0, .hysteresis = 0});
   std::vector<std::pair<std::uint32_t, std::uint32_t>> moves;
   for (const std::size_t a : after->moved)
     moves.emplace_back(first->partition.find(after->partition.anchors[a]),
@@ -283,7 +284,8 @@ TEST_CASE("what a partition is") {
   REQUIRE(kvmeld::anchors::balance(agents, {}, {.shards = 2, .hysteresis = -1}).status().code() ==
           ErrorCode::invalid_argument);
   agents[1].count(anchor_id(5), NAN);
-  REQUIRE(kvmeld::anchors::balance(agents, {}, {.shards = 2}).status().code() == ErrorCode::non_finite);
+  REQUIRE(kvmeld::anchors::balance(agents, {}, {.shards = 2}).status().code() ==
+          ErrorCode::non_finite);
   REQUIRE(kvmeld::anchors::balance({}, {}, {.shards = 3})->partition.anchors.empty());
   std::vector<AnchorAccess> one(1);
   one[0].count(anchor_id(1));

@@ -19,8 +19,8 @@ void operator delete[](void* p, std::size_t) noexcept { std::free(p); }
 
 namespace {
 
-using kvmeld::anchors::AnchorRecord;
 using kvmeld::ErrorCode;
+using kvmeld::anchors::AnchorRecord;
 
 const kvmeld::Digest128 space{3, 4};
 const kvmeld::replica::FragmentFormat<> format{.chunk_bytes = 64, .max_payload_bytes = 1U << 20U};
@@ -86,8 +86,10 @@ std::vector<std::byte> noise(kvmeld::testing::Random& random, std::size_t most) 
   return out;
 }
 /// The list of an anchor as it lies in a store, raw.
-std::vector<std::byte> list_bytes(const kvmeld::anchors::Anchor& anchor, const kvmeld::Digest128& context) {
-  return kvmeld::anchors::encode_anchor_list(*kvmeld::anchors::detail::list_anchor(anchor, context, format));
+std::vector<std::byte> list_bytes(const kvmeld::anchors::Anchor& anchor,
+                                  const kvmeld::Digest128& context) {
+  return kvmeld::anchors::encode_anchor_list(
+      *kvmeld::anchors::detail::list_anchor(anchor, context, format));
 }
 
 }  // namespace
@@ -137,8 +139,10 @@ TEST_CASE(
   changed.push_back(std::byte{0});
   CHECK(kvmeld::anchors::decode_records(changed, space).error().code() == ErrorCode::oversized);
   changed = bytes, changed[0] = std::byte{2};
-  CHECK(kvmeld::anchors::decode_records(changed, space).error().code() == ErrorCode::version_mismatch);
-  CHECK(kvmeld::anchors::decode_records(bytes, {3, 5}).error().code() == ErrorCode::geometry_mismatch);
+  CHECK(kvmeld::anchors::decode_records(changed, space).error().code() ==
+        ErrorCode::version_mismatch);
+  CHECK(kvmeld::anchors::decode_records(bytes, {3, 5}).error().code() ==
+        ErrorCode::geometry_mismatch);
   changed = bytes, changed[18 + 32 + 16 + 8 + 1] |= std::byte{4};
   CHECK(kvmeld::anchors::decode_records(changed, space).error().code() == ErrorCode::unknown_field);
   kvmeld::testing::Random random(1);
@@ -160,8 +164,8 @@ TEST_CASE(
 TEST_CASE(
     "an anchor's list: round trips, every cut is refused, damage and noise are refused or give a "
     "sound list") {
-  std::vector<kvmeld::anchors::Anchor> anchors{test::anchor(1), test::anchor(2, {2}), test::anchor(3, {}),
-                                      test::anchor(4, {1, 2}, 1)};
+  std::vector<kvmeld::anchors::Anchor> anchors{test::anchor(1), test::anchor(2, {2}),
+                                               test::anchor(3, {}), test::anchor(4, {1, 2}, 1)};
   anchors[1].approximate = true;
   anchors[1].embedding = {1, 2, 3};
   auto behind = std::make_shared<kvmeld::Fragment::Body>(*anchors[1].base.body());
@@ -180,7 +184,8 @@ TEST_CASE(
     CHECK(list->anchor.embedding == anchors[a].embedding);
     CHECK(list->anchor.approximate == anchors[a].approximate);
     CHECK(list->context == contexts[a]);
-    CHECK(kvmeld::anchors::AnchorSpace::of(list->anchor.base) == kvmeld::anchors::AnchorSpace::of(anchors[a].base));
+    CHECK(kvmeld::anchors::AnchorSpace::of(list->anchor.base) ==
+          kvmeld::anchors::AnchorSpace::of(anchors[a].base));
     for (std::size_t n = 0; n < bytes.size(); ++n) {
       REQUIRE_FALSE(
           kvmeld::anchors::decode_anchor_list(
@@ -193,7 +198,8 @@ TEST_CASE(
     CHECK(bytes[4] == std::byte{3});
     for (const int version : {1, 2, 9}) {  // 1: parts without their prefix; 2: without placeholders
       changed = bytes, changed[4] = static_cast<std::byte>(version);
-      CHECK(kvmeld::anchors::decode_anchor_list(changed).error().code() == ErrorCode::version_mismatch);
+      CHECK(kvmeld::anchors::decode_anchor_list(changed).error().code() ==
+            ErrorCode::version_mismatch);
     }
     changed = bytes, changed[5] |= std::byte{1};
     CHECK(kvmeld::anchors::decode_anchor_list(changed).error().code() == ErrorCode::unknown_field);
@@ -201,7 +207,8 @@ TEST_CASE(
           ErrorCode::oversized);
     for (int i = 0; i < 6'000; ++i) {
       const auto hostile = i % 6 == 0 ? noise(random, 600) : damaged(bytes, random);
-      const auto got = kvmeld::anchors::decode_anchor_list(hostile, {.max_payload_bytes = 1U << 20U});
+      const auto got =
+          kvmeld::anchors::decode_anchor_list(hostile, {.max_payload_bytes = 1U << 20U});
       if (!got) {
         REQUIRE_FALSE(got.error().message().empty());
         continue;
@@ -241,7 +248,8 @@ TEST_CASE(
       const kvmeld::Blob blob = *store.get(key);
       std::vector<std::byte> bytes(blob.bytes().begin(), blob.bytes().end());
       REQUIRE(store.erase(key).ok());
-      CHECK(kvmeld::anchors::load_anchor(store, record, format).error().code() == ErrorCode::not_found);
+      CHECK(kvmeld::anchors::load_anchor(store, record, format).error().code() ==
+            ErrorCode::not_found);
       bytes[bytes.size() / 2] ^= std::byte{16};
       REQUIRE(*store.put(key, bytes));
       CHECK_FALSE(kvmeld::anchors::load_anchor(store, record, format).ok());
@@ -252,18 +260,24 @@ TEST_CASE(
     REQUIRE(kvmeld::anchors::load_anchor(store, record, format).ok());
     AnchorRecord other = record;
     other.tokens = 8;
-    CHECK(kvmeld::anchors::load_anchor(store, other, format).error().code() == ErrorCode::id_mismatch);
+    CHECK(kvmeld::anchors::load_anchor(store, other, format).error().code() ==
+          ErrorCode::id_mismatch);
     other = record, other.bytes += 4;
-    CHECK(kvmeld::anchors::load_anchor(store, other, format).error().code() == ErrorCode::id_mismatch);
+    CHECK(kvmeld::anchors::load_anchor(store, other, format).error().code() ==
+          ErrorCode::id_mismatch);
     other = record, other.approximate = true;
-    CHECK(kvmeld::anchors::load_anchor(store, other, format).error().code() == ErrorCode::id_mismatch);
+    CHECK(kvmeld::anchors::load_anchor(store, other, format).error().code() ==
+          ErrorCode::id_mismatch);
     other = record, other.context = {9, 9};
-    CHECK(kvmeld::anchors::load_anchor(store, other, format).error().code() == ErrorCode::id_mismatch);
+    CHECK(kvmeld::anchors::load_anchor(store, other, format).error().code() ==
+          ErrorCode::id_mismatch);
   }
   kvmeld::stores::MemoryStore store;
-  CHECK(kvmeld::anchors::store_anchor(store, {}, {}, format).error().code() == ErrorCode::invalid_argument);
-  CHECK(kvmeld::anchors::store_anchor(store, test::anchor(1), test::place(8), format).error().code() ==
-        ErrorCode::not_found);
+  CHECK(kvmeld::anchors::store_anchor(store, {}, {}, format).error().code() ==
+        ErrorCode::invalid_argument);
+  CHECK(kvmeld::anchors::store_anchor(store, test::anchor(1), test::place(8), format)
+            .error()
+            .code() == ErrorCode::not_found);
   CHECK(store.used_bytes() == 0);
 }
 
@@ -409,7 +423,8 @@ TEST_CASE("a list that announces gigabytes and names small chunks costs no more 
       REQUIRE(store.put(key, kvmeld::replica::encode_chunk(raw)).ok());
       return key;
     };
-    list.chunks.emplace_back(kvmeld::replica::chunk_count(payload.byte_count, list.chunk_bytes), put(1));
+    list.chunks.emplace_back(kvmeld::replica::chunk_count(payload.byte_count, list.chunk_bytes),
+                             put(1));
     if (first_is_whole) list.chunks[0][0] = put(list.chunk_bytes);
     const auto raw = kvmeld::anchors::encode_anchor_list(list);
     const kvmeld::BlobKey key = kvmeld::replica::chunk_key<kvmeld::Xxh3_128>(raw);

@@ -32,8 +32,9 @@ kvmeld::Status remember(kvmeld::anchors::AnchorPool<>& pool, const kvmeld::Fragm
 /// A segment at a place of a prompt without prefill; `run` writes it. Or the reason why not: then
 /// prefill, and remember.
 kvmeld::Result<kvmeld::anchors::ReusePlan> reuse(const kvmeld::anchors::AnchorPool<>& pool,
-                                        const kvmeld::Fragment& alone,
-                                        const kvmeld::Digest128& place, std::int64_t position) {
+                                                 const kvmeld::Fragment& alone,
+                                                 const kvmeld::Digest128& place,
+                                                 std::int64_t position) {
   const auto vector = kvmeld::anchors::mean_value_row(alone);
   if (!vector) return vector.error();
   const kvmeld::anchors::AnchorSpace space = kvmeld::anchors::AnchorSpace::of(alone);
@@ -46,10 +47,11 @@ kvmeld::Result<kvmeld::anchors::ReusePlan> reuse(const kvmeld::anchors::AnchorPo
                                     .last_position = position + alone.token_count() - 1}});
   if (!found.decision.reuses())
     return {kvmeld::ErrorCode::not_found, std::string(to_string(found.decision.reason))};
-  auto offsets =
-      kvmeld::anchors::aligned_offsets(found.anchors, found.decision.weights, place, alone.tokens());
+  auto offsets = kvmeld::anchors::aligned_offsets(found.anchors, found.decision.weights, place,
+                                                  alone.tokens());
   if (!offsets) return offsets.error();
-  const kvmeld::anchors::ReusePart part{.base = alone, .position = position, .offsets = *std::move(offsets)};
+  const kvmeld::anchors::ReusePart part{
+      .base = alone, .position = position, .offsets = *std::move(offsets)};
   return kvmeld::anchors::plan_reuse({&part, 1}, alone.geometry());
 }
 // example-end
@@ -58,8 +60,8 @@ kvmeld::Result<kvmeld::anchors::ReusePlan> reuse(const kvmeld::anchors::AnchorPo
 /// A rule in the unit of the distances that a pool has; take it once, when the pool is warm.
 kvmeld::anchors::ReuseRule rule_for(const kvmeld::anchors::AnchorPool<>& pool) {
   kvmeld::anchors::ReuseRule rule;
-  rule.temperature =
-      kvmeld::anchors::spread_temperature(kvmeld::anchors::anchor_distances(pool.snapshot()->table), rule.gamma);
+  rule.temperature = kvmeld::anchors::spread_temperature(
+      kvmeld::anchors::anchor_distances(pool.snapshot()->table), rule.gamma);
   return rule;
 }
 // example-end
@@ -69,7 +71,8 @@ kvmeld::anchors::ReuseRule rule_for(const kvmeld::anchors::AnchorPool<>& pool) {
 TEST_CASE("a remembered segment is reused at another position, and is the K/V measured there") {
   const auto shape = test::geometry({.layers = 3, .heads = 2, .channels = 8});
   const test::Segment segment(shape, 6, 1);
-  kvmeld::anchors::AnchorPool<> pool(kvmeld::anchors::AnchorSpace::of(*shape), {.anchors = 10, .bytes = 1 << 20});
+  kvmeld::anchors::AnchorPool<> pool(kvmeld::anchors::AnchorSpace::of(*shape),
+                                     {.anchors = 10, .bytes = 1 << 20});
   const kvmeld::Digest128 place{1, 2};
   REQUIRE(reuse(pool, segment.at(0), place, 40).status().message().find("empty_pool") !=
           std::string::npos);
@@ -95,7 +98,8 @@ TEST_CASE("a remembered segment is reused at another position, and is the K/V me
 
 TEST_CASE("a rule's temperature follows the distances of the pool") {
   const auto shape = test::geometry({.layers = 3, .heads = 2, .channels = 8});
-  kvmeld::anchors::AnchorPool<> pool(kvmeld::anchors::AnchorSpace::of(*shape), {.anchors = 10, .bytes = 1 << 20});
+  kvmeld::anchors::AnchorPool<> pool(kvmeld::anchors::AnchorSpace::of(*shape),
+                                     {.anchors = 10, .bytes = 1 << 20});
   REQUIRE(rule_for(pool).temperature == 1);
   for (std::uint64_t n = 1; n < 6; ++n)
     REQUIRE(remember(pool, test::Segment(shape, 6, n).at(0),

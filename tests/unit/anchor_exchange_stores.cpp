@@ -17,10 +17,10 @@
 
 namespace {
 
-using kvmeld::anchors::AnchorMessage;
 using kvmeld::BlobKey;
 using kvmeld::ErrorCode;
 using kvmeld::FragmentId;
+using kvmeld::anchors::AnchorMessage;
 using kvmeld::replica::MemberId;
 using kvmeld::stores::MemoryStore;
 
@@ -60,8 +60,8 @@ struct Net {
           std::vector<std::byte> bytes(piece.bytes.begin(), piece.bytes.end());
           bytes.back() ^= std::byte{1};
           piece.bytes = bytes;
-          out.bytes =
-              *kvmeld::replica::encode_frame(out.type, kvmeld::replica::messages::encode(piece), from.options().frame);
+          out.bytes = *kvmeld::replica::encode_frame(
+              out.type, kvmeld::replica::messages::encode(piece), from.options().frame);
           ++forged;
         }
         (void)peer(out.to).receive(from.options().self, out.bytes);
@@ -89,7 +89,8 @@ struct Net {
 
 /// An anchor of which so many members are not the owner by rank, so that nobody adopts it.
 template <class Exchange>
-kvmeld::anchors::Anchor owned_by(const Exchange& exchange, MemberId owner, std::int64_t tokens = 9) {
+kvmeld::anchors::Anchor owned_by(const Exchange& exchange, MemberId owner,
+                                 std::int64_t tokens = 9) {
   for (std::uint64_t number = 1;; ++number) {
     kvmeld::anchors::Anchor out = test::anchor(number, {1, 2}, tokens);
     if (exchange.owner(kvmeld::anchors::record_key(out.id, test::place(2))) == owner) return out;
@@ -141,7 +142,8 @@ void go_over() {
 
   // A blob that rotted where the pull finds it is erased and asked for; one that rotted at its
   // owner's is not sent.
-  const auto chunks = kvmeld::anchors::detail::load_list(two, record, net.peer(2).options().format)->chunks;
+  const auto chunks =
+      kvmeld::anchors::detail::load_list(two, record, net.peer(2).options().format)->chunks;
   rot(two, chunks[1][0]);
   const auto again = net.pull(2, key);
   REQUIRE(again.anchor.ok());
@@ -171,7 +173,8 @@ TEST_CASE("K/V goes over under SHA-256 names; who knows other names only takes n
   const kvmeld::anchors::Anchor anchor = owned_by(net.peer(1), 1);
   const auto record = *net.peer(1).directory().find(publish(net.peer(1), anchor));
   kvmeld::replica::FragmentFormat<> other;
-  CHECK(kvmeld::anchors::load_anchor(one, record, other).status().code() == ErrorCode::hash_mismatch);
+  CHECK(kvmeld::anchors::load_anchor(one, record, other).status().code() ==
+        ErrorCode::hash_mismatch);
   // and it is still there
   CHECK(kvmeld::anchors::load_anchor(one, record, net.peer(2).options().format).ok());
 }
@@ -188,7 +191,8 @@ TEST_CASE("K/V goes over compressed; who cannot read that says so, and keeps it"
   const auto record = *net.peer(1).directory().find(publish(net.peer(1), anchor));
   const std::size_t blobs = store.blob_count();
   kvmeld::replica::FragmentFormat<> plain;
-  CHECK(kvmeld::anchors::load_anchor(store, record, plain).status().code() == ErrorCode::unsupported);
+  CHECK(kvmeld::anchors::load_anchor(store, record, plain).status().code() ==
+        ErrorCode::unsupported);
   CHECK(store.blob_count() == blobs);
 }
 #else
@@ -207,8 +211,8 @@ TEST_CASE(
   const test::TempFolder folder;
   std::deque<kvmeld::stores::FileStore> stores;
   for (int i = 0; i < 3; ++i) {
-    auto opened =
-        kvmeld::stores::FileStore::open(folder / "store", {.durability = kvmeld::stores::Durability::none});
+    auto opened = kvmeld::stores::FileStore::open(folder / "store",
+                                                  {.durability = kvmeld::stores::Durability::none});
     REQUIRE(opened.ok());
     stores.push_back(*std::move(opened));
   }
@@ -287,7 +291,8 @@ TEST_CASE("an anchor whose chunks are rotten, absent and equal to each other men
   const FragmentId key = publish(net.peer(1), anchor);
   const auto record = *net.peer(1).directory().find(key);
   net.run(60);
-  const auto list = *kvmeld::anchors::detail::load_list(store, record, net.peer(1).options().format);
+  const auto list =
+      *kvmeld::anchors::detail::load_list(store, record, net.peer(1).options().format);
   REQUIRE(list.chunks.size() == 3);
   REQUIRE(list.chunks[0][0] == list.chunks[0][1]);
   std::set<BlobKey> all{record.payload};

@@ -24,8 +24,8 @@ test::Exchange::Options options(MemberId self, const std::vector<MemberId>& memb
   test::Exchange::Options out;
   out.self = self;
   out.members = members;
-  out.frame.scope = kvmeld::anchors::anchor_namespace(kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()),
-                                                  kvmeld::anchors::SimHash{});
+  out.frame.scope = kvmeld::anchors::anchor_namespace(
+      kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()), kvmeld::anchors::SimHash{});
   out.format.chunk_bytes = 256;
   out.round_ms = 10;
   out.retry_ms = 20;
@@ -55,14 +55,18 @@ void lie(MemoryTransport& transport, const kvmeld::replica::FrameOptions<>& fram
     const auto got = transport.receive(2);
     if (!got || !got->has_value()) continue;
     const auto view = kvmeld::replica::decode_frame((*got)->bytes, frame);
-    if (!view || view->type != static_cast<std::uint8_t>(kvmeld::anchors::AnchorMessage::fetch)) continue;
+    if (!view || view->type != static_cast<std::uint8_t>(kvmeld::anchors::AnchorMessage::fetch))
+      continue;
     const auto fetch = kvmeld::replica::messages::decode_fetch(view->body);
     for (const kvmeld::BlobKey& key : fetch->chunks) {
-      const auto wrong = kvmeld::replica::encode_chunk(std::as_bytes(std::span("not what was asked for")));
-      const auto body = kvmeld::replica::messages::encode(kvmeld::replica::messages::Piece{fetch->id, key, wrong});
+      const auto wrong =
+          kvmeld::replica::encode_chunk(std::as_bytes(std::span("not what was asked for")));
+      const auto body = kvmeld::replica::messages::encode(
+          kvmeld::replica::messages::Piece{fetch->id, key, wrong});
       (void)transport.send(
-          (*got)->from, *kvmeld::replica::encode_frame(
-                            static_cast<std::uint8_t>(kvmeld::anchors::AnchorMessage::piece), body, frame));
+          (*got)->from,
+          *kvmeld::replica::encode_frame(
+              static_cast<std::uint8_t>(kvmeld::anchors::AnchorMessage::piece), body, frame));
       ++lies;
     }
   }

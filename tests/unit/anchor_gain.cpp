@@ -68,24 +68,27 @@ std::pair<kvmeld::Fragment, kvmeld::Fragment> offsets(std::int64_t tokens, std::
 }  // namespace
 
 TEST_CASE("features of a token") {
-  const auto x = kvmeld::anchors::gain_features({.measured_behind = 3, .placed_behind = 7, .tokens = 2});
+  const auto x =
+      kvmeld::anchors::gain_features({.measured_behind = 3, .placed_behind = 7, .tokens = 2});
   REQUIRE(x->size() == 2 * features);
   const double expected[] = {
       std::log(2), std::log(2),     std::log(4) / 8, 0,   0.75,         0.125, std::log(2),
       std::log(2), std::log(4) / 8, std::log(2) / 8, 0.6, 7.0 / 9 - 0.6};
   for (std::size_t i = 0; i < x->size(); ++i) REQUIRE((*x)[i] == Approx(expected[i]).margin(1e-15));
-  REQUIRE(kvmeld::anchors::gain_features({.measured_behind = 9, .placed_behind = 0, .tokens = 1})->at(1) ==
-          Approx(std::log(10)));
-  REQUIRE(kvmeld::anchors::gain_features({.measured_behind = 0, .placed_behind = 0, .tokens = 1})->at(4) ==
-          0);
+  REQUIRE(kvmeld::anchors::gain_features({.measured_behind = 9, .placed_behind = 0, .tokens = 1})
+              ->at(1) == Approx(std::log(10)));
+  REQUIRE(kvmeld::anchors::gain_features({.measured_behind = 0, .placed_behind = 0, .tokens = 1})
+              ->at(4) == 0);
   REQUIRE(kvmeld::anchors::gain_features({})->empty());
   REQUIRE(kvmeld::anchors::gain_features({.measured_behind = -1}).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::anchors::gain_features({.placed_behind = kvmeld::max_position + 1}).status().code() ==
-          ErrorCode::invalid_argument);
+  REQUIRE(
+      kvmeld::anchors::gain_features({.placed_behind = kvmeld::max_position + 1}).status().code() ==
+      ErrorCode::invalid_argument);
   REQUIRE(kvmeld::anchors::gain_features({.tokens = std::int64_t{1} << 40}).status().code() ==
           ErrorCode::oversized);
-  REQUIRE(kvmeld::anchors::gain_features({.tokens = -5}).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::anchors::gain_features({.tokens = -5}).status().code() ==
+          ErrorCode::invalid_argument);
 }
 
 TEST_CASE("ridge and LSTM against plain loops") {
@@ -133,7 +136,8 @@ TEST_CASE("ridge and LSTM against plain loops") {
 
 TEST_CASE("the LSTM's gradient is that of central differences") {
   const kvmeld::anchors::detail::LstmShape lstm{features, 4};
-  const auto x = kvmeld::anchors::gain_features({.measured_behind = 5, .placed_behind = 60, .tokens = 7});
+  const auto x =
+      kvmeld::anchors::gain_features({.measured_behind = 5, .placed_behind = 60, .tokens = 7});
   Numbers parameters, cotangent, gradient(lstm.size()), out(7);
   for (const float p : random_numbers(lstm.size(), 3)) parameters.push_back(static_cast<double>(p));
   for (const float p : random_numbers(7, 4)) cotangent.push_back(static_cast<double>(p));
@@ -224,7 +228,8 @@ TEST_CASE("files read back as what they were, and other files are refused") {
     REQUIRE(std::ranges::equal((*back)->parameters(), predictor->parameters()));
     for (std::size_t l = 0; l < 3; ++l) REQUIRE((*back)->reason(l) == predictor->reason(l));
     REQUIRE(*to_safetensors(**back) == *file);
-    REQUIRE(kvmeld::anchors::gain_from_safetensors(*file, *test::geometry({.layers = 2})).ok() == false);
+    REQUIRE(kvmeld::anchors::gain_from_safetensors(*file, *test::geometry({.layers = 2})).ok() ==
+            false);
     auto other = *shape;
     other.model = "another";
     REQUIRE(kvmeld::anchors::gain_from_safetensors(*file, other).status().code() ==
@@ -324,9 +329,11 @@ TEST_CASE("samples of offsets: sums by layer and token, scores of predictors") {
           ErrorCode::token_count_mismatch);
   REQUIRE(kvmeld::anchors::gain_sample(a, Segment(shape, 5, 3).at(4), query).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::anchors::gain_sample({}, b, query).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::anchors::gain_sample(a, b, {.measured_behind = -1, .tokens = 5}).status().code() ==
+  REQUIRE(kvmeld::anchors::gain_sample({}, b, query).status().code() ==
           ErrorCode::invalid_argument);
+  REQUIRE(
+      kvmeld::anchors::gain_sample(a, b, {.measured_behind = -1, .tokens = 5}).status().code() ==
+      ErrorCode::invalid_argument);
   sample->layers = 2;
   REQUIRE(kvmeld::anchors::held_out_scores(*ridge, {&*sample, 1}).status().code() ==
           ErrorCode::geometry_mismatch);
@@ -414,17 +421,19 @@ TEST_CASE(
       far.values[p][i] +=
           gain(query, far.layer_of(p), i / 16) * (near.values[p][i] - alone.values[p][i]);
   }
-  ReusePart part{.base = alone.at(0),
-                 .position = 200,
-                 .offsets = {{.anchor = test::anchor_id(1),
-                              .delta = *kvmeld::anchors::measure_offset(near.at(30), alone.at(0))}}};
+  ReusePart part{
+      .base = alone.at(0),
+      .position = 200,
+      .offsets = {{.anchor = test::anchor_id(1),
+                   .delta = *kvmeld::anchors::measure_offset(near.at(30), alone.at(0))}}};
   test::TestCache real(shape, 8);
   far.write(real, 200);
   const double without = test::difference(test::rendered({&part, 1}, shape), real.buffers());
   part.offsets[0].gains = *(*scored)->gains(query);
   REQUIRE(test::difference(test::rendered({&part, 1}, shape), real.buffers()) < 0.02 * without);
   REQUIRE(kvmeld::fit::fit_gain_ridge({}, 1, "").status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::fit::fit_gain_ridge(fitted, -1, "").status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::fit::fit_gain_ridge(fitted, -1, "").status().code() ==
+          ErrorCode::invalid_argument);
 }
 #else
 TEST_CASE("fits of gains") { test::skip("no Eigen (Debian: libeigen3-dev)"); }

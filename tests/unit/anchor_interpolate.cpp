@@ -17,10 +17,10 @@ namespace {
 
 using kvmeld::ErrorCode;
 using kvmeld::MatchMode;
+using kvmeld::TokenId;
 using kvmeld::anchors::ReuseOffset;
 using kvmeld::anchors::ReuseOptions;
 using kvmeld::anchors::ReusePart;
-using kvmeld::TokenId;
 using test::difference;
 using test::rendered;
 using test::Segment;
@@ -36,7 +36,8 @@ constexpr std::size_t width = 16;  // of a token's row: heads and channels
 kvmeld::Fragment as_offset(const Segment& delta) {
   Segment zero = delta;
   for (auto& plane : zero.values) std::fill(plane.begin(), plane.end(), 0.0);
-  const auto made = kvmeld::anchors::measure_offset(delta.at(0), zero.at(0), {.context_free_layers = 0});
+  const auto made =
+      kvmeld::anchors::measure_offset(delta.at(0), zero.at(0), {.context_free_layers = 0});
   REQUIRE(made.ok());
   return *made;
 }
@@ -324,14 +325,16 @@ TEST_CASE("other match modes: by index, by equal beginnings, and none that needs
   const std::vector<TokenId> a{1, 2, 3}, b{1, 2, 9, 9};
   REQUIRE(kvmeld::anchors::map_positions(a, b, {})->rows == Rows{0, 1, 2});
   REQUIRE(kvmeld::anchors::map_positions(b, a, {})->rows == Rows{0, 1, 2, -1});
-  REQUIRE(kvmeld::anchors::map_positions(a, b, {.mode = MatchMode::common_prefix})->rows == Rows{0, 1, -1});
-  REQUIRE(kvmeld::anchors::map_positions(a, b, {.mode = MatchMode::common_prefix})->similarity == 0.5);
+  REQUIRE(kvmeld::anchors::map_positions(a, b, {.mode = MatchMode::common_prefix})->rows ==
+          Rows{0, 1, -1});
+  REQUIRE(kvmeld::anchors::map_positions(a, b, {.mode = MatchMode::common_prefix})->similarity ==
+          0.5);
   REQUIRE(kvmeld::anchors::map_positions(a, b, {.mode = MatchMode::neighbours}).status().code() ==
           ErrorCode::unsupported);
-  REQUIRE(
-      kvmeld::anchors::map_positions(a, b, {.mode = MatchMode::edit_distance, .edit = {.seed_tokens = 0}})
-          .status()
-          .code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::anchors::map_positions(
+              a, b, {.mode = MatchMode::edit_distance, .edit = {.seed_tokens = 0}})
+              .status()
+              .code() == ErrorCode::invalid_argument);
   REQUIRE(kvmeld::anchors::map_positions({}, {}, by_edits)->rows.empty());
 }
 
@@ -363,8 +366,8 @@ TEST_CASE("offsets linear in position stay linear over inserted and substituted 
         .offsets = {{.anchor = test::anchor_id(1),
                      .delta = linear(std::ssize(anchor)),
                      .rows = kvmeld::anchors::map_positions(segment, anchor, by_edits)->rows}}};
-    const auto plan =
-        kvmeld::anchors::plan_reuse({&part, 1}, *g, {.compute_last = false, .interpolation_window = 3});
+    const auto plan = kvmeld::anchors::plan_reuse(
+        {&part, 1}, *g, {.compute_last = false, .interpolation_window = 3});
     REQUIRE(plan.ok());
     REQUIRE(plan->holes().empty());
     test::TestCache out(g, std::ssize(segment));
@@ -441,8 +444,8 @@ TEST_CASE("weights where only some anchors have the token") {
       {.anchor = test::anchor_id(2), .delta = flat({16, 32, 64}).second, .weight = 0.25F},
       {.anchor = test::anchor_id(3), .delta = flat({256, 512, 1024}).second, .weight = 0.25F}};
   const auto middle = [&](int window) {
-    const auto plan =
-        kvmeld::anchors::plan_reuse({&part, 1}, *g, {.compute_last = false, .interpolation_window = window});
+    const auto plan = kvmeld::anchors::plan_reuse(
+        {&part, 1}, *g, {.compute_last = false, .interpolation_window = window});
     REQUIRE(plan.ok());
     test::TestCache out(g, 3);
     std::vector<std::byte> workspace(plan->workspace_bytes());
@@ -505,7 +508,8 @@ TEST_CASE(
   }
   REQUIRE(error_of(guessed, expected, 20, guessed.holes) <= 1e-4);
   REQUIRE(
-      kvmeld::anchors::plan_reuse({&part, 1}, *shape, {.interpolation_window = 1, .interpolate_kv = true})
+      kvmeld::anchors::plan_reuse({&part, 1}, *shape,
+                                  {.interpolation_window = 1, .interpolate_kv = true})
           ->render_id() !=
       kvmeld::anchors::plan_reuse({&part, 1}, *shape, {.interpolation_window = 1})->render_id());
 }
@@ -517,9 +521,10 @@ TEST_CASE("chosen anchors become offsets with maps; what is too far is left out"
     auto made = kvmeld::anchors::make_anchor(sealed(alone, ids), {});
     REQUIRE(made.ok());
     REQUIRE(*kvmeld::anchors::add_offset(
-        *made, {context,
-                *kvmeld::anchors::measure_offset(sealed(alone.in_context(seed + 1), ids), made->base),
-                {}}));
+        *made,
+        {context,
+         *kvmeld::anchors::measure_offset(sealed(alone.in_context(seed + 1), ids), made->base),
+         {}}));
     return std::make_shared<const kvmeld::anchors::Anchor>(*std::move(made));
   };
   const std::vector<TokenId> text{1, 2, 3, 4, 5, 6, 7, 8, 9, 10};
@@ -538,13 +543,17 @@ TEST_CASE("chosen anchors become offsets with maps; what is too far is left out"
   const ReusePart part{.base = anchors[0]->base, .position = 5, .offsets = *offsets};
   REQUIRE(outcome(part, {.compute_last = false}).holes.empty());
   // by index everything is as near
-  REQUIRE(kvmeld::anchors::aligned_offsets(anchors, weights, context, text, {.match = {}})->size() == 3);
-  REQUIRE(kvmeld::anchors::aligned_offsets({&anchors[2], 1}, {&weights[2], 1}, context, text)->empty());
   REQUIRE(
-      kvmeld::anchors::aligned_offsets(anchors, weights, kvmeld::Digest128{9, 9}, text).status().code() ==
-      ErrorCode::not_found);
-  REQUIRE(kvmeld::anchors::aligned_offsets(anchors, {weights.data(), 2}, context, text).status().code() ==
-          ErrorCode::invalid_argument);
+      kvmeld::anchors::aligned_offsets(anchors, weights, context, text, {.match = {}})->size() ==
+      3);
+  REQUIRE(
+      kvmeld::anchors::aligned_offsets({&anchors[2], 1}, {&weights[2], 1}, context, text)->empty());
+  REQUIRE(kvmeld::anchors::aligned_offsets(anchors, weights, kvmeld::Digest128{9, 9}, text)
+              .status()
+              .code() == ErrorCode::not_found);
+  REQUIRE(kvmeld::anchors::aligned_offsets(anchors, {weights.data(), 2}, context, text)
+              .status()
+              .code() == ErrorCode::invalid_argument);
   REQUIRE(kvmeld::anchors::aligned_offsets(anchors, weights, context, text, {.similarity = NAN})
               .status()
               .code() == ErrorCode::invalid_argument);

@@ -14,8 +14,8 @@ namespace {
 /// The chosen offsets, where all of them are in host memory; otherwise prefill this time. Never
 /// waits.
 template <class Tiers>
-std::vector<kvmeld::anchors::ContextOffset> offsets_at_hand(Tiers& tiers, const kvmeld::anchors::AnchorLookup& found,
-                                                   const kvmeld::Digest128& place) {
+std::vector<kvmeld::anchors::ContextOffset> offsets_at_hand(
+    Tiers& tiers, const kvmeld::anchors::AnchorLookup& found, const kvmeld::Digest128& place) {
   // empty unless all are here; asks for what is in a slower tier
   return tiers.take(found.anchors, place).offsets;
 }
@@ -61,7 +61,7 @@ TEST_CASE("offsets are at hand from memory, come back from a store by steps, and
   test::Pool pool(kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()), {});
   const kvmeld::anchors::Anchor first = test::anchor(1, {1}, 40), second = test::anchor(2, {1}, 40);
   kvmeld::anchors::AnchorTiers tiers(kvmeld::stores::MemoryStore(),
-                            {.host_bytes = first.bytes() - 8, .file_bytes = 1 << 20});
+                                     {.host_bytes = first.bytes() - 8, .file_bytes = 1 << 20});
   REQUIRE(tiers.commit(pool, first).ok());
   REQUIRE(tiers.commit(pool, second).ok());
   move_all(tiers);
@@ -75,7 +75,8 @@ TEST_CASE("offsets are at hand from memory, come back from a store by steps, and
   for (const kvmeld::anchors::Anchor* a : {&first, &second, &first}) {
     const kvmeld::anchors::AnchorLookup found = look_up(*a);
     REQUIRE(found.decision.reuses());
-    std::vector<kvmeld::anchors::ContextOffset> offsets = offsets_at_hand(tiers, found, test::place(1));
+    std::vector<kvmeld::anchors::ContextOffset> offsets =
+        offsets_at_hand(tiers, found, test::place(1));
     if (offsets.empty()) {
       move_all(tiers);
       offsets = offsets_at_hand(tiers, found, test::place(1));
@@ -102,12 +103,14 @@ TEST_CASE("two peers: what one commits the other finds, pulls and commits") {
       theirs(kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()), {});
   // The writer is the owner by rank: what the other one pulls it holds for its pool alone.
   std::uint64_t number = 1;
-  while (one.owner(kvmeld::anchors::record_key(test::anchor(number, {1}, 40).id, test::place(1))) != 1)
+  while (one.owner(kvmeld::anchors::record_key(test::anchor(number, {1}, 40).id, test::place(1))) !=
+         1)
     ++number;
   const kvmeld::anchors::Anchor anchor = test::anchor(number, {1}, 40);
   const auto key = kvmeld::anchors::record_key(anchor.id, test::place(1));
   REQUIRE(mine.commit(anchor).ok());
-  const std::uint64_t signature = *kvmeld::anchors::SimHash{}.sign({anchor.base.tokens(), anchor.vector});
+  const std::uint64_t signature =
+      *kvmeld::anchors::SimHash{}.sign({anchor.base.tokens(), anchor.vector});
   bool asked = false;
   for (std::int64_t now = 0; now < 60'000 && theirs.size() == 0; now += 50) {
     REQUIRE(take_turn(one, mine, left, now).ok());
@@ -122,7 +125,8 @@ TEST_CASE("two peers: what one commits the other finds, pulls and commits") {
   for (std::int64_t now = 60'000; now < 61'000; now += 50)
     REQUIRE(take_turn(two, theirs, right, now).ok());
   CHECK(two.holds(key));
-  CHECK(kvmeld::anchors::load_anchor(right_store, *two.directory().find(key), two.options().format).ok());
+  CHECK(kvmeld::anchors::load_anchor(right_store, *two.directory().find(key), two.options().format)
+            .ok());
 }
 
 TEST_CASE("docs/anchor_peers.md shows this code") {

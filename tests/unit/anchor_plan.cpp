@@ -6,8 +6,8 @@
 
 #include <kvmeld/anchors/anchor.hpp>
 #include <kvmeld/anchors/decision.hpp>
-#include <kvmeld/anchors/signature.hpp>
 #include <kvmeld/anchors/prompt.hpp>
+#include <kvmeld/anchors/signature.hpp>
 #include <kvmeld/fragment.hpp>
 
 #include "support/anchor_segments.hpp"
@@ -98,7 +98,8 @@ TEST_CASE(
     "layers that are said to depend on the token alone take the base, though an offset has rows "
     "for them") {
   const Segment alone(shape, 4, 1), other(shape, 4, 9);
-  const auto delta = kvmeld::anchors::measure_offset(other.at(0), alone.at(0), {.context_free_layers = 0});
+  const auto delta =
+      kvmeld::anchors::measure_offset(other.at(0), alone.at(0), {.context_free_layers = 0});
   REQUIRE(delta.ok());
   REQUIRE(delta->payloads()[0].layer_tokens(0) == 4);
   const ReusePart blended{
@@ -121,18 +122,22 @@ TEST_CASE(
 
 TEST_CASE("offsets are refused where they would mean nothing") {
   const Segment s(shape, 5, 1);
-  REQUIRE(kvmeld::anchors::measure_offset({}, s.at(0)).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::anchors::measure_offset({}, s.at(0)).status().code() ==
+          ErrorCode::invalid_argument);
   REQUIRE(kvmeld::anchors::measure_offset(Segment(shape, 4, 1).at(0), s.at(0)).status().code() ==
           ErrorCode::token_count_mismatch);
-  REQUIRE(kvmeld::anchors::measure_offset(Segment(test::geometry({.layers = 2}), 5, 1).at(0), s.at(0))
-              .status()
-              .code() == ErrorCode::geometry_mismatch);
+  REQUIRE(
+      kvmeld::anchors::measure_offset(Segment(test::geometry({.layers = 2}), 5, 1).at(0), s.at(0))
+          .status()
+          .code() == ErrorCode::geometry_mismatch);
   REQUIRE(kvmeld::anchors::measure_offset(s.at(0), test::evicted(s.at(3))).status().code() ==
           ErrorCode::payload_missing);
-  REQUIRE(kvmeld::anchors::measure_offset(s.at(0), s.at(0), {.context_free_layers = 4}).status().code() ==
-          ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::anchors::measure_offset(s.at(0), s.at(0), {.context_free_layers = 4})
+              .status()
+              .code() == ErrorCode::invalid_argument);
   REQUIRE(kvmeld::anchors::unrotated({}).status().code() == ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::anchors::unrotated(test::evicted(s.at(3))).status().code() == ErrorCode::payload_missing);
+  REQUIRE(kvmeld::anchors::unrotated(test::evicted(s.at(3))).status().code() ==
+          ErrorCode::payload_missing);
 }
 
 TEST_CASE("plans are refused, and a base is never taken for a blend in silence") {
@@ -182,7 +187,8 @@ TEST_CASE("plans are refused, and a base is never taken for a blend in silence")
   REQUIRE(refused(part) == ErrorCode::invalid_argument);
   REQUIRE(refused(good, {.context_free_layers = 9}) == ErrorCode::invalid_argument);
   const std::vector<ReusePart> overlap{good, good};
-  REQUIRE(kvmeld::anchors::plan_reuse(overlap, *shape).status().code() == ErrorCode::duplicate_position);
+  REQUIRE(kvmeld::anchors::plan_reuse(overlap, *shape).status().code() ==
+          ErrorCode::duplicate_position);
   REQUIRE(kvmeld::anchors::plan_reuse({&good, 1}, *test::geometry({.layers = 2})).status().code() ==
           ErrorCode::geometry_mismatch);
 
@@ -278,7 +284,8 @@ TEST_CASE(
   REQUIRE(early->holes().size() == 1);
   g->layers[1].window = 0;
   const Segment full(g, 8, 1);
-  const auto lacking = kvmeld::anchors::measure_offset(full.in_context(2).at(0, hidden), full.at(0));
+  const auto lacking =
+      kvmeld::anchors::measure_offset(full.in_context(2).at(0, hidden), full.at(0));
   const ReusePart all{
       .base = full.at(0), .position = 0, .offsets = {{test::anchor_id(1), *lacking}}};
   REQUIRE(kvmeld::anchors::plan_reuse({&all, 1}, *g, {.compute_last = false})->holes().size() == 3);
@@ -286,8 +293,9 @@ TEST_CASE(
 
 TEST_CASE("a template: slots filled, text corrected behind them, one slot twice") {
   const Segment lead(shape, 4, 1), slot(shape, 6, 2), tail(shape, 5, 3);
-  const auto placed = kvmeld::anchors::place(13, std::vector<kvmeld::anchors::TemplatePlaceholder>{{4, 6}, {6, 8}},
-                                    std::vector<kvmeld::anchors::PlaceholderFill>{{6, 0}, {6, 0}});
+  const auto placed =
+      kvmeld::anchors::place(13, std::vector<kvmeld::anchors::TemplatePlaceholder>{{4, 6}, {6, 8}},
+                             std::vector<kvmeld::anchors::PlaceholderFill>{{6, 0}, {6, 0}});
   REQUIRE(placed.ok());
   REQUIRE(placed->size() == 4);
   const ReuseOffset slot_offset = offset(slot, 5, 1), tail_offset = offset(tail, 6, 1);
@@ -330,7 +338,8 @@ TEST_CASE("anchors: vectors, offsets by context, bytes") {
   double sum = 0;
   for (std::size_t t = 0; t < 5; ++t) sum += s.values[3][t * 16 + 9];
   REQUIRE(static_cast<double>((*mean)[9]) == Approx(sum / 5));
-  REQUIRE(kvmeld::anchors::mean_value_row(s.at(0), 3).status().code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::anchors::mean_value_row(s.at(0), 3).status().code() ==
+          ErrorCode::invalid_argument);
   REQUIRE(kvmeld::anchors::mean_value_row(test::evicted(s.at(0))).status().code() ==
           ErrorCode::payload_missing);
   auto anchor = kvmeld::anchors::make_anchor(s.at(9), *mean);
@@ -394,19 +403,24 @@ TEST_CASE("weights by channel are products of single offsets, and add up like we
   ReusePart same{.base = s.at(0), .position = 30, .offsets = {offset(s, 50, 1)}};
   ReusePart half = same;
   half.offsets[0].weight = 0.5F;
-  same.offsets[0].delta =
-      *kvmeld::anchors::weighted_by_channel(same.offsets[0].delta, std::vector<float>(channels, 0.5F));
+  same.offsets[0].delta = *kvmeld::anchors::weighted_by_channel(same.offsets[0].delta,
+                                                                std::vector<float>(channels, 0.5F));
   REQUIRE(rendered({&same, 1}, shape) == rendered({&half, 1}, shape));
   const auto delta = offset(s, 50, 1).delta;
-  REQUIRE(kvmeld::anchors::weighted_by_channel(delta, std::vector<float>(channels - 1, 1)).status().code() ==
-          ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::anchors::weighted_by_channel(delta, std::vector<float>(channels, NAN)).status().code() ==
-          ErrorCode::non_finite);
-  const std::vector<float> huge(channels, 1e38F);
-  REQUIRE(kvmeld::anchors::weighted_by_channel(*kvmeld::anchors::weighted_by_channel(delta, huge), huge)
+  REQUIRE(kvmeld::anchors::weighted_by_channel(delta, std::vector<float>(channels - 1, 1))
+              .status()
+              .code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::anchors::weighted_by_channel(delta, std::vector<float>(channels, NAN))
               .status()
               .code() == ErrorCode::non_finite);
-  REQUIRE(kvmeld::anchors::weighted_by_channel(s.at(7), std::vector<float>(channels, 1)).status().code() ==
+  const std::vector<float> huge(channels, 1e38F);
+  REQUIRE(
+      kvmeld::anchors::weighted_by_channel(*kvmeld::anchors::weighted_by_channel(delta, huge), huge)
+          .status()
+          .code() == ErrorCode::non_finite);
+  REQUIRE(kvmeld::anchors::weighted_by_channel(s.at(7), std::vector<float>(channels, 1))
+              .status()
+              .code() == ErrorCode::invalid_argument);
+  REQUIRE(kvmeld::anchors::weighted_by_channel({}, {}).status().code() ==
           ErrorCode::invalid_argument);
-  REQUIRE(kvmeld::anchors::weighted_by_channel({}, {}).status().code() == ErrorCode::invalid_argument);
 }

@@ -6,20 +6,20 @@
 #include <set>
 #include <tuple>
 
+#include <kvmeld/anchors/detail/directory.hpp>
 #include <kvmeld/anchors/pool.hpp>
 #include <kvmeld/anchors/reuse.hpp>
-#include <kvmeld/anchors/detail/directory.hpp>
 
 #include "support/anchor_segments.hpp"
 #include "support/catch.hpp"
 
 namespace {
 
+using kvmeld::ErrorCode;
 using kvmeld::anchors::Anchor;
 using kvmeld::anchors::AnchorPool;
 using kvmeld::anchors::AnchorSpace;
 using kvmeld::anchors::CommitResult;
-using kvmeld::ErrorCode;
 using kvmeld::anchors::ReuseReason;
 
 const std::shared_ptr<const kvmeld::Geometry> shape =
@@ -105,7 +105,8 @@ void compare_with_model(std::size_t operations, Eviction eviction) {
   Model model;
   model.most = 20;
   model.most_bytes = 2600;
-  AnchorPool<kvmeld::anchors::XxHash, Eviction> pool(space, {model.most, model.most_bytes}, {}, eviction);
+  AnchorPool<kvmeld::anchors::XxHash, Eviction> pool(space, {model.most, model.most_bytes}, {},
+                                                     eviction);
   test::Random random(11);
   std::size_t reused = 0, evicted_some = 0;
   for (std::size_t op = 0; op < operations; ++op) {
@@ -158,10 +159,10 @@ void compare_with_model(std::size_t operations, Eviction eviction) {
         break;
       default: {
         const kvmeld::anchors::AnchorQuery query{&space,
-                                        {.tokens = anchor.base.tokens()},
-                                        anchor.vector,
-                                        context(c),
-                                        {.tokens = anchor.base.token_count()}};
+                                                 {.tokens = anchor.base.tokens()},
+                                                 anchor.vector,
+                                                 context(c),
+                                                 {.tokens = anchor.base.token_count()}};
         const auto found = pool.look_up({}, query);
         const bool expected = there && at->second.contexts.count(c) != 0;
         good = found.decision.reuses() == expected;
@@ -191,8 +192,9 @@ void compare_with_model(std::size_t operations, Eviction eviction) {
         seen.insert(name);
         sum += a.bytes();
         const auto e = model.entries.find(name);
-        good = good && e != model.entries.end() && a.offsets.size() == e->second.contexts.size() &&
-               now->table.signature(i) == *kvmeld::anchors::XxHash{}.sign({.tokens = a.base.tokens()});
+        good =
+            good && e != model.entries.end() && a.offsets.size() == e->second.contexts.size() &&
+            now->table.signature(i) == *kvmeld::anchors::XxHash{}.sign({.tokens = a.base.tokens()});
         const auto use = now->table.row(i).use->read();
         good = good && use.uses == e->second.uses && use.last_used == e->second.last &&
                use.inserted == e->second.inserted;
@@ -308,8 +310,9 @@ TEST_CASE("two pictures behind the same placeholder ids are two anchors to every
   const auto unsaid = kvmeld::anchors::measure_offset(dog.base, cat.base);
   REQUIRE(unsaid.status().code() == ErrorCode::tokens_required);
   REQUIRE(unsaid.status().message().find("OffsetOptions::of") != std::string::npos);
-  REQUIRE(kvmeld::anchors::measure_offset(cat.base, cat.base, {.of = dog.base.id()}).status().code() ==
-          ErrorCode::tokens_required);
+  REQUIRE(
+      kvmeld::anchors::measure_offset(cat.base, cat.base, {.of = dog.base.id()}).status().code() ==
+      ErrorCode::tokens_required);
   const auto said = kvmeld::anchors::measure_offset(cat.base, cat.base, {.of = cat.base.id()});
   REQUIRE(said.ok());
 
@@ -326,7 +329,8 @@ TEST_CASE("two pictures behind the same placeholder ids are two anchors to every
   REQUIRE(pool.find_exact(cat.id, context(2)) == nullptr);
   REQUIRE(pool.find_exact(dog.id, context(1)) == nullptr);
   REQUIRE(kvmeld::anchors::text_digest(cat.base) == kvmeld::Digest128{});
-  REQUIRE(kvmeld::anchors::text_digest(bare(1).base) == kvmeld::anchors::text_digest(bare(1).base.tokens()));
+  REQUIRE(kvmeld::anchors::text_digest(bare(1).base) ==
+          kvmeld::anchors::text_digest(bare(1).base.tokens()));
 
   const auto shared = std::make_shared<const Anchor>(cat);
   const float weight = 1;
@@ -452,7 +456,8 @@ TEST_CASE(
     const auto d = kvmeld::anchors::measure_offset(silent.in_context(n + 5U).at(3), silent.at(0));
     REQUIRE(d.ok());
     offsets.push_back({.anchor = test::anchor_id(n), .delta = *d});
-    candidates.push_back({test::anchor_id(n), kvmeld::anchors::l2_distance(*zero, *zero), 4, true, true});
+    candidates.push_back(
+        {test::anchor_id(n), kvmeld::anchors::l2_distance(*zero, *zero), 4, true, true});
   }
   REQUIRE(kvmeld::anchors::decide({}, {.tokens = 4}, candidates).reason == ReuseReason::uncertain);
   const auto equal = kvmeld::anchors::decide({.gamma = 1}, {.tokens = 4}, candidates);
@@ -519,7 +524,8 @@ TEST_CASE("tables of several pages scan as one") {
   std::vector<std::uint64_t> signatures;
   for (int i = 0; i < 5000; ++i) {
     signatures.push_back(i % 50 == 0 ? 0xFFU << (i % 7) : random.next());
-    table.push_back(signatures.back(), {anchor, std::make_shared<kvmeld::anchors::detail::UseCell>()});
+    table.push_back(signatures.back(),
+                    {anchor, std::make_shared<kvmeld::anchors::detail::UseCell>()});
   }
   for (int i = 0; i < 1500; ++i) {
     const std::size_t at = random.below(table.size());
@@ -552,7 +558,8 @@ TEST_CASE("tables of several pages scan as one") {
 
 TEST_CASE("large tables find through their index what a plain loop finds") {
   const auto anchor = std::make_shared<const Anchor>(bare(1));
-  const kvmeld::anchors::AnchorTable::Row row{anchor, std::make_shared<kvmeld::anchors::detail::UseCell>()};
+  const kvmeld::anchors::AnchorTable::Row row{anchor,
+                                              std::make_shared<kvmeld::anchors::detail::UseCell>()};
   test::Random random(6);
   const std::uint64_t query = random.next();
   const auto draw = [&] {
@@ -587,8 +594,8 @@ TEST_CASE("large tables find through their index what a plain loop finds") {
   REQUIRE(found.size() > 90000 / 40 / 4);
   REQUIRE_FALSE(kvmeld::anchors::MultiIndex::build(signatures).find(query, 20, found));
   // A crowd of equal signatures is left to the scan.
-  REQUIRE_FALSE(
-      kvmeld::anchors::MultiIndex::build(std::vector<std::uint64_t>(90000, query)).find(query, 3, found));
+  REQUIRE_FALSE(kvmeld::anchors::MultiIndex::build(std::vector<std::uint64_t>(90000, query))
+                    .find(query, 3, found));
   const auto change = [&](int times, int of_eight) {
     for (int i = 0; i < times; ++i) {
       if (static_cast<int>(random.below(8)) < of_eight) {

@@ -23,8 +23,8 @@ Anchor bare(std::uint8_t n) {
   test::TestCache cache(shape, 2);
   cache.fill(n);
   const auto ids = test::token_ids(2, 10 * n);
-  auto anchor =
-      *kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
+  auto anchor = *kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}),
+                                              {static_cast<float>(n)});
   anchor.id = test::anchor_id(n);
   return anchor;
 }

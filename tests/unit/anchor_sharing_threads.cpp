@@ -46,9 +46,10 @@ Anchor anchor(std::uint16_t n) {
   test::TestCache cache(shape, 2);
   cache.fill(n);
   const std::vector<kvmeld::TokenId> ids{10 * n, 10 * n + 1};
-  auto out =
-      *kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
-  out.offsets.push_back({context, counted(*kvmeld::anchors::measure_offset(out.base, out.base)), {}});
+  auto out = *kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}),
+                                           {static_cast<float>(n)});
+  out.offsets.push_back(
+      {context, counted(*kvmeld::anchors::measure_offset(out.base, out.base)), {}});
   out.base = counted(out.base);
   return out;
 }
@@ -81,7 +82,8 @@ TEST_CASE(
         for (std::uint64_t i = 0; i < 20; ++i) {
           const std::size_t at = (g * 64U + i) % own.size();
           own.replace(at, mine);
-          own.push_back(1000U * g + i, {mine, std::make_shared<kvmeld::anchors::detail::UseCell>()});
+          own.push_back(1000U * g + i,
+                        {mine, std::make_shared<kvmeld::anchors::detail::UseCell>()});
           if (i % 3 == 0) own.erase(own.size() - 2);
           std::vector<kvmeld::anchors::HammingHit> hits;
           own.scan(1000U * g + i, 0, hits);

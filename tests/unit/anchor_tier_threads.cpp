@@ -18,10 +18,10 @@
 
 namespace {
 
-using kvmeld::anchors::Anchor;
-using kvmeld::anchors::AnchorTiers;
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
+using kvmeld::anchors::Anchor;
+using kvmeld::anchors::AnchorTiers;
 using kvmeld::anchors::Tier;
 using kvmeld::anchors::TierAnswer;
 
@@ -43,8 +43,8 @@ Anchor anchor(std::uint8_t n, std::int64_t tokens = 2, std::uint64_t contexts = 
     ids.push_back(static_cast<kvmeld::TokenId>(10 * n + t));
     positions.push_back(5 + t);
   }
-  auto out =
-      *kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {static_cast<float>(n)});
+  auto out = *kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}),
+                                           {static_cast<float>(n)});
   for (std::uint64_t c = 0; c < contexts; ++c) {
     test::TestCache there(shape, tokens);
     alone.in_context(100U + n + 1000 * c).write(there, 5);
@@ -167,7 +167,8 @@ void settle(Tiers& tiers) {
 
 TEST_CASE("payloads leave the pool, fall to the file and come back as they were") {
   const test::TempFolder folder;
-  auto store = kvmeld::stores::FileStore::open(folder / "store", {.durability = kvmeld::stores::Durability::none});
+  auto store = kvmeld::stores::FileStore::open(folder / "store",
+                                               {.durability = kvmeld::stores::Durability::none});
   REQUIRE(store.ok());
   const auto all = anchors(6);
   Pool pool = pool_for(10);
@@ -282,7 +283,7 @@ TEST_CASE("bytes, age and frequency each decide who leaves") {
     cache.fill(n);
     const auto ids = test::token_ids(tokens, 10 * n);
     return *kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}),
-                                {static_cast<float>(n)});
+                                         {static_cast<float>(n)});
   };
   // One of two goes for a third; who, when the first was taken so often, then the second so often.
   const auto leaver = [&](std::int64_t first_tokens, int first_takes, int second_takes,
@@ -347,7 +348,8 @@ TEST_CASE("steps write what falls next, so that commits do not wait for the stor
 
 TEST_CASE("what is missing, damaged or too large is refused, and outputs stay") {
   const test::TempFolder folder;
-  auto store = kvmeld::stores::FileStore::open(folder / "store", {.durability = kvmeld::stores::Durability::none});
+  auto store = kvmeld::stores::FileStore::open(folder / "store",
+                                               {.durability = kvmeld::stores::Durability::none});
   REQUIRE(store.ok());
   const auto all = anchors(4);
   Pool pool = pool_for(10);
@@ -437,7 +439,8 @@ TEST_CASE("a commit does not make room for itself by its own payloads") {
   };
   // Without a file: the base is fresh, and by bytes · age / frequency soon the first to go.
   Pool pool = pool_for(20);
-  AnchorTiers host_only(kvmeld::stores::MemoryStore(), {.host_bytes = 8 * (base_bytes + delta_bytes)});
+  AnchorTiers host_only(kvmeld::stores::MemoryStore(),
+                        {.host_bytes = 8 * (base_bytes + delta_bytes)});
   for (std::size_t i = 0; i < 8; ++i) REQUIRE(host_only.commit(pool, used[i]).ok());
   use_all(host_only);
   REQUIRE(host_only.commit(pool, large).ok());
@@ -448,9 +451,10 @@ TEST_CASE("a commit does not make room for itself by its own payloads") {
   // By way of a full file: host memory has room for the base or the Δ, and all in the file are
   // worth more.
   Pool filed = pool_for(20);
-  AnchorTiers tiers(kvmeld::stores::MemoryStore(), {.host_bytes = large.base.payloads()[0].byte_count,
-                                            .file_bytes = large_bytes,
-                                            .host_hits = 1U << 30U});
+  AnchorTiers tiers(kvmeld::stores::MemoryStore(),
+                    {.host_bytes = large.base.payloads()[0].byte_count,
+                     .file_bytes = large_bytes,
+                     .host_hits = 1U << 30U});
   for (const Anchor& a : used) REQUIRE(tiers.commit(filed, a).ok());
   use_all(tiers);
   REQUIRE(tiers.commit(filed, large).ok());
@@ -665,18 +669,19 @@ TEST_CASE("what the pool lets go of for a newcomer is room for it") {
 
 TEST_CASE("budgets hold after every one of many calls, and everything that is here is right") {
   const test::TempFolder folder;
-  auto store = kvmeld::stores::FileStore::open(folder / "store", {.durability = kvmeld::stores::Durability::none});
+  auto store = kvmeld::stores::FileStore::open(folder / "store",
+                                               {.durability = kvmeld::stores::Durability::none});
   REQUIRE(store.ok());
   constexpr std::uint8_t names = 14;
   const auto all = anchors(names);
   const Device device;
   Pool pool = pool_for(10);
   const kvmeld::anchors::TierOptions options{.device_bytes = 3 * delta_bytes,
-                                    .host_bytes = 4 * base_bytes,
-                                    .file_bytes = 7 * base_bytes,
-                                    .host_hits = 2,
-                                    .device_hits = 2,
-                                    .ahead_bytes = base_bytes};
+                                             .host_bytes = 4 * base_bytes,
+                                             .file_bytes = 7 * base_bytes,
+                                             .host_hits = 2,
+                                             .device_hits = 2,
+                                             .ahead_bytes = base_bytes};
   AnchorTiers tiers(*store, options, device);
   test::Random random(5);
   std::size_t here = 0;
@@ -916,10 +921,10 @@ TEST_CASE("readers, two steppers and a writer at once") {
   Pool pool = pool_for(8);
   kvmeld::stores::MemoryStore store;
   const kvmeld::anchors::TierOptions options{.device_bytes = 2 * delta_bytes,
-                                    .host_bytes = 3 * base_bytes,
-                                    .file_bytes = 8 * base_bytes,
-                                    .device_hits = 2,
-                                    .ahead_bytes = base_bytes};
+                                             .host_bytes = 3 * base_bytes,
+                                             .file_bytes = 8 * base_bytes,
+                                             .device_hits = 2,
+                                             .ahead_bytes = base_bytes};
   AnchorTiers tiers(store, options, device);
   std::atomic<bool> stop{false};
   std::atomic<int> broken{0}, here{0};

@@ -16,14 +16,14 @@ using kvmeld::AttendSource;
 using kvmeld::Attention;
 using kvmeld::AttentionMode;
 using kvmeld::AttentionQueries;
-using kvmeld::attention::AttentionState;
 using kvmeld::ById;
 using kvmeld::ElementType;
 using kvmeld::ErrorCode;
+using kvmeld::QueryFrame;
+using kvmeld::attention::AttentionState;
 using kvmeld::attention::LseBase2;
 using kvmeld::attention::LseNatural;
 using kvmeld::attention::MutableAttentionState;
-using kvmeld::QueryFrame;
 using test::Layout;
 using test::Sealed;
 
@@ -291,16 +291,16 @@ void render_case(const Case& c, AttentionMode mode) {
             mode);
         std::vector<double> row(static_cast<std::size_t>(channels), 0.0);
         const bool rotates = plane % 2 == 0 &&
-                           g->layers[layer].rope.kind == kvmeld::RopeKind::rotary &&
-                           c.form == kvmeld::KeyForm::post_rope;
+                             g->layers[layer].rope.kind == kvmeld::RopeKind::rotary &&
+                             c.form == kvmeld::KeyForm::post_rope;
         for (std::size_t s = 0; s < spans.size(); ++s) {
           for (std::size_t t = 0; t < spans[s].positions.size(); ++t) {
             const auto begin = (static_cast<std::int64_t>(t) * c.model.heads + h) * channels;
             const auto& v = spans[s].values[plane];
             std::vector<double> x(v.begin() + begin, v.begin() + begin + channels);
             if (rotates)
-              reference::rotation(g->layers[layer].rope, -static_cast<double>(spans[s].positions[t]),
-                              x);
+              reference::rotation(g->layers[layer].rope,
+                                  -static_cast<double>(spans[s].positions[t]), x);
             for (std::size_t k = 0; k < x.size(); ++k) row[k] += want.weights[s][t] * x[k];
           }
         }
@@ -358,9 +358,9 @@ TEST_CASE(
   STATIC_REQUIRE_FALSE(
       std::is_convertible_v<MutableAttentionState<LseNatural>, AttentionState<LseBase2>>);
   Owned<> natural(1, 1, 1);
-  REQUIRE(kvmeld::attention::merge_attention_states(Owned<>({0.0F}, {std::log(3072.0F)}, 1, 1, 1).state(),
-                                         Owned<>({1.0F}, {std::log(64.0F)}, 1, 1, 1).state(),
-                                         natural.out())
+  REQUIRE(kvmeld::attention::merge_attention_states(
+              Owned<>({0.0F}, {std::log(3072.0F)}, 1, 1, 1).state(),
+              Owned<>({1.0F}, {std::log(64.0F)}, 1, 1, 1).state(), natural.out())
               .ok());
   CHECK(static_cast<double>(natural.outputs[0]) == Approx(64.0 / 3136.0).epsilon(1e-6));
   const Owned<LseBase2> a({0.0F}, {std::log2(3072.0F)}, 1, 1, 1), b({1.0F}, {6.0F}, 1, 1, 1);
@@ -371,7 +371,8 @@ TEST_CASE(
   // Fed to a natural merge, the same numbers would give .0037.
   Owned<> wrong(1, 1, 1);
   REQUIRE(kvmeld::attention::merge_attention_states(Owned<>({0.0F}, a.lse, 1, 1, 1).state(),
-                                         Owned<>({1.0F}, b.lse, 1, 1, 1).state(), wrong.out())
+                                                    Owned<>({1.0F}, b.lse, 1, 1, 1).state(),
+                                                    wrong.out())
               .ok());
   CHECK(static_cast<double>(wrong.outputs[0]) == Approx(0.0037).epsilon(0.02));
   std::vector<float> sums(1);
@@ -392,13 +393,14 @@ TEST_CASE(
   for (const bool first : {false, true}) {
     Owned<> out(3, 2, 37);
     REQUIRE(kvmeld::attention::merge_attention_states(first ? empty.state() : some.state(),
-                                           first ? some.state() : empty.state(), out.out())
+                                                      first ? some.state() : empty.state(),
+                                                      out.out())
                 .ok());
     CHECK(same_bits(out.outputs, some.outputs));
     CHECK(same_bits(out.lse, some.lse));
-    REQUIRE(kvmeld::attention::merge_attention_states(kvmeld::exec::lanes,
-                                           first ? empty.state() : some.state(),
-                                           first ? some.state() : empty.state(), out.out())
+    REQUIRE(kvmeld::attention::merge_attention_states(
+                kvmeld::exec::lanes, first ? empty.state() : some.state(),
+                first ? some.state() : empty.state(), out.out())
                 .ok());
     CHECK(same_bits(out.outputs, some.outputs));
   }
@@ -429,19 +431,22 @@ TEST_CASE(
     };
     for (const auto& exec : {kvmeld::exec::threads(1), kvmeld::exec::threads(3)}) {
       Owned<> got(5, 3, channels);
-      REQUIRE(kvmeld::attention::merge_attention_states(exec, a.state(), b.state(), got.out()).ok());
+      REQUIRE(
+          kvmeld::attention::merge_attention_states(exec, a.state(), b.state(), got.out()).ok());
       check(got);
     }
     Owned<> lanes(5, 3, channels);
-    REQUIRE(kvmeld::attention::merge_attention_states(kvmeld::exec::lanes, a.state(), b.state(), lanes.out())
+    REQUIRE(kvmeld::attention::merge_attention_states(kvmeld::exec::lanes, a.state(), b.state(),
+                                                      lanes.out())
                 .ok());
     check(lanes);
     Owned<> in_place = a;
-    REQUIRE(kvmeld::attention::merge_attention_states(in_place.state(), b.state(), in_place.out()).ok());
+    REQUIRE(kvmeld::attention::merge_attention_states(in_place.state(), b.state(), in_place.out())
+                .ok());
     check(in_place);
     in_place = b;
-    REQUIRE(kvmeld::attention::merge_attention_states(kvmeld::exec::lanes, a.state(), in_place.state(),
-                                           in_place.out())
+    REQUIRE(kvmeld::attention::merge_attention_states(kvmeld::exec::lanes, a.state(),
+                                                      in_place.state(), in_place.out())
                 .ok());
     check(in_place);
     const std::vector<kvmeld::detail::StateRows> rows{{a.outputs.data(), a.lse.data()},
@@ -468,9 +473,10 @@ TEST_CASE("states that do not fit or hold NaN are refused, and the output is lef
     for (int form = 0; form < 3; ++form) {
       const AttentionState<LseNatural> both[] = {good.state(), a};
       const auto status =
-          form == 0   ? kvmeld::attention::merge_attention_states(a, good.state(), to)
-          : form == 1 ? kvmeld::attention::merge_attention_states(kvmeld::exec::lanes, good.state(), a, to)
-                      : kvmeld::attention::merge_attention_states<LseNatural>(both, to);
+          form == 0 ? kvmeld::attention::merge_attention_states(a, good.state(), to)
+          : form == 1
+              ? kvmeld::attention::merge_attention_states(kvmeld::exec::lanes, good.state(), a, to)
+              : kvmeld::attention::merge_attention_states<LseNatural>(both, to);
       INFO(status.message());
       CHECK(status.code() == code);
       CHECK(status.message().find(text) != std::string::npos);
@@ -503,17 +509,19 @@ TEST_CASE("states that do not fit or hold NaN are refused, and the output is lef
   const std::span<float> all(shared);
   const AttentionState<LseNatural> in{all.first(16), all.subspan(32, 4), 2, 2, 4};
   CHECK(kvmeld::attention::merge_attention_states(in, good.state(),
-                                       {all.subspan(8, 16), all.subspan(36, 4), 2, 2, 4})
+                                                  {all.subspan(8, 16), all.subspan(36, 4), 2, 2, 4})
             .code() == ErrorCode::aliasing);
-  CHECK(kvmeld::attention::merge_attention_states(in, good.state(),
-                                       {all.subspan(16, 16), all.subspan(12, 4), 2, 2, 4})
+  CHECK(kvmeld::attention::merge_attention_states(
+            in, good.state(), {all.subspan(16, 16), all.subspan(12, 4), 2, 2, 4})
             .code() == ErrorCode::aliasing);
   CHECK(kvmeld::attention::convert_lse<LseBase2>(good.state(), all.first(3)).error().code() ==
         ErrorCode::invalid_argument);
   CHECK(kvmeld::attention::convert_lse<LseBase2>(in, all.subspan(33, 4)).error().code() ==
         ErrorCode::aliasing);
   // outputs are not looked at
-  CHECK(kvmeld::attention::convert_lse<LseBase2>(AttentionState<LseNatural>(bad.state()), all.first(4)).ok());
+  CHECK(kvmeld::attention::convert_lse<LseBase2>(AttentionState<LseNatural>(bad.state()),
+                                                 all.first(4))
+            .ok());
   // Sums that only one of the bases can hold, the last one of four.
   for (const float sum : {3e38F, -3e38F, not_a_number, infinity}) {
     Owned<> large({}, {1.0F, -infinity, 2.0F, sum}, 2, 2, 0);
@@ -784,18 +792,20 @@ TEST_CASE(
     const auto q32 = narrow(q), k32 = narrow(k), v32 = narrow(v), tv32 = narrow(to_v),
                tk32 = narrow(to_k);
     std::vector<float> gq32(m * d, 0.0F), gk32(n * d, 0.0F), gv32(n * e, 0.0F);
-    REQUIRE(kvmeld::gradients::attention_vjp<float>({q32, k32, v32, d, e, 0.7F, agents, tv32, tk32, {}},
-                                         {gq32, gk32, gv32})
+    REQUIRE(kvmeld::gradients::attention_vjp<float>(
+                {q32, k32, v32, d, e, 0.7F, agents, tv32, tk32, {}}, {gq32, gk32, gv32})
                 .ok());
     if (!agents.empty()) CHECK(static_cast<double>(gk32[1]) == Approx(gk[1]).epsilon(1e-4));
 
     auto wrong = pull;
     wrong.values = wrong.values.first(n * e - 1);
     const auto before = gq;
-    CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::invalid_argument);
+    CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() ==
+          ErrorCode::invalid_argument);
     wrong = pull;
     wrong.key_channels = 0;
-    CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::invalid_argument);
+    CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() ==
+          ErrorCode::invalid_argument);
     const std::vector<std::size_t> descending{0, 5, 3}, late{1};
     for (const auto& begins : {descending, late}) {
       wrong = pull;
@@ -807,10 +817,12 @@ TEST_CASE(
     wrong = pull;
     wrong.agents = descending;
     wrong.lse_natural = to_lse;
-    CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::unsupported);
+    CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() ==
+          ErrorCode::unsupported);
     wrong = pull;
     wrong.factor = std::numeric_limits<double>::infinity();
-    CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() == ErrorCode::non_finite);
+    CHECK(kvmeld::gradients::attention_vjp<double>(wrong, {gq, gk, gv}).code() ==
+          ErrorCode::non_finite);
     CHECK(gq == before);
   }
 }
@@ -952,8 +964,7 @@ TEST_CASE("plans refuse wrong queries, and take empty fragments, one fragment, a
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 4});
   kvmeld::FragmentSet set;
   for (std::uint64_t s = 0; s < 1000; ++s) {
-    REQUIRE(
-        set.insert(test::sealed(g, s % 7 == 0 ? 0 : 1, s).fragment, kvmeld::Dot{s, 0}).ok());
+    REQUIRE(set.insert(test::sealed(g, s % 7 == 0 ? 0 : 1, s).fragment, kvmeld::Dot{s, 0}).ok());
   }
   const auto queries = std::make_shared<const std::vector<float>>(random_queries(*g, 2, 5));
   const Attention good{.queries = queries, .count = 2};

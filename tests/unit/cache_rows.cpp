@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/policies/attention.hpp>
-#include <kvmeld/gather.hpp>
-#include <kvmeld/fragment.hpp>
-#include <kvmeld/layouts.hpp>
-#include <kvmeld/kvmeld.hpp>
 #include <kvmeld/calibrate.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/gather.hpp>
+#include <kvmeld/kvmeld.hpp>
+#include <kvmeld/layouts.hpp>
+#include <kvmeld/policies/attention.hpp>
 #include <kvmeld/replica/session_memory.hpp>
 
 #include "support/catch.hpp"

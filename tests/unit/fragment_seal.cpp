@@ -2,8 +2,8 @@
 #include <cmath>
 #include <limits>
 
-#include <kvmeld/gather.hpp>
 #include <kvmeld/fragment.hpp>
+#include <kvmeld/gather.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"

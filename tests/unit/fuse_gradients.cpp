@@ -113,9 +113,9 @@ TEST_CASE("gradients through norm-preserving means") {
   // Opposite rows: the mean counts as zero, and nothing comes back.
   const Numbers values{1, 2, -1, -2}, weights{1, 1}, cotangent{1, 1};
   Numbers d_values(4), d_weights(2);
-  REQUIRE(
-      kvmeld::gradients::norm_preserving_mean_vjp<double>({values, weights, cotangent}, {d_values, d_weights})
-          .ok());
+  REQUIRE(kvmeld::gradients::norm_preserving_mean_vjp<double>({values, weights, cotangent},
+                                                              {d_values, d_weights})
+              .ok());
   CHECK(d_values == Numbers(4));
   CHECK(d_weights == Numbers(2));
 }
@@ -180,11 +180,11 @@ TEST_CASE("sizes that do not fit are refused, and nothing is added") {
   using kvmeld::ErrorCode;
   const Numbers values(6, 1.0), weights(2, 1.0), cotangent(3, 1.0);
   Numbers d_values(6), d_weights(2);
-  CHECK(kvmeld::gradients::weighted_mean_vjp<double>({std::span(values).first(5), weights, cotangent},
-                                          {d_values, d_weights})
+  CHECK(kvmeld::gradients::weighted_mean_vjp<double>(
+            {std::span(values).first(5), weights, cotangent}, {d_values, d_weights})
             .code() == ErrorCode::invalid_argument);
   CHECK(kvmeld::gradients::weighted_mean_vjp<double>({values, weights, cotangent},
-                                          {d_values, std::span(d_weights).first(1)})
+                                                     {d_values, std::span(d_weights).first(1)})
             .code() == ErrorCode::invalid_argument);
   CHECK(kvmeld::gradients::norm_preserving_mean_vjp<double>({{}, {}, cotangent}, {{}, {}}).code() ==
         ErrorCode::invalid_argument);

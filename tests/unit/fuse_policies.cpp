@@ -186,7 +186,8 @@ TEST_CASE("Bulyan: n - 2f chosen by repeated Krum, then the n - 4f values neares
   // are nearest to the median 4.
   CHECK(fused(plain, points(plain, {1, 2, 4, 5, 9, 13, 1000}), kvmeld::Bulyan{.f = 1}) ==
         Approx(11.0 / 3.0).epsilon(1e-7));
-  // A Byzantine peer in one channel among 64: the distances hardly change, the channel does not either.
+  // A Byzantine peer in one channel among 64: the distances hardly change, the channel does not
+  // either.
   const auto g = test::geometry({.layers = 1, .heads = 1, .channels = 64, .rotary = 0});
   kvmeld::FragmentSet set;
   for (std::uint64_t s = 0; s < 7; ++s) {
@@ -528,7 +529,7 @@ TEST_CASE(
           }
           if (p % 2 == 0)
             reference::rotation(g->layers[0].rope, static_cast<double>(outputs[o].position),
-                            want.values);
+                                want.values);
           for (std::size_t c = 0; c < channels; ++c) {
             const double off =
                 std::abs(cache->get(p, static_cast<std::int64_t>(o), static_cast<std::int64_t>(h),
@@ -568,16 +569,14 @@ TEST_CASE("weights by agent and by fragment; 0 leaves one out, so that one survi
     for (auto& in : output.inputs) in.weight = in.source == 0 ? 0.5 : in.source == 1 ? 3.0 : 1.0;
   }
   const kvmeld::AgentWeights agents{.weights = {{1, 0.5F}, {2, 3.0F}}};
-  const auto by_agent =
-      kvmeld::merger(kvmeld::ByDot{}, Aligner{TokenMatch{}}, Fuser{agents});
+  const auto by_agent = kvmeld::merger(kvmeld::ByDot{}, Aligner{TokenMatch{}}, Fuser{agents});
   CHECK(reference::worst(*test::render_everywhere(set, by_agent, at(g)), spans, outputs,
                          reference::Fuse::mean) <= 1.0);
   kvmeld::FragmentWeights fragments{
       .weights = {{spans[0].fragment.id(), 0.5F}, {spans[1].fragment.id(), 3.0F}}};
   std::sort(fragments.weights.begin(), fragments.weights.end(),
             [](auto& a, auto& b) { return a.fragment < b.fragment; });
-  const auto by_fragment =
-      kvmeld::merger(kvmeld::ByDot{}, Aligner{TokenMatch{}}, Fuser{fragments});
+  const auto by_fragment = kvmeld::merger(kvmeld::ByDot{}, Aligner{TokenMatch{}}, Fuser{fragments});
   CHECK(reference::worst(*test::render_everywhere(set, by_fragment, at(g)), spans, outputs,
                          reference::Fuse::mean) <= 1.0);
   CHECK(by_agent.digest() != by_fragment.digest());
@@ -650,8 +649,8 @@ TEST_CASE("ties go to the smaller fragment id, whatever the order policy says") 
   REQUIRE(set.insert(b, kvmeld::Dot{2, 0}).ok());
   const double want = a.id() < b.id() ? 1.0 : 3.0;
   for (const bool reversed : {false, true}) {
-    const auto merger = kvmeld::merger(kvmeld::ByDot{.reversed = reversed},
-                                       Aligner{TokenMatch{}}, Fuser{kvmeld::Medoid{}});
+    const auto merger = kvmeld::merger(kvmeld::ByDot{.reversed = reversed}, Aligner{TokenMatch{}},
+                                       Fuser{kvmeld::Medoid{}});
     CHECK(test::render_everywhere(set, merger, at(plain))->get(0, 0, 0, 0) == want);
   }
 }

@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include <kvmeld/gather.hpp>
 #include <kvmeld/exec.hpp>
+#include <kvmeld/gather.hpp>
 
 #include "support/catch.hpp"
 #include "support/random_cache.hpp"

@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/gather.hpp>
 #include <kvmeld/check_view.hpp>
-#include <kvmeld/layouts.hpp>
 #include <kvmeld/fragment.hpp>
+#include <kvmeld/gather.hpp>
+#include <kvmeld/layouts.hpp>
 
 #include "support/catch.hpp"
 #include "support/page_snippets.hpp"

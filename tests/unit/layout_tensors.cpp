@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/layouts.hpp>
 #include <kvmeld/check_view.hpp>
 #include <kvmeld/fragment.hpp>
+#include <kvmeld/layouts.hpp>
 
 #include "support/catch.hpp"
 #include "support/layout_cases.hpp"

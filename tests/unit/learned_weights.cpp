@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include <kvmeld/policies/mean.hpp>
 #include <kvmeld/policies/learned.hpp>
+#include <kvmeld/policies/mean.hpp>
 
 #include "support/rendering.hpp"
 

@@ -5,11 +5,11 @@
 #include <limits>
 #include <regex>
 
+#include <kvmeld/merger.hpp>
+#include <kvmeld/metrics/metrics.hpp>
+#include <kvmeld/policies/learned.hpp>
 #include <kvmeld/policies/projection.hpp>
 #include <kvmeld/policies/token_match.hpp>
-#include <kvmeld/policies/learned.hpp>
-#include <kvmeld/metrics/metrics.hpp>
-#include <kvmeld/merger.hpp>
 
 #include "support/catch.hpp"
 #include "support/comma_locale.hpp"

@@ -24,8 +24,8 @@ using kvmeld::metrics::MetricsPage;
 
 // example-begin: file
 /// What a process knows of itself, where node_exporter's collector of text files picks it up.
-kvmeld::Status publish(const kvmeld::metrics::ServingMetrics& serving, const kvmeld::anchors::AnchorPool<>& pool,
-                       const std::string& path) {
+kvmeld::Status publish(const kvmeld::metrics::ServingMetrics& serving,
+                       const kvmeld::anchors::AnchorPool<>& pool, const std::string& path) {
   kvmeld::metrics::MetricsPage page;
   KVMELD_TRY(kvmeld::metrics::collect(page, serving, {{"agent", "planner"}}));
   KVMELD_TRY(kvmeld::metrics::collect(page, pool, {{"agent", "planner"}}));
@@ -261,10 +261,13 @@ TEST_CASE("a pool's page tells look-ups by reason, its rates and its memory") {
     test::TestCache cache(shape, 4);
     cache.fill(n);
     const auto ids = test::token_ids(4, 10 * n);
-    anchors.push_back(*kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {1}));
+    anchors.push_back(
+        *kvmeld::anchors::make_anchor(*kvmeld::seal(cache.ref(), {.tokens = ids}), {1}));
     REQUIRE(kvmeld::anchors::add_offset(
                 anchors.back(),
-                {{1, 1}, *kvmeld::anchors::measure_offset(anchors.back().base, anchors.back().base), {}})
+                {{1, 1},
+                 *kvmeld::anchors::measure_offset(anchors.back().base, anchors.back().base),
+                 {}})
                 .ok());
   }
   const auto page_of = [&] {
@@ -383,9 +386,12 @@ TEST_CASE("a replica's and a coordinator's refusals are on one page, told apart 
   counters.refused_pieces = 3;
   counters.unvouched_operations = 4;
   MetricsPage page;
-  REQUIRE(kvmeld::metrics::collect(page, kvmeld::coordinator::CoordinatorCounters{5, 6}, {{"at", "hub"}}).ok());
+  REQUIRE(kvmeld::metrics::collect(page, kvmeld::coordinator::CoordinatorCounters{5, 6},
+                                   {{"at", "hub"}})
+              .ok());
   REQUIRE(kvmeld::metrics::collect(page, counters, {{"at", "hub"}}).ok());
-  CHECK(kvmeld::metrics::collect(page, counters, {{"at", "hub"}}).code() == ErrorCode::invalid_argument);
+  CHECK(kvmeld::metrics::collect(page, counters, {{"at", "hub"}}).code() ==
+        ErrorCode::invalid_argument);
   const Parsed read = parse(kvmeld::metrics::prometheus_text(page));
   REQUIRE(read.wrong == "");
   CHECK(read.series.at("kvmeld_coordinator_refused_updates_total|at=hub|reason=quota_exceeded") ==
@@ -409,7 +415,8 @@ TEST_CASE("what the host measures is on its page in either form") {
   metrics.count(kvmeld::Result<kvmeld::RenderReport>(ErrorCode::aliasing, "x"));
   MetricsPage quantiles, buckets;
   REQUIRE(kvmeld::metrics::collect(quantiles, metrics).ok());
-  REQUIRE(kvmeld::metrics::collect(buckets, metrics, {}, kvmeld::metrics::DistributionForm::buckets).ok());
+  REQUIRE(kvmeld::metrics::collect(buckets, metrics, {}, kvmeld::metrics::DistributionForm::buckets)
+              .ok());
   const Parsed q = parse(kvmeld::metrics::prometheus_text(quantiles)),
                b = parse(kvmeld::metrics::prometheus_text(buckets));
   REQUIRE(q.wrong == "");

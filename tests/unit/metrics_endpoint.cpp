@@ -22,11 +22,12 @@ namespace {
 // example-begin: endpoint
 /// Prometheus scrapes http://127.0.0.1:PORT/metrics for as long as the endpoint is kept; each
 /// scrape makes a page anew.
-kvmeld::Result<kvmeld::metrics::MetricsEndpoint> serve_metrics(const kvmeld::metrics::ServingMetrics& metrics,
-                                                      int port) {
+kvmeld::Result<kvmeld::metrics::MetricsEndpoint> serve_metrics(
+    const kvmeld::metrics::ServingMetrics& metrics, int port) {
   return kvmeld::metrics::MetricsEndpoint::serve(
       [&metrics](kvmeld::metrics::MetricsPage& page) {
-        return kvmeld::metrics::collect(page, metrics, {}, kvmeld::metrics::DistributionForm::buckets);
+        return kvmeld::metrics::collect(page, metrics, {},
+                                        kvmeld::metrics::DistributionForm::buckets);
       },
       {.port = port});
 }

@@ -4,9 +4,9 @@
 namespace {
 
 using kvmeld::Aligner;
+using kvmeld::ByDot;
 using kvmeld::ById;
 using kvmeld::ByKeyNorm;
-using kvmeld::ByDot;
 using kvmeld::Fuser;
 using kvmeld::Source;
 using kvmeld::TokenMatch;

@@ -10,15 +10,15 @@
 #include <string>
 #include <typeinfo>
 
-#include <kvmeld/policies/attention.hpp>
-#include <kvmeld/policies/projection.hpp>
-#include <kvmeld/policies/select.hpp>
 #include <kvmeld/anchors/decision.hpp>
+#include <kvmeld/anchors/detail/blend_rows.hpp>
 #include <kvmeld/anchors/signature.hpp>
+#include <kvmeld/kvmeld.hpp>
+#include <kvmeld/policies/attention.hpp>
 #include <kvmeld/policies/learned.hpp>
 #include <kvmeld/policies/mean.hpp>
-#include <kvmeld/kvmeld.hpp>
-#include <kvmeld/anchors/detail/blend_rows.hpp>
+#include <kvmeld/policies/projection.hpp>
+#include <kvmeld/policies/select.hpp>
 
 #include "support/catch.hpp"
 #include "support/fields.hpp"
@@ -133,8 +133,7 @@ void add_selections(Digests& digests) {
 void add_orders_and_seams(Digests& digests) {
   digests.add(every_field<ByKeyNorm>(field(ByKeyNorm{}, "layer", &ByKeyNorm::layer, {0, 1})));
   digests.add(every_field<ById>());
-  digests.add(every_field<ByDot>(
-      field(ByDot{}, "reversed", &ByDot::reversed, {true})));
+  digests.add(every_field<ByDot>(field(ByDot{}, "reversed", &ByDot::reversed, {true})));
   digests.add(every_field<SeamNone>());
   digests.add(every_field<SeamAll>());
   const SeamShare share;
@@ -232,17 +231,19 @@ void add_weights(Digests& digests) {
 
 void add_anchor_policies(Digests& digests) {
   const anchors::SimHash simhash;
-  digests.add(
-      every_field<anchors::SimHash>(field(simhash, "seed", &anchors::SimHash::seed, {0, std::uint64_t{1} << 63U}),
-                           field(simhash, "gram_tokens", &anchors::SimHash::gram_tokens, {1, 2}),
-                           field(simhash, "first_tokens", &anchors::SimHash::first_tokens, {1, 2})));
-  digests.add(every_field<anchors::EmbeddingHash>(
-      field(anchors::EmbeddingHash{}, "seed", &anchors::EmbeddingHash::seed, {0, std::uint64_t{1} << 63U})));
-  digests.add(
-      every_field<anchors::XxHash>(field(anchors::XxHash{}, "seed", &anchors::XxHash::seed, {1, std::uint64_t{1} << 63U})));
+  digests.add(every_field<anchors::SimHash>(
+      field(simhash, "seed", &anchors::SimHash::seed, {0, std::uint64_t{1} << 63U}),
+      field(simhash, "gram_tokens", &anchors::SimHash::gram_tokens, {1, 2}),
+      field(simhash, "first_tokens", &anchors::SimHash::first_tokens, {1, 2})));
+  digests.add(every_field<anchors::EmbeddingHash>(field(anchors::EmbeddingHash{}, "seed",
+                                                        &anchors::EmbeddingHash::seed,
+                                                        {0, std::uint64_t{1} << 63U})));
+  digests.add(every_field<anchors::XxHash>(
+      field(anchors::XxHash{}, "seed", &anchors::XxHash::seed, {1, std::uint64_t{1} << 63U})));
   digests.add(every_field<anchors::LRU>());
   digests.add(every_field<anchors::LFU>());
-  digests.add(every_field<anchors::WindowLFU>(field(anchors::WindowLFU{}, "window", &anchors::WindowLFU::window, {0, 1})));
+  digests.add(every_field<anchors::WindowLFU>(
+      field(anchors::WindowLFU{}, "window", &anchors::WindowLFU::window, {0, 1})));
 }
 
 Digests all_policies() {

@@ -247,7 +247,7 @@ TEST_CASE("gradients of a map are those of differences") {
     LinearMap gradient = map;
     for (std::vector<double>* numbers : {&gradient.weight, &gradient.inner, &gradient.bias})
       std::fill(numbers->begin(), numbers->end(), 0.0);
-    REQUIRE(vjp(map, tokens, x.data(), dy.data(), dx.data(), gradient).ok());
+    REQUIRE(kvmeld::gradients::vjp(map, tokens, x.data(), dy.data(), dx.data(), gradient).ok());
     const auto loss = [&](const LinearMap& m, const std::vector<double>& in) {
       double sum = 0;
       std::vector<double> y(5);
@@ -281,7 +281,7 @@ TEST_CASE("gradients of a map are those of differences") {
     }
     LinearMap wrong = gradient;
     wrong.bias.clear();
-    CHECK(vjp(map, tokens, x.data(), dy.data(), dx.data(), wrong).code() ==
+    CHECK(kvmeld::gradients::vjp(map, tokens, x.data(), dy.data(), dx.data(), wrong).code() ==
           ErrorCode::invalid_argument);
   }
 }

@@ -297,7 +297,7 @@ TEST_CASE(
                                   made.values.begin() + (t * 2 + h + 1) * 4);
           if (plane == Plane::key)
             reference::rotation(to->layers[0].rope,
-                            static_cast<double>(positions[static_cast<std::size_t>(t)]), row);
+                                static_cast<double>(positions[static_cast<std::size_t>(t)]), row);
           for (std::int64_t c = 0; c < 4; ++c)
             cache.set(p, t, h, c, static_cast<float>(row[static_cast<std::size_t>(c)]));
         }
@@ -373,8 +373,9 @@ TEST_CASE(
   CHECK(paired->tokens() == 280);
   CHECK(fit::ProjectionFit::make(*from, *to, {.source_layers = {{0}, {1}, {2}}}).status().code() ==
         ErrorCode::invalid_argument);
-  CHECK(fit::ProjectionFit::make(*from, *to, {.source_layers = {{0}, {1}, {2}, {3}}}).status().code() ==
-        ErrorCode::invalid_argument);
+  CHECK(fit::ProjectionFit::make(*from, *to, {.source_layers = {{0}, {1}, {2}, {3}}})
+            .status()
+            .code() == ErrorCode::invalid_argument);
   // Other ways to share, on the same fragments.
   for (const fit::FitSharing sharing : {fit::FitSharing::per_head, fit::FitSharing::per_model}) {
     auto other = fit::ProjectionFit::make(*from, *to, {.nearest = 0, .sharing = sharing});
@@ -425,14 +426,16 @@ TEST_CASE(
         std::string::npos);
   CHECK(fit::ProjectionFit::make(*three, *two, {.nearest = 1}).ok());
   const auto six = test::geometry({.layers = 2, .heads = 6, .channels = 4});
-  CHECK(fit::ProjectionFit::make(*six, *two, {.nearest = 1, .sharing = fit::FitSharing::per_head}).ok());
-  CHECK(fit::ProjectionFit::make(*two, *six, {.nearest = 1, .sharing = fit::FitSharing::per_head}).ok());
+  CHECK(fit::ProjectionFit::make(*six, *two, {.nearest = 1, .sharing = fit::FitSharing::per_head})
+            .ok());
+  CHECK(fit::ProjectionFit::make(*two, *six, {.nearest = 1, .sharing = fit::FitSharing::per_head})
+            .ok());
 
   auto keys_first = *test::geometry({.layers = 3, .heads = 2, .channels = 4});
   keys_first.layers[0].planes.pop_back();
   const auto shared = std::make_shared<Geometry>(keys_first);
-  auto fit =
-      fit::ProjectionFit::make(keys_first, keys_first, {.nearest = 0, .sharing = fit::FitSharing::per_model});
+  auto fit = fit::ProjectionFit::make(keys_first, keys_first,
+                                      {.nearest = 0, .sharing = fit::FitSharing::per_model});
   INFO(fit.status().message());
   REQUIRE(fit.ok());
   REQUIRE(
@@ -447,8 +450,9 @@ TEST_CASE(
   auto axes = *two;
   axes.layers[1].rope.kind = RopeKind::multi_axis;
   CHECK(fit::ProjectionFit::make(axes, *two).status().code() == ErrorCode::rope_unsupported);
-  CHECK(fit::detail::plane_frequencies(axes.layers[1], axes.layers[1].planes[0], 9).status().code() ==
-        ErrorCode::rope_unsupported);
+  CHECK(
+      fit::detail::plane_frequencies(axes.layers[1], axes.layers[1].planes[0], 9).status().code() ==
+      ErrorCode::rope_unsupported);
   const auto grown = std::make_shared<Geometry>(*two);
   for (LayerShape& layer : grown->layers) {
     layer.rope.scaling = RopeScaling::dynamic_ntk;

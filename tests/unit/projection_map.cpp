@@ -386,10 +386,8 @@ TEST_CASE("a render through a permutation has the bytes of a native one") {
   const auto ids = test::token_ids(7);
   const auto positions = test::gapped_positions(7);
   FragmentSet a, b;
-  REQUIRE(a.insert(*seal(theirs.ref(), {.tokens = ids, .positions = positions}), Dot{1, 0})
-              .ok());
-  REQUIRE(b.insert(*seal(native.ref(), {.tokens = ids, .positions = positions}), Dot{1, 0})
-              .ok());
+  REQUIRE(a.insert(*seal(theirs.ref(), {.tokens = ids, .positions = positions}), Dot{1, 0}).ok());
+  REQUIRE(b.insert(*seal(native.ref(), {.tokens = ids, .positions = positions}), Dot{1, 0}).ok());
   const Target target{.geometry = *to, .first_position = 2};
   const auto mapped = test::render_everywhere(a, merger(Aligner{Projection{.map = *map}}), target);
   CHECK(mapped->buffers() == test::render_everywhere(b, merger(), target)->buffers());

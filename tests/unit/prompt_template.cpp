@@ -10,16 +10,16 @@
 
 #include "support/law.hpp"
 
-using kvmeld::anchors::BoundaryMismatch;
 using kvmeld::ErrorCode;
+using kvmeld::Result;
+using kvmeld::TokenId;
+using kvmeld::anchors::BoundaryMismatch;
 using kvmeld::anchors::fill_placeholders;
 using kvmeld::anchors::FilledPrompt;
-using kvmeld::anchors::PromptRun;
-using kvmeld::anchors::PromptTemplate;
-using kvmeld::Result;
 using kvmeld::anchors::PlaceholderHistory;
 using kvmeld::anchors::PlaceholderValue;
-using kvmeld::TokenId;
+using kvmeld::anchors::PromptRun;
+using kvmeld::anchors::PromptTemplate;
 using Source = PromptRun::Source;
 
 namespace {
@@ -71,13 +71,16 @@ PlaceholderHistory value(const char* name, const char* text) { return {name, {{t
 /// What the solver reads, and where each piece of it stands: a note, and what the planner said now
 /// and a turn before.
 template <kvmeld::anchors::Tokenizer T>
-kvmeld::Result<kvmeld::anchors::FilledPrompt> solver_prompt(T& tokenizer, const kvmeld::anchors::PlaceholderValue& note,
-                                                   const std::vector<kvmeld::anchors::PlaceholderValue>& planner) {
+kvmeld::Result<kvmeld::anchors::FilledPrompt> solver_prompt(
+    T& tokenizer, const kvmeld::anchors::PlaceholderValue& note,
+    const std::vector<kvmeld::anchors::PlaceholderValue>& planner) {
   const auto made = kvmeld::anchors::PromptTemplate::parse(
       "Notes:{note} The planner said:{planner} Before:{planner@-1} Solve it.", tokenizer);
   if (!made) return made.error();
-  const std::vector<kvmeld::anchors::PlaceholderHistory> values{{"note", {note}}, {"planner", planner}};
-  return kvmeld::anchors::fill_placeholders(*made, values, tokenizer, {.trained_context = 4096, .agent = "solver"});
+  const std::vector<kvmeld::anchors::PlaceholderHistory> values{{"note", {note}},
+                                                                {"planner", planner}};
+  return kvmeld::anchors::fill_placeholders(*made, values, tokenizer,
+                                            {.trained_context = 4096, .agent = "solver"});
 }
 // example-end
 
@@ -109,7 +112,8 @@ TEST_CASE("templates are read: slots between texts, braces, history") {
   REQUIRE(std::vector(made.texts().begin(), made.texts().end()) ==
           std::vector<std::string>{"the {task} is ", ", ", "", " said"});
   REQUIRE(std::vector(made.slots().begin(), made.slots().end()) ==
-          std::vector<kvmeld::anchors::PromptPlaceholder>{{"question", 0}, {"planner", 12}, {"planner", 0}});
+          std::vector<kvmeld::anchors::PromptPlaceholder>{
+              {"question", 0}, {"planner", 12}, {"planner", 0}});
   REQUIRE(made.text_tokens()[1] == ids(", "));
   REQUIRE(made.text_tokens()[2].empty());
   REQUIRE(parsed("}}{{").texts()[0] == "}{");
@@ -129,8 +133,9 @@ TEST_CASE("templates are read: slots between texts, braces, history") {
     return {ErrorCode::engine_failure, "no vocabulary"};
   };
   REQUIRE(PromptTemplate::parse("a{b}", refuses).status().code() == ErrorCode::engine_failure);
-  REQUIRE(fill_placeholders(parsed("a{b}"), std::vector{value("b", "x")}, refuses).status().code() ==
-          ErrorCode::engine_failure);
+  REQUIRE(
+      fill_placeholders(parsed("a{b}"), std::vector{value("b", "x")}, refuses).status().code() ==
+      ErrorCode::engine_failure);
 }
 
 TEST_CASE(
@@ -161,7 +166,8 @@ TEST_CASE(
 }
 
 TEST_CASE("earlier turns, and every refusal by its code") {
-  const std::vector<PlaceholderHistory> turns{{"p", {{"first", {}}, {"second", {}}, {"third", {}}}}};
+  const std::vector<PlaceholderHistory> turns{
+      {"p", {{"first", {}}, {"second", {}}, {"third", {}}}}};
   REQUIRE(filled("{p@-2} {p} {p@-1}", turns).text == "first third second");
   const auto code = [](std::string_view text, const std::vector<PlaceholderHistory>& values,
                        const kvmeld::anchors::FillOptions& options = {}) {
@@ -232,8 +238,8 @@ TEST_CASE("tokens across a boundary: reported, left out of both sides, and to be
     out.insert(out.begin(), 7);
     return out;
   };
-  const auto marked =
-      fill_placeholders(*PromptTemplate::parse("x{p}yz", marks), std::vector{value("p", "uv")}, marks);
+  const auto marked = fill_placeholders(*PromptTemplate::parse("x{p}yz", marks),
+                                        std::vector{value("p", "uv")}, marks);
   REQUIRE(marked.ok());
   REQUIRE(marked->tokens == Ids{7, 'x', 'u', 'v', 'y', 'z'});
   REQUIRE(marked->mismatches ==
@@ -242,8 +248,8 @@ TEST_CASE("tokens across a boundary: reported, left out of both sides, and to be
                                                {Source::slot, 0, 1, 2, 2, 0},
                                                {Source::text, 1, 1, 4, 2, 0}});
   // A template that another tokenizer read: what its text begins with is no part of the prompt.
-  const auto other =
-      fill_placeholders(*PromptTemplate::parse("xy", marks), std::vector<PlaceholderHistory>{}, tokenizer);
+  const auto other = fill_placeholders(*PromptTemplate::parse("xy", marks),
+                                       std::vector<PlaceholderHistory>{}, tokenizer);
   REQUIRE(other.ok());
   REQUIRE(brief(*other) == std::vector<Brief>{{Source::text, 0, 1, 0, 2, -1}});
   REQUIRE(other->mismatches == std::vector<BoundaryMismatch>{{-1, 0, Ids{7}, {}}});
@@ -257,13 +263,14 @@ TEST_CASE("keys of offsets: a slot's own, and its text's behind it") {
   REQUIRE(key == parsed("a {p} b {p} c").placeholder_context(0, before, "solver"));
   kvmeld::Context led = before;
   led.lead_in.low = 1;
-  const kvmeld::Digest128 others[] = {one.placeholder_context(1, before, "solver"),
-                                      one.placeholder_context(0, {}, "solver"),
-                                      one.placeholder_context(0, before, "checker"),
-                                      one.placeholder_context(0, led, "solver"),
-                                      parsed("a {p} b {q} c").placeholder_context(0, before, "solver"),
-                                      parsed("a {p@-1} b {p} c").placeholder_context(0, before, "solver"),
-                                      parsed("a {p} b {p} d").placeholder_context(0, before, "solver")};
+  const kvmeld::Digest128 others[] = {
+      one.placeholder_context(1, before, "solver"),
+      one.placeholder_context(0, {}, "solver"),
+      one.placeholder_context(0, before, "checker"),
+      one.placeholder_context(0, led, "solver"),
+      parsed("a {p} b {q} c").placeholder_context(0, before, "solver"),
+      parsed("a {p@-1} b {p} c").placeholder_context(0, before, "solver"),
+      parsed("a {p} b {p} d").placeholder_context(0, before, "solver")};
   for (const auto& other : others) REQUIRE(!(other == key));
   const FilledPrompt prompt =
       filled("a {p} b {p} c", {value("p", "x")}, {.before = before, .agent = "solver"});

@@ -223,7 +223,8 @@ TEST_CASE("a session is begun once, by ascending items within the limit") {
   replica::Reconciliation both(pair.a);
   CHECK(both.start(1));
   CHECK(code_of(both.receive(hello(20))) == ErrorCode::corrupt);  // the peer started too
-  CHECK(replica::Reconciliation(pair.a, {.items = 3}).start(1).error().code() == ErrorCode::quota_exceeded);
+  CHECK(replica::Reconciliation(pair.a, {.items = 3}).start(1).error().code() ==
+        ErrorCode::quota_exceeded);
   std::swap(pair.a[4], pair.a[5]);
   CHECK(replica::Reconciliation(pair.a).start(1).error().code() == ErrorCode::invalid_argument);
   CHECK(code_of(replica::Reconciliation(pair.a).receive(hello(20))) == ErrorCode::invalid_argument);
@@ -240,7 +241,8 @@ TEST_CASE("sets without provenance meet by the ids in which they differ") {
     if (i % 7 != 0) REQUIRE(sets[1].insert(fragment(i)).ok());
   }
   REQUIRE(sets[1].insert(fragment(1), {4, 0}, 0.5F).ok());  // known on both sides, and more on one
-  const auto mine = kvmeld::replica::reconcile_items(sets[0]), theirs = kvmeld::replica::reconcile_items(sets[1]);
+  const auto mine = kvmeld::replica::reconcile_items(sets[0]),
+             theirs = kvmeld::replica::reconcile_items(sets[1]);
   kvmeld::replica::Reconciliation a(mine), b(theirs);
   auto message = a.start(7);
   REQUIRE(message.ok());
@@ -252,8 +254,8 @@ TEST_CASE("sets without provenance meet by the ids in which they differ") {
   }
   REQUIRE((a.done() && b.done()));
   CHECK(a.result().different == std::vector<kvmeld::FragmentId>{fragment(1).id()});
-  const auto send = [](const kvmeld::FragmentSet& from, const kvmeld::replica::ReconcileDifference& found,
-                       kvmeld::FragmentSet& to) {
+  const auto send = [](const kvmeld::FragmentSet& from,
+                       const kvmeld::replica::ReconcileDifference& found, kvmeld::FragmentSet& to) {
     auto ids = found.mine_only;
     ids.insert(ids.end(), found.different.begin(), found.different.end());
     const auto part = kvmeld::replica::part_of(from, ids);

@@ -281,8 +281,8 @@ TEST_CASE("a second beginning-of-sequence token does not enter a context") {
   const auto later = test::set_of({one, test::sealed(g, 3, 3, {.tokens = without})});
   CHECK(kvmeld::plan(later, kvmeld::merger(kvmeld::ByDot{}), at(g)).ok());
   // The only one, but something stands before it.
-  refused(later, kvmeld::merger(kvmeld::ByDot{.reversed = true}), at(g),
-          ErrorCode::duplicate_bos, {"id 1"});
+  refused(later, kvmeld::merger(kvmeld::ByDot{.reversed = true}), at(g), ErrorCode::duplicate_bos,
+          {"id 1"});
   // Matched tokens are one.
   CHECK(kvmeld::plan(test::set_of({one, two}), kvmeld::merger(ById{}, Aligner{TokenMatch{}}), at(g))
             .ok());

@@ -33,8 +33,7 @@ Fragment random_fragment(const std::shared_ptr<const Geometry>& g, std::int64_t 
 
 FragmentSet set_of(const std::vector<Fragment>& fragments) {
   FragmentSet set;
-  for (std::size_t i = 0; i < fragments.size(); ++i)
-    REQUIRE(set.insert(fragments[i], Dot{i, 0}));
+  for (std::size_t i = 0; i < fragments.size(); ++i) REQUIRE(set.insert(fragments[i], Dot{i, 0}));
   return set;
 }
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include <kvmeld/policies/learned.hpp>
-#include <kvmeld/policies/robust.hpp>
 #include <kvmeld/policies/mean.hpp>
+#include <kvmeld/policies/robust.hpp>
 
 #include "support/anchor_segments.hpp"
 #include "support/lane_work.hpp"
@@ -68,8 +68,7 @@ kvmeld::Fragment span_of(const std::shared_ptr<const kvmeld::Geometry>& g, std::
 kvmeld::FragmentSet set_of(const std::vector<kvmeld::Fragment>& fragments) {
   kvmeld::FragmentSet set;
   std::uint64_t agent = 0;
-  for (const kvmeld::Fragment& f : fragments)
-    REQUIRE(set.insert(f, kvmeld::Dot{++agent, 0}).ok());
+  for (const kvmeld::Fragment& f : fragments) REQUIRE(set.insert(f, kvmeld::Dot{++agent, 0}).ok());
   return set;
 }
 kvmeld::Target at(const std::shared_ptr<const kvmeld::Geometry>& g, std::int64_t position = 0) {

@@ -9,11 +9,11 @@
 #include <utility>
 #include <vector>
 
-#include <kvmeld/fragment.hpp>
-#include <kvmeld/rope.hpp>
-#include <kvmeld/extend/rows.hpp>
-#include <kvmeld/kvmeld.hpp>
 #include <kvmeld/extend/render_rows.hpp>
+#include <kvmeld/extend/rows.hpp>
+#include <kvmeld/fragment.hpp>
+#include <kvmeld/kvmeld.hpp>
+#include <kvmeld/rope.hpp>
 
 #include "support/catch.hpp"
 
@@ -59,12 +59,13 @@ std::size_t wrong_bytes(ElementType type, RopePairing pairing, const Head& head,
   const std::vector<std::int64_t> shifts{37};
   const auto table = kvmeld::RopeTable::build(rope, shifts);
   REQUIRE(table.ok());
-  const kvmeld::extend::Rotation rotation{table->row(0), head.channels, head.first, head.rotary, pairing};
+  const kvmeld::extend::Rotation rotation{table->row(0), head.channels, head.first, head.rotary,
+                                          pairing};
   const std::vector<std::byte> in = keys(type, head.channels, rows);
   std::vector<std::byte> expected(in.size());
   const std::int64_t bytes = kvmeld::byte_size(type, head.channels);
-  kvmeld::detail::rotate_stored_rows(type, Isa::baseline, rotation, in.data(), bytes, expected.data(), bytes,
-                            rows);
+  kvmeld::detail::rotate_stored_rows(type, Isa::baseline, rotation, in.data(), bytes,
+                                     expected.data(), bytes, rows);
 
   std::vector<std::byte> buffer(in.size() + 256, kept);
   std::size_t begin = 64 - reinterpret_cast<std::uintptr_t>(buffer.data()) % 64 + offset;
@@ -193,7 +194,8 @@ TEST_CASE(
   CHECK(measured->threshold_bytes == chosen.threshold_bytes);
   CHECK(kvmeld::exec::streaming() == chosen);  // measuring chooses nothing
   scratch.pop_back();
-  CHECK(kvmeld::exec::measure_streaming(scratch).status().code() == kvmeld::ErrorCode::invalid_argument);
+  CHECK(kvmeld::exec::measure_streaming(scratch).status().code() ==
+        kvmeld::ErrorCode::invalid_argument);
 }
 
 TEST_CASE(

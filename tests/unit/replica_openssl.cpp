@@ -19,8 +19,8 @@ TEST_CASE("replicas across a trust boundary") {
 
 using kvmeld::ErrorCode;
 using kvmeld::replica::HmacSha256;
-using kvmeld::stores::MemoryStore;
 using kvmeld::replica::Sha256;
+using kvmeld::stores::MemoryStore;
 using Replica = kvmeld::replica::Replica<MemoryStore, HmacSha256, Sha256>;
 
 namespace {
@@ -66,8 +66,10 @@ TEST_CASE("replicas with SHA-256 ids and a common key meet; who has another key 
   kvmeld::FragmentSet strong(kvmeld::replica::sha256_set), plain;
   REQUIRE(strong.insert(*fragment).ok());
   CHECK(plain.join(strong).code() == ErrorCode::hash_mismatch);
-  CHECK(kvmeld::replica::decode_set(kvmeld::replica::encode_set(strong)).status().code() == ErrorCode::hash_mismatch);
-  const auto back = kvmeld::replica::decode_set(kvmeld::replica::encode_set(strong), kvmeld::replica::sha256_set);
+  CHECK(kvmeld::replica::decode_set(kvmeld::replica::encode_set(strong)).status().code() ==
+        ErrorCode::hash_mismatch);
+  const auto back =
+      kvmeld::replica::decode_set(kvmeld::replica::encode_set(strong), kvmeld::replica::sha256_set);
   REQUIRE(back.ok());
   CHECK(back->digest() == strong.digest());
 }

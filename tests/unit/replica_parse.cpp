@@ -5,8 +5,8 @@
 #include <map>
 
 #include <kvmeld/fragment.hpp>
-#include <kvmeld/replica/replica.hpp>
 #include <kvmeld/fragment_set.hpp>
+#include <kvmeld/replica/replica.hpp>
 #include <kvmeld/stores/memory.hpp>
 
 #include "support/catch.hpp"
@@ -30,7 +30,8 @@ Fragment fragment(std::uint64_t seed, std::int64_t tokens = 3) {
 constexpr kvmeld::Digest128 merger_digest{1, 1};
 
 // A message as replicas send it.
-std::vector<std::byte> message(kvmeld::replica::ReplicaMessage type, std::span<const std::byte> body) {
+std::vector<std::byte> message(kvmeld::replica::ReplicaMessage type,
+                               std::span<const std::byte> body) {
   return *kvmeld::replica::encode_replica_frame(type, merger_digest, body);
 }
 
@@ -122,7 +123,8 @@ TEST_CASE(
   REQUIRE(kvmeld::replica::make_manifest(f, 100)->chunks[0].size() > 16);
   int lost = 0;
   net.lose = [&](MemberId from, MemberId, const kvmeld::replica::Outgoing& out) {
-    return from == 0 && out.type == static_cast<std::uint8_t>(kvmeld::replica::ReplicaMessage::chunk) &&
+    return from == 0 &&
+           out.type == static_cast<std::uint8_t>(kvmeld::replica::ReplicaMessage::chunk) &&
            ++lost % 3 != 0;
   };
   REQUIRE(net.replicas[0].insert(f).ok());
@@ -199,7 +201,9 @@ TEST_CASE("over a shared store replicas meet without fetching from each other") 
   net.run();
   CHECK(net.converged());
   for (const Replica& r : net.replicas) {
-    CHECK(r.counters().sent_bytes[static_cast<std::size_t>(kvmeld::replica::ReplicaMessage::fetch)] == 0);
+    CHECK(
+        r.counters().sent_bytes[static_cast<std::size_t>(kvmeld::replica::ReplicaMessage::fetch)] ==
+        0);
     CHECK(r.counters().fragments_loaded == 4);
   }
 }
@@ -228,24 +232,28 @@ TEST_CASE("liars and floods cost themselves") {
   net.lose = [&](MemberId, MemberId to, const kvmeld::replica::Outgoing&) { return to == 2; };
   net.run(3);
   auto& victim = net.replicas[2];
-  const auto byzantine = [&](kvmeld::replica::ReplicaMessage type, std::span<const std::byte> body) {
+  const auto byzantine = [&](kvmeld::replica::ReplicaMessage type,
+                             std::span<const std::byte> body) {
     return victim.receive(8, message(type, body));
   };
   kvmeld::FragmentSet claim;
   REQUIRE(claim.insert(bad, {8, 0, 1}).ok());
-  REQUIRE(byzantine(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(claim)).ok());
+  REQUIRE(
+      byzantine(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(claim)).ok());
   CHECK(victim.wanted() == 1);
   const auto other = kvmeld::replica::encode_manifest(*kvmeld::replica::make_manifest(good, 100));
   for (int i = 0; i < 3; ++i) {
-    CHECK(byzantine(kvmeld::replica::ReplicaMessage::manifest, kvmeld::replica::messages::encode(kvmeld::replica::messages::Piece{
-                                                     bad.id(), manifest_key(bad.id()), other}))
+    CHECK(byzantine(kvmeld::replica::ReplicaMessage::manifest,
+                    kvmeld::replica::messages::encode(
+                        kvmeld::replica::messages::Piece{bad.id(), manifest_key(bad.id()), other}))
               .status()
               .code() == ErrorCode::id_mismatch);
   }
   CHECK(victim.counters().strikes == 3);
   // not listened to any more
   CHECK(byzantine(kvmeld::replica::ReplicaMessage::manifest,
-             kvmeld::replica::messages::encode(kvmeld::replica::messages::Piece{bad.id(), manifest_key(bad.id()), other}))
+                  kvmeld::replica::messages::encode(
+                      kvmeld::replica::messages::Piece{bad.id(), manifest_key(bad.id()), other}))
             .ok());
   net.lose = nullptr;
   net.run(60);
@@ -261,7 +269,8 @@ TEST_CASE("payloads that nobody serves keep no other waiting, of one author or o
     net.run(2);
     const auto flood = named ? test::unserved(4000, 99) : test::unserved(4000, 1000, 0, 80);
     REQUIRE(net.replicas[0]
-                .receive(99, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(flood)))
+                .receive(99, message(kvmeld::replica::ReplicaMessage::delta,
+                                     kvmeld::replica::encode_set(flood)))
                 .ok());
     CHECK(net.replicas[0].wanted() == 4000);
     net.run(3);
@@ -276,7 +285,8 @@ TEST_CASE("payloads that nobody serves keep no other waiting, of one author or o
 
 TEST_CASE("what is on its way has room by what came, for all and for each peer") {
   const std::size_t memory = kvmeld::replica::detail::manifest_memory(
-      kvmeld::replica::encode_manifest(*kvmeld::replica::make_manifest(fragment(1, 12), 100)).size());
+      kvmeld::replica::encode_manifest(*kvmeld::replica::make_manifest(fragment(1, 12), 100))
+          .size());
   MemoryStore store;
   Replica::Options options{.epoch = 1, .merger = merger_digest};
   options.format.chunk_bytes = 100;
@@ -293,16 +303,20 @@ TEST_CASE("what is on its way has room by what came, for all and for each peer")
     const Fragment f = fragment(seed, 12);  // 12 KiB
     kvmeld::FragmentSet claim;
     REQUIRE(claim.insert(f, {from, seed, 1}).ok());
-    REQUIRE(say(from, kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(claim)).ok());
+    REQUIRE(
+        say(from, kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(claim)).ok());
     const auto manifest = kvmeld::replica::make_manifest(f, 100);
     const auto piece = [&](const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
-      return kvmeld::replica::messages::encode(kvmeld::replica::messages::Piece{f.id(), key, bytes});
+      return kvmeld::replica::messages::encode(
+          kvmeld::replica::messages::Piece{f.id(), key, bytes});
     };
     const auto& keys = manifest->chunks[0];
-    kvmeld::Status status = say(from, kvmeld::replica::ReplicaMessage::manifest,
-                                piece(manifest_key(f.id()), kvmeld::replica::encode_manifest(*manifest)));
+    kvmeld::Status status =
+        say(from, kvmeld::replica::ReplicaMessage::manifest,
+            piece(manifest_key(f.id()), kvmeld::replica::encode_manifest(*manifest)));
     for (std::size_t c = 0; c + short_of < keys.size() && status.ok(); ++c) {
-      const auto chunk = kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(f.payloads()[0], c, 100));
+      const auto chunk =
+          kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(f.payloads()[0], c, 100));
       status = say(from, kvmeld::replica::ReplicaMessage::chunk, piece(keys[c], chunk));
     }
     return status;
@@ -328,7 +342,10 @@ TEST_CASE("gaps, lives, authors and fragments have bounds, and who floods is lef
   Replica replica(store, options);
   REQUIRE(replica.open().ok());
   const auto tell = [&](MemberId from, const kvmeld::FragmentSet& set) {
-    return replica.receive(from, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(set))).status();
+    return replica
+        .receive(from,
+                 message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(set)))
+        .status();
   };
   const auto gaps = [](std::uint64_t agent, std::uint64_t count) {
     CausalContext out;
@@ -362,7 +379,8 @@ TEST_CASE("gaps, lives, authors and fragments have bounds, and who floods is lef
   const auto news = [&](MemberId from, const CausalContext& context) {
     return replica
         .receive(from, message(kvmeld::replica::ReplicaMessage::news,
-                               kvmeld::replica::messages::encode(kvmeld::replica::messages::News{context, {}})))
+                               kvmeld::replica::messages::encode(
+                                   kvmeld::replica::messages::News{context, {}})))
         .status();
   };
   CHECK(news(20, gaps(20, 161)).code() == ErrorCode::oversized);
@@ -430,15 +448,19 @@ TEST_CASE("a manifest whose chunks nobody has is given up, since the id does not
   auto& victim = net.replicas[2];
   kvmeld::FragmentSet claim;
   REQUIRE(claim.insert(f, {8, 0, 1}).ok());
-  REQUIRE(victim.receive(8, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(claim))).ok());
+  REQUIRE(victim
+              .receive(8, message(kvmeld::replica::ReplicaMessage::delta,
+                                  kvmeld::replica::encode_set(claim)))
+              .ok());
   auto manifest = kvmeld::replica::make_manifest(f, 100);
   manifest->chunks[0][2].bytes[5] ^= 1U;
   const auto body = kvmeld::replica::encode_manifest(*manifest);
-  REQUIRE(victim
-              .receive(8, message(kvmeld::replica::ReplicaMessage::manifest,
-                                  kvmeld::replica::messages::encode(
-                                      kvmeld::replica::messages::Piece{f.id(), manifest_key(f.id()), body})))
-              .ok());
+  REQUIRE(
+      victim
+          .receive(8, message(kvmeld::replica::ReplicaMessage::manifest,
+                              kvmeld::replica::messages::encode(kvmeld::replica::messages::Piece{
+                                  f.id(), manifest_key(f.id()), body})))
+          .ok());
   net.lose = nullptr;
   net.run(200);
   CHECK(victim.set().find(f.id())->complete());
@@ -452,7 +474,9 @@ TEST_CASE("every peer is asked for what the others lack") {
       const Fragment f = fragment(7);
       const auto manifest = kvmeld::replica::make_manifest(f, 100);
       const MemberId asker = members - 1;
-      net.lose = [&](MemberId, MemberId to, const kvmeld::replica::Outgoing&) { return to == asker; };
+      net.lose = [&](MemberId, MemberId to, const kvmeld::replica::Outgoing&) {
+        return to == asker;
+      };
       REQUIRE(net.replicas[holder].insert(f).ok());
       net.run();
       for (MemberId m = 0; m < asker; ++m) {
@@ -586,7 +610,8 @@ TEST_CASE("a removal that names the dot of another id ends the same in every ord
   REQUIRE(second.join(with_x).ok());
   CHECK(first == second);
   CHECK(first.empty());
-  for (const auto& set : {first, second}) CHECK(kvmeld::replica::decode_set(kvmeld::replica::encode_set(set)).ok());
+  for (const auto& set : {first, second})
+    CHECK(kvmeld::replica::decode_set(kvmeld::replica::encode_set(set)).ok());
 }
 
 TEST_CASE("an epoch that was used before is noticed, and nothing of it is lost") {
@@ -645,7 +670,9 @@ TEST_CASE("a fragment that gains provenance, or loses none, is the same set in e
   const Replica::Options options{.epoch = 1, .merger = merger_digest};
   Replica a(stores[0], options), b(stores[1], options);
   const auto give = [](Replica& to, const kvmeld::FragmentSet& set) {
-    REQUIRE(to.receive(9, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(set))).ok());
+    REQUIRE(to.receive(9, message(kvmeld::replica::ReplicaMessage::delta,
+                                  kvmeld::replica::encode_set(set)))
+                .ok());
   };
   give(a, bare);
   give(a, marked);
@@ -668,7 +695,8 @@ TEST_CASE(
   (void)net.replicas[0].take_outbox();
   kvmeld::replica::messages::Fetch fetch{f.id(), {}};
   fetch.chunks.assign(16, kvmeld::replica::make_manifest(f, 1000)->chunks[0][0]);
-  const auto frame = message(kvmeld::replica::ReplicaMessage::fetch, kvmeld::replica::messages::encode(fetch));
+  const auto frame =
+      message(kvmeld::replica::ReplicaMessage::fetch, kvmeld::replica::messages::encode(fetch));
   REQUIRE(net.replicas[0].receive(1, frame).ok());
   CHECK(net.replicas[0].take_outbox().size() == 1);  // once, however often it is named
   // Manifests of a third of a megabyte each, asked for by a name.
@@ -676,8 +704,9 @@ TEST_CASE(
   const Fragment large = fragment(6, 1000);
   REQUIRE(many.replicas[0].insert(large).ok());
   (void)many.replicas[0].take_outbox();
-  const auto ask = message(kvmeld::replica::ReplicaMessage::fetch,
-                           kvmeld::replica::messages::encode(kvmeld::replica::messages::Fetch{large.id(), {}}));
+  const auto ask =
+      message(kvmeld::replica::ReplicaMessage::fetch,
+              kvmeld::replica::messages::encode(kvmeld::replica::messages::Fetch{large.id(), {}}));
   for (int i = 0; i < 260; ++i) REQUIRE(many.replicas[0].receive(1, ask).ok());
   std::size_t bytes = 0;
   std::size_t longest = 0;
@@ -709,7 +738,8 @@ TEST_CASE(
   (void)net.replicas[0].take_outbox();
   (void)net.replicas[1].take_outbox();
   const auto news =
-      message(kvmeld::replica::ReplicaMessage::news, kvmeld::replica::messages::encode(kvmeld::replica::messages::News{{}, {}}));
+      message(kvmeld::replica::ReplicaMessage::news,
+              kvmeld::replica::messages::encode(kvmeld::replica::messages::News{{}, {}}));
   for (MemberId stranger = 1000; stranger < 1000 + 4096; ++stranger)
     (void)net.replicas[0].receive(stranger, news);
   (void)net.replicas[0].take_outbox();
@@ -733,13 +763,18 @@ TEST_CASE("an agent that started thousands of times is still heard, and nobody s
       for (std::uint64_t life = 1; life < lives; ++life) seen.append({1, life, 0, 0});
       seen.append({1, lives, 0, last});
       const kvmeld::replica::messages::News said{seen, {}, lives};
-      return replica.receive(1, message(kvmeld::replica::ReplicaMessage::news, kvmeld::replica::messages::encode(said)))
+      return replica
+          .receive(1, message(kvmeld::replica::ReplicaMessage::news,
+                              kvmeld::replica::messages::encode(said)))
           .status();
     };
     const auto relayed = [&](std::uint64_t sequence) {
       kvmeld::FragmentSet set;
       REQUIRE(set.insert(fragment(sequence), {1, sequence, lives}).ok());
-      REQUIRE(replica.receive(2, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(set))).ok());
+      REQUIRE(replica
+                  .receive(2, message(kvmeld::replica::ReplicaMessage::delta,
+                                      kvmeld::replica::encode_set(set)))
+                  .ok());
       return replica.set().find(fragment(sequence).id()) != nullptr;
     };
     REQUIRE(news(0).ok());
@@ -785,7 +820,10 @@ TEST_CASE(
     const auto tell = [&](const kvmeld::FragmentSet& set) {
       const kvmeld::Digest256 before = victim.set().digest();
       const kvmeld::CausalContext seen = victim.set().context();
-      REQUIRE(victim.receive(byzantine, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(set))).ok());
+      REQUIRE(victim
+                  .receive(byzantine, message(kvmeld::replica::ReplicaMessage::delta,
+                                              kvmeld::replica::encode_set(set)))
+                  .ok());
       CHECK(victim.set().digest() == before);
       CHECK(victim.set().context() == seen);
     };
@@ -803,7 +841,8 @@ TEST_CASE(
     // What is known of a dot nobody else changes.
     kvmeld::FragmentSet changed;
     REQUIRE(changed.insert(fragment(1), {1, 0, 1}, 0.9F).ok());
-    (void)victim.receive(byzantine, message(kvmeld::replica::ReplicaMessage::delta, kvmeld::replica::encode_set(changed)));
+    (void)victim.receive(byzantine, message(kvmeld::replica::ReplicaMessage::delta,
+                                            kvmeld::replica::encode_set(changed)));
     CHECK_FALSE(victim.set().find(fragment(1).id())->metadata.marks[0].confidence);
     for (std::uint64_t i = 2; i < 12; ++i) REQUIRE(author.insert(fragment(i)).ok());
     REQUIRE(author.remove(fragment(2).id()).ok());
@@ -870,8 +909,10 @@ TEST_CASE(
     MemoryStore store;
     Replica here(store, options(1, merger_digest));
     const std::vector<std::byte> nothing;
-    (void)here.receive(2, *kvmeld::replica::encode_replica_frame(type, kvmeld::Digest128{2, 2}, nothing));
-    (void)here.receive(3, *kvmeld::replica::encode_replica_frame(type, kvmeld::replica::does_not_render, nothing));
+    (void)here.receive(
+        2, *kvmeld::replica::encode_replica_frame(type, kvmeld::Digest128{2, 2}, nothing));
+    (void)here.receive(
+        3, *kvmeld::replica::encode_replica_frame(type, kvmeld::replica::does_not_render, nothing));
     (void)here.receive(4, *kvmeld::replica::encode_replica_frame(type, merger_digest, nothing));
     CHECK(here.other_mergers() == std::vector<MemberId>{2});
     CHECK(here.not_rendering() == std::vector<MemberId>{3});
@@ -900,7 +941,8 @@ std::uint64_t talk(const std::vector<Replica*>& all, int rounds, std::int64_t& n
     for (Replica* const r : all) (void)r->tick(now);
     for (Replica* const from : all) {
       for (const auto& out : from->take_outbox()) {
-        if (i > rounds / 2 && out.type != static_cast<std::uint8_t>(kvmeld::replica::ReplicaMessage::news))
+        if (i > rounds / 2 &&
+            out.type != static_cast<std::uint8_t>(kvmeld::replica::ReplicaMessage::news))
           late += out.bytes.size();
         for (Replica* const to : all) {
           if (to == from || to->options().self == from->options().self) continue;
@@ -995,8 +1037,8 @@ TEST_CASE("a store gives no epoch twice") {
     given.push_back(*epoch);
     const std::uint64_t number = *epoch;
     // taken
-    CHECK_FALSE(
-        *store.put(kvmeld::replica::detail::epoch_key(3, number), std::as_bytes(std::span(&number, 1))));
+    CHECK_FALSE(*store.put(kvmeld::replica::detail::epoch_key(3, number),
+                           std::as_bytes(std::span(&number, 1))));
   }
   std::sort(given.begin(), given.end());
   CHECK(std::adjacent_find(given.begin(), given.end()) == given.end());

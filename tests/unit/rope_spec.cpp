@@ -427,9 +427,11 @@ TEST_CASE("a rope and the planes' rotary flags do not contradict each other") {
   CHECK(layer_refusal(rotates,
                       {{Plane::latent, false}, {Plane::rope_part, true}, {Plane::index_key, true}})
             .empty());
-  CHECK(layer_refusal(rotates, {{Plane::key, false}, {Plane::value, false}, {Plane::rope_part, true}})
-            .empty());
-  CHECK(layer_refusal(rotates, {{Plane::latent, true}}).empty());  // one plane that holds both parts
+  CHECK(
+      layer_refusal(rotates, {{Plane::key, false}, {Plane::value, false}, {Plane::rope_part, true}})
+          .empty());
+  CHECK(
+      layer_refusal(rotates, {{Plane::latent, true}}).empty());  // one plane that holds both parts
   says(layer_refusal(rotates, {{Plane::latent, false}, {Plane::rope_part, false}}), "rope part");
   says(layer_refusal(rotates, {{Plane::latent, false}}), "no plane");
   says(layer_refusal(rotates, {{Plane::index_key, true}, {Plane::scale, true}}), "scales");

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include <kvmeld/policies/select.hpp>
 #include <kvmeld/kvmeld.hpp>
+#include <kvmeld/policies/select.hpp>
 
 #include "support/law.hpp"
 #include "support/random_cache.hpp"

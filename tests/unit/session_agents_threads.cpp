@@ -57,8 +57,8 @@ struct Gate {
   }
 };
 
-using Session =
-    replica::AgentSession<std::remove_const_t<decltype(merging)>, stores::MemoryStore, CountingTransport>;
+using Session = replica::AgentSession<std::remove_const_t<decltype(merging)>, stores::MemoryStore,
+                                      CountingTransport>;
 
 struct Agent {
   stores::MemoryStore store;
@@ -68,7 +68,8 @@ struct Agent {
 
   Agent(replica::MemberId self, stores::MemoryHub& hub, const Session::Options& options)
       : transport{*hub.join(self)},
-        session(merging, store, transport, g, options, replica::HostMemory({.spare_tokens = 256})) {}
+        session(merging, store, transport, g, options, replica::HostMemory({.spare_tokens = 256})) {
+  }
 
   // From any thread: Catch's macros are the main thread's.
   [[nodiscard]] bool say(std::int64_t tokens) {
@@ -107,8 +108,9 @@ void check_accounts(Agent& agent) {
   CHECK(accounts.total_sent() == agent.transport.sent);
   CHECK(accounts.total_received() == agent.transport.received);
   replica::Traffic by_layer;
-  for (const replica::TrafficLayer layer : {replica::TrafficLayer::state, replica::TrafficLayer::payload, replica::TrafficLayer::rounds,
-                                   replica::TrafficLayer::application})
+  for (const replica::TrafficLayer layer :
+       {replica::TrafficLayer::state, replica::TrafficLayer::payload, replica::TrafficLayer::rounds,
+        replica::TrafficLayer::application})
     by_layer += accounts.sent_of(layer);
   CHECK(by_layer == accounts.total_sent());
 }
@@ -358,7 +360,7 @@ TEST_CASE("words of which only a later render knows are carried over the swap to
   auto transport = hub.join(1);
   const Gate gate;
   replica::AgentSession session(merging, store, *transport, g, options_for(1, 1),
-                       replica::HostMemory({.spare_tokens = 64}), gate);
+                                replica::HostMemory({.spare_tokens = 64}), gate);
   const auto say = [&](std::int64_t tokens, std::uint64_t seed) {
     test::TestCache words(g, tokens);
     words.fill(seed);
@@ -393,8 +395,8 @@ TEST_CASE("a round's cache that is rendered after the deadline is never swapped 
   const Gate gate;
   auto options = options_for(1, 1);
   options.background = false;
-  replica::AgentSession session(merging, store, *transport, g, options, replica::HostMemory({.spare_tokens = 64}),
-                       gate);
+  replica::AgentSession session(merging, store, *transport, g, options,
+                                replica::HostMemory({.spare_tokens = 64}), gate);
   test::TestCache words(g, 4);
   words.fill(1);
   REQUIRE(session.append(words.ref()).ok());

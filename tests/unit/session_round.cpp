@@ -40,7 +40,8 @@ struct Network {
 
   void send(std::int64_t now, Message message) {
     for (const replica::MemberId to : members) {
-      if (to == message.from || (message.to != replica::everyone && message.to != to) || dead[message.from])
+      if (to == message.from || (message.to != replica::everyone && message.to != to) ||
+          dead[message.from])
         continue;
       if (sends++ == kill_at) {
         dead[message.from] = true;
@@ -64,7 +65,7 @@ struct Member {
   replica::Round round;
   FragmentSet set;
   std::shared_ptr<const Geometry> geometry;
-  Digest128 cache{};               // content digest of the live cache
+  Digest128 cache{};                        // content digest of the live cache
   std::optional<replica::RoundCut> disk{};  // what it wrote down before it published
   std::int64_t next_want = 0;
 
@@ -74,8 +75,8 @@ struct Member {
                         std::ranges::all_of(set.entries(), [](const FragmentSet::Entry& e) {
                           return e.complete();
                         }))) {
-      auto cut =
-          kvmeld::replica::make_cut(set, by_provenance.digest(), round.options().session, round.number(), self);
+      auto cut = kvmeld::replica::make_cut(set, by_provenance.digest(), round.options().session,
+                                           round.number(), self);
       REQUIRE(cut.ok());
       disk = *cut;
       REQUIRE(round.publish(*cut).ok());
@@ -96,13 +97,15 @@ struct Member {
         round.finish({});
       }
     }
-    for (replica::Round::Outgoing& out : round.take_messages()) net.send(now, {0, self, out.to, out});
+    for (replica::Round::Outgoing& out : round.take_messages())
+      net.send(now, {0, self, out.to, out});
     if (now < next_want) return;
     next_want = now + 20;
     for (const FragmentSet::Entry& entry : set.entries()) {
       if (!entry.complete()) missing.push_back(entry.id);
     }
-    if (!missing.empty()) net.send(now, {.due = 0, .from = self, .to = replica::everyone, .want = missing});
+    if (!missing.empty())
+      net.send(now, {.due = 0, .from = self, .to = replica::everyone, .want = missing});
   }
 
   void receive(Network& net, std::int64_t now, const Network::Message& message) {
@@ -160,7 +163,9 @@ struct World {
   void begin_alive() {
     for (Member& m : all) {
       if (net.dead[m.self]) continue;
-      net.send(now, {.due = 0, .from = m.self, .to = replica::everyone, .news = without_payloads(m.set)});
+      net.send(
+          now,
+          {.due = 0, .from = m.self, .to = replica::everyone, .news = without_payloads(m.set)});
       if (!net.dead[m.self]) begin(m);
     }
   }
@@ -306,7 +311,8 @@ TEST_CASE("other mergers, other cuts, other sessions") {
   CHECK(early.status().code() == ErrorCode::merger_mismatch);
   CHECK(early.cut() == nullptr);
   replica::Round late = member;
-  REQUIRE(late.receive(3, replica::RoundMessage::cut, kvmeld::replica::encode(cut(1, 2, theirs)), 1).ok());
+  REQUIRE(late.receive(3, replica::RoundMessage::cut, kvmeld::replica::encode(cut(1, 2, theirs)), 1)
+              .ok());
   CHECK(late.status().code() == ErrorCode::merger_mismatch);
   // The publisher does not count who merges otherwise.
   replica::Round publisher(2, options);
@@ -314,7 +320,8 @@ TEST_CASE("other mergers, other cuts, other sessions") {
   REQUIRE(publisher.receive(1, replica::RoundMessage::ready, ready(5, 1, theirs), 1).ok());
   // of another session
   REQUIRE(publisher.receive(3, replica::RoundMessage::ready, ready(6, 1, ours), 1).ok());
-  REQUIRE(publisher.receive(44, replica::RoundMessage::ready, ready(5, 1, ours), 1).ok());  // no member
+  REQUIRE(
+      publisher.receive(44, replica::RoundMessage::ready, ready(5, 1, ours), 1).ok());  // no member
   CHECK_FALSE(publisher.wants_cut(11, {}, true));
   CHECK(publisher.mismatched().size() == 1);
   REQUIRE(publisher.receive(3, replica::RoundMessage::ready, ready(5, 1, ours), 12).ok());
@@ -348,9 +355,12 @@ TEST_CASE(
   const Digest128 ours{1, 1};
   FragmentSet set;
   REQUIRE(set.insert(test::sealed(test::geometry({.layers = 1}), 2, 1).fragment, {1, 0, 1}).ok());
-  const auto ready = [&](std::uint64_t round) { return encode(replica::RoundReady{5, round, ours, {}}); };
+  const auto ready = [&](std::uint64_t round) {
+    return encode(replica::RoundReady{5, round, ours, {}});
+  };
   const auto cut = [&](std::uint64_t round) {
-    return kvmeld::replica::encode(*kvmeld::replica::make_cut(set, ours, 5, round, options.members[round % 3]));
+    return kvmeld::replica::encode(
+        *kvmeld::replica::make_cut(set, ours, 5, round, options.members[round % 3]));
   };
   replica::Round member(1, options);
   for (const std::uint64_t round :
@@ -358,7 +368,8 @@ TEST_CASE(
     const Status far = member.receive(3, replica::RoundMessage::ready, ready(round), 0);
     CHECK(far.code() == ErrorCode::corrupt);
     CHECK(far.message().find(std::to_string(round)) != std::string::npos);
-    CHECK(member.receive(3, replica::RoundMessage::cut, cut(round), 0).code() == ErrorCode::corrupt);
+    CHECK(member.receive(3, replica::RoundMessage::cut, cut(round), 0).code() ==
+          ErrorCode::corrupt);
   }
   REQUIRE(member.begin(0, ours, {}).ok());
   CHECK(member.number() == 1);
@@ -403,12 +414,17 @@ TEST_CASE("whoever asks for a cut at every moment gets it a few times") {
   REQUIRE(set.insert(test::sealed(test::geometry({.layers = 1}), 2, 1).fragment, {1, 0, 1}).ok());
   replica::Round member(1, options);
   REQUIRE(member.begin(0, ours, {}).ok());
-  REQUIRE(member.receive(2, replica::RoundMessage::cut, kvmeld::replica::encode(*kvmeld::replica::make_cut(set, ours, 5, 1, 2)), 0).ok());
+  REQUIRE(member
+              .receive(2, replica::RoundMessage::cut,
+                       kvmeld::replica::encode(*kvmeld::replica::make_cut(set, ours, 5, 1, 2)), 0)
+              .ok());
   member.finish({});
   (void)member.take_messages();
   const auto asks = [&](replica::MemberId from, std::int64_t now) {
-    REQUIRE(
-        member.receive(from, replica::RoundMessage::ready, encode(replica::RoundReady{5, 1, ours, {}}), now).ok());
+    REQUIRE(member
+                .receive(from, replica::RoundMessage::ready,
+                         encode(replica::RoundReady{5, 1, ours, {}}), now)
+                .ok());
     return member.take_messages().size();
   };
   std::size_t answers = 0;
@@ -421,7 +437,8 @@ TEST_CASE("whoever asks for a cut at every moment gets it a few times") {
   REQUIRE(member.begin(1'000, ours, {}).ok());
   (void)member.take_messages();
   const auto old = encode(replica::RoundReady{5, 0, ours, {}});
-  for (int i = 0; i < 9; ++i) REQUIRE(member.receive(3, replica::RoundMessage::ready, old, 1'001).ok());
+  for (int i = 0; i < 9; ++i)
+    REQUIRE(member.receive(3, replica::RoundMessage::ready, old, 1'001).ok());
   CHECK(member.take_messages().size() == 1);
 }
 
@@ -459,16 +476,16 @@ TEST_CASE("an exact cut needs every payload and the metadata that was published"
   REQUIRE(set.evict(a.id()).ok());
   CHECK(missing_of(only_a, set) == std::vector<FragmentId>{a.id()});
   CHECK(restrict_to(only_a, set).error().code() == ErrorCode::payload_missing);
-  CHECK(make_cut(set, {}, 0, 1, 1)->set.empty());
+  CHECK(kvmeld::replica::make_cut(set, {}, 0, 1, 1)->set.empty());
 }
 
 TEST_CASE("deadlines count what passes, wherever the clock is set to") {
   const replica::RoundOptions options{.session = 5,
-                             .members = {1, 2},
-                             .soft_ms = 100,
-                             .cut_ms = 200,
-                             .timeout_ms = 400,
-                             .retry_ms = 50};
+                                      .members = {1, 2},
+                                      .soft_ms = 100,
+                                      .cut_ms = 200,
+                                      .timeout_ms = 400,
+                                      .retry_ms = 50};
   for (const std::int64_t jump :
        {std::int64_t{-3'600'000}, std::int64_t{3'600'000}, -(std::int64_t{1} << 62U)}) {
     replica::Round round(1, options);

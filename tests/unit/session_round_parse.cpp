@@ -75,7 +75,8 @@ TEST_CASE("cuts") {
               .ok());
   replica::RoundCut log = cut;
   log.set = removed;
-  CHECK(kvmeld::replica::decode_cut(kvmeld::replica::encode(log)).error().code() == ErrorCode::corrupt);
+  CHECK(kvmeld::replica::decode_cut(kvmeld::replica::encode(log)).error().code() ==
+        ErrorCode::corrupt);
 }
 
 TEST_CASE("readies") {

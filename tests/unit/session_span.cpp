@@ -55,8 +55,8 @@ TEST_CASE("rows that come one by one, in any layout, seal to what the whole cach
       const auto expected = seal(cache.ref(), whole);
       REQUIRE(expected.ok());
 
-      replica::SpanBuffer buffer(g, {},
-                        {.context = {.lead_in = lead_in}, .first_position = 20, .drop_first = 3});
+      replica::SpanBuffer buffer(
+          g, {}, {.context = {.lead_in = lead_in}, .first_position = 20, .drop_first = 3});
       for (const auto& [begin, end] :
            {std::pair<std::int64_t, std::int64_t>{0, 2}, {2, 5}, {5, 6}, {6, 11}}) {
         const Part part(cache.ref(), begin, end);
@@ -113,7 +113,7 @@ TEST_CASE("a second encoding travels with its span") {
   const auto ids = test::token_ids(6);
   const Context context{.lead_in = lead_in_digest(std::vector<TokenId>{1})};
   replica::SpanBuffer buffer(g, {.seal_every = 6, .variants = true},
-                    {.context = context, .first_position = 40, .variant_position = 4});
+                             {.context = context, .first_position = 40, .variant_position = 4});
   REQUIRE(buffer.append(with.ref(), ids).ok());
   CHECK_FALSE(buffer.full());
   CHECK(buffer.seal().error().code() == ErrorCode::token_count_mismatch);

@@ -77,8 +77,9 @@ TEST_CASE("words with ids of any content hash are carried over a swap") {
   stores::MemoryHub hub;
   stores::MemoryStore store;
   auto transport = hub.join(1);
-  replica::AgentSession session(merging, store, *transport, g,
-                       options_for<replica::AgentSessionOptions<replica::NoAuth, OtherHash>>(1, {1}));
+  replica::AgentSession session(
+      merging, store, *transport, g,
+      options_for<replica::AgentSessionOptions<replica::NoAuth, OtherHash>>(1, {1}));
   REQUIRE(say(session, 5, 1).ok());
   REQUIRE(session.poll(now_ms()).ok());
   REQUIRE(say(session, 3, 2).ok());  // said since the snapshot
@@ -110,7 +111,8 @@ TEST_CASE("a cut that lacks an agent's own words does not take them out of its v
   REQUIRE(theirs_alone.insert(theirs, {2, 0, 1}).ok());
   REQUIRE(session.begin_round(now_ms()).ok());
   REQUIRE(peer->send(1, frame(replica::SessionMessage::round_cut,
-                              kvmeld::replica::encode(*kvmeld::replica::make_cut(theirs_alone, merging.digest(), 9, 1, 2))))
+                              kvmeld::replica::encode(*kvmeld::replica::make_cut(
+                                  theirs_alone, merging.digest(), 9, 1, 2))))
               .ok());
   std::optional<replica::SwapReport> swap;
   for (int i = 0; i < 4000 && !(swap && swap->round == 1); ++i) {
@@ -144,9 +146,9 @@ struct SlowMemory {
   std::shared_ptr<std::function<void()>> during = std::make_shared<std::function<void()>>();
 
   [[nodiscard]] replica::HostBacking backing() const { return inner.backing(); }
-  [[nodiscard]] Result<replica::InstallReport> install(std::shared_ptr<replica::Rendered<replica::HostBuffer>> next,
-                                              std::span<const Fragment> carried,
-                                              std::int64_t first) {
+  [[nodiscard]] Result<replica::InstallReport> install(
+      std::shared_ptr<replica::Rendered<replica::HostBuffer>> next,
+      std::span<const Fragment> carried, std::int64_t first) {
     if (*during) (*during)();
     return inner.install(std::move(next), carried, first);
   }
@@ -207,7 +209,7 @@ TEST_CASE(
     options.replica.max_operations = 2;
     options.max_refused_tokens = max_refused;
     replica::AgentSession session(merging, stores[0], *transport, g, options,
-                         replica::HostMemory({.spare_tokens = 16}));
+                                  replica::HostMemory({.spare_tokens = 16}));
     replica::AgentSession other(merging, stores[1], *other_transport, g, options_for(2, {1, 2}));
     for (std::uint64_t i = 0; i < 2; ++i) {
       REQUIRE(say(session, 1, i).ok());
@@ -262,7 +264,8 @@ TEST_CASE("frames of the host's own that nobody takes do not pile up") {
   CHECK(taken.back().second.bytes.front() == std::byte{39});
   CHECK(session.accounting().application_dropped == 30);
   CHECK(session.take_application().empty());
-  REQUIRE(peer->send(1, frame(replica::SessionMessage::application, std::vector<std::byte>(9'000))).ok());
+  REQUIRE(peer->send(1, frame(replica::SessionMessage::application, std::vector<std::byte>(9'000)))
+              .ok());
   REQUIRE(session.poll(1).ok());
   CHECK(session.take_application().size() == 1);
 }

@@ -9,11 +9,11 @@
 
 namespace {
 
+using kvmeld::Dot;
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::FragmentSet;
 using kvmeld::Metadata;
-using kvmeld::Dot;
 
 struct OtherHash : kvmeld::Xxh3_128 {
   static constexpr std::uint8_t tag = 9;

@@ -465,7 +465,8 @@ bool locked_in_the_making(const std::filesystem::path& store) {
   bool all = true;
   std::error_code none;
   for (const auto& entry : std::filesystem::directory_iterator(store / "temp", none)) {
-    const kvmeld::stores::detail::FileHandle file(::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC));
+    const kvmeld::stores::detail::FileHandle file(
+        ::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC));
     const bool begun = file.valid() && std::filesystem::file_size(entry, none) > 0;
     all = all && !(begun && ::flock(file.get(), LOCK_EX | LOCK_NB) == 0);
   }

@@ -19,8 +19,8 @@
 
 namespace {
 
-using kvmeld::stores::Durability;
 using kvmeld::ErrorCode;
+using kvmeld::stores::Durability;
 using kvmeld::stores::FileStore;
 using test::Bytes;
 
@@ -356,7 +356,8 @@ TEST_CASE("a full disk refuses, and loses nothing") {
 TEST_CASE(
     "what cannot be a store is refused with the reason, and what may not be used with the errno") {
   const test::TempFolder folder;
-  const auto refusal = [](const std::string& path, const kvmeld::stores::FileStoreOptions& options = fast) {
+  const auto refusal = [](const std::string& path,
+                          const kvmeld::stores::FileStoreOptions& options = fast) {
     const auto store = FileStore::open(path, options);
     REQUIRE_FALSE(store.ok());
     return store.error();

@@ -7,8 +7,8 @@
 #include "support/store_laws.hpp"
 #include "support/temp_folder.hpp"
 
-using kvmeld::stores::Durability;
 using kvmeld::ErrorCode;
+using kvmeld::stores::Durability;
 using kvmeld::stores::FileStore;
 
 TEST_CASE(

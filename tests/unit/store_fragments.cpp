@@ -22,8 +22,8 @@
 namespace {
 
 using kvmeld::ErrorCode;
-using kvmeld::stores::FileStore;
 using kvmeld::Fragment;
+using kvmeld::stores::FileStore;
 using Replica = kvmeld::replica::Replica<FileStore>;
 
 constexpr kvmeld::replica::FragmentFormat<> format{};
@@ -226,7 +226,8 @@ TEST_CASE(
   accounting.store_damage = replica.counters().store_damage;
   kvmeld::metrics::MetricsPage page;
   REQUIRE(kvmeld::metrics::collect(page, accounting).ok());
-  CHECK(kvmeld::metrics::prometheus_text(page).find("kvmeld_store_damaged_places 1\n") != std::string::npos);
+  CHECK(kvmeld::metrics::prometheus_text(page).find("kvmeld_store_damaged_places 1\n") !=
+        std::string::npos);
   REQUIRE(replica.insert(fragment(9)).ok());
   CHECK(open_store(folder)->damage().bytes == store->damage().bytes);  // nobody forgets it
 }
@@ -291,8 +292,8 @@ TEST_CASE(
   REQUIRE(kvmeld::replica::store_fragment(memory, sent, format).ok());
   CHECK(kvmeld::replica::load_fragment(memory, sent.id(), format).ok());
 
-  auto copying = FileStore::open(folder / "store",
-                                 {.durability = kvmeld::stores::Durability::none, .private_copies = true});
+  auto copying = FileStore::open(
+      folder / "store", {.durability = kvmeld::stores::Durability::none, .private_copies = true});
   REQUIRE(copying.ok());
   const auto shared = kvmeld::replica::load_fragment(*store, sent.id(), format);
   const auto copied = kvmeld::replica::load_fragment(*copying, sent.id(), format);
@@ -313,7 +314,8 @@ TEST_CASE("a folder without write permission is read, one with a link inside is 
   const std::string root = folder / "store";
   const auto read = [&] {
     auto store = FileStore::open(root, {.read_only = true});
-    if (!store || !store->read_only() || !kvmeld::replica::load_fragment(*store, sent.id(), format).ok())
+    if (!store || !store->read_only() ||
+        !kvmeld::replica::load_fragment(*store, sent.id(), format).ok())
       return false;
     const kvmeld::BlobKey key{};
     return store->records(0)->records.size() == 1 &&

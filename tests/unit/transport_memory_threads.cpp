@@ -39,7 +39,8 @@ TEST_CASE("a member that never looks loses what is beyond its inbox, and costs n
   kvmeld::stores::MemoryHub hub(1000, 2500);
   auto a = hub.join(1);
   auto b = hub.join(2);
-  for (int i = 0; i < 5; ++i) REQUIRE(a->send(kvmeld::replica::everyone, test::message(1, 1000)).ok());
+  for (int i = 0; i < 5; ++i)
+    REQUIRE(a->send(kvmeld::replica::everyone, test::message(1, 1000)).ok());
   CHECK(hub.lost() == 3);
   CHECK(test::drain(*b, 0) == 2);
   CHECK(test::carries(*a, *b, 2, test::message(2, 1000)));

@@ -12,8 +12,8 @@ TEST_CASE("SHA-256 and HMAC") {
 #else
 
 #include <kvmeld/fragment.hpp>
-#include <kvmeld/replica/wire.hpp>
 #include <kvmeld/replica/openssl.hpp>
+#include <kvmeld/replica/wire.hpp>
 
 #include "support/random_cache.hpp"
 
@@ -96,21 +96,26 @@ TEST_CASE("HMAC-SHA-256 gives the published tags") {
 }
 
 TEST_CASE("only members with the key are heard") {
-  const kvmeld::replica::FrameOptions<HmacSha256> keyed{.auth = HmacSha256("a secret of the session")};
-  const kvmeld::replica::FrameOptions<HmacSha256> other{.auth = HmacSha256("a secret of the sessioN")};
+  const kvmeld::replica::FrameOptions<HmacSha256> keyed{.auth =
+                                                            HmacSha256("a secret of the session")};
+  const kvmeld::replica::FrameOptions<HmacSha256> other{.auth =
+                                                            HmacSha256("a secret of the sessioN")};
   const auto frame = kvmeld::replica::encode_frame(5, text("body"), keyed);
   REQUIRE(frame.ok());
   const auto view = kvmeld::replica::decode_frame(*frame, keyed);
   REQUIRE(view.ok());
   CHECK(std::ranges::equal(view->body, text("body")));
-  CHECK(kvmeld::replica::decode_frame(*frame, keyed).ok());  // a replay is valid: what is above bears it
+  CHECK(kvmeld::replica::decode_frame(*frame, keyed)
+            .ok());  // a replay is valid: what is above bears it
   CHECK(kvmeld::replica::decode_frame(*frame, other).error().code() == ErrorCode::unauthenticated);
   CHECK(kvmeld::replica::decode_frame(*frame, kvmeld::replica::FrameOptions<>{}).error().code() ==
         ErrorCode::unauthenticated);
-  CHECK(kvmeld::replica::decode_frame(*kvmeld::replica::encode_frame(5, text("body")), keyed).error().code() ==
-        ErrorCode::unauthenticated);
-  CHECK(kvmeld::replica::encode_frame(5, text("body"), kvmeld::replica::FrameOptions<HmacSha256>{}).error().code() ==
-        ErrorCode::unsupported);
+  CHECK(kvmeld::replica::decode_frame(*kvmeld::replica::encode_frame(5, text("body")), keyed)
+            .error()
+            .code() == ErrorCode::unauthenticated);
+  CHECK(kvmeld::replica::encode_frame(5, text("body"), kvmeld::replica::FrameOptions<HmacSha256>{})
+            .error()
+            .code() == ErrorCode::unsupported);
   for (std::size_t n = 0; n < frame->size(); ++n)
     CHECK_FALSE(kvmeld::replica::decode_frame(std::span(*frame).first(n), keyed).ok());
   for (std::size_t bit = 0; bit < frame->size() * 8; ++bit) {
@@ -121,13 +126,15 @@ TEST_CASE("only members with the key are heard") {
   // A forger can mend the checksum, not the tag.
   Bytes forged = *frame;
   forged[6] = std::byte{6};
-  const std::uint64_t sum = kvmeld::replica::detail::frame_sum(forged, std::span(forged).subspan(40, 4));
+  const std::uint64_t sum =
+      kvmeld::replica::detail::frame_sum(forged, std::span(forged).subspan(40, 4));
   std::memcpy(forged.data() + 32, &sum, 8);
   CHECK(kvmeld::replica::decode_frame(forged, keyed).error().code() == ErrorCode::unauthenticated);
   // Nor take the tag off.
   Bytes bare(frame->begin(), frame->end() - 32);
   bare[7] = std::byte{0};
-  const std::uint64_t bare_sum = kvmeld::replica::detail::frame_sum(bare, std::span(bare).subspan(40, 4));
+  const std::uint64_t bare_sum =
+      kvmeld::replica::detail::frame_sum(bare, std::span(bare).subspan(40, 4));
   std::memcpy(bare.data() + 32, &bare_sum, 8);
   CHECK(kvmeld::replica::decode_frame(bare, kvmeld::replica::FrameOptions<>{}).ok());
   CHECK(kvmeld::replica::decode_frame(bare, keyed).error().code() == ErrorCode::unauthenticated);
@@ -149,14 +156,17 @@ TEST_CASE("a signed frame proves its sender") {
   REQUIRE(frame.ok());
   CHECK(kvmeld::replica::decode_frame(*frame, second, 1).ok());
   // in another's name
-  CHECK(kvmeld::replica::decode_frame(*frame, second, 2).error().code() == ErrorCode::unauthenticated);
-  CHECK(kvmeld::replica::decode_frame(*frame, second, 3).error().code() == ErrorCode::unauthenticated);
+  CHECK(kvmeld::replica::decode_frame(*frame, second, 2).error().code() ==
+        ErrorCode::unauthenticated);
+  CHECK(kvmeld::replica::decode_frame(*frame, second, 3).error().code() ==
+        ErrorCode::unauthenticated);
   CHECK(kvmeld::replica::decode_frame(*frame, second).error().code() == ErrorCode::unauthenticated);
   for (std::size_t byte = 0; byte < frame->size(); ++byte) {
     auto flipped = *frame;
     flipped[byte] ^= std::byte{4};
     CHECK_FALSE(kvmeld::replica::decode_frame(flipped, second, 1).ok());
   }
-  CHECK(kvmeld::replica::encode_frame(5, text("body"), kvmeld::replica::FrameOptions<Ed25519>{}).error().code() ==
-        ErrorCode::unsupported);
+  CHECK(kvmeld::replica::encode_frame(5, text("body"), kvmeld::replica::FrameOptions<Ed25519>{})
+            .error()
+            .code() == ErrorCode::unsupported);
 }

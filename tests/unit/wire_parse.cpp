@@ -1,8 +1,8 @@
 // Manifests, chunks and frames: whole round trips, the exact bytes, and every way in which they can
 // be cut or bent.
 #include <kvmeld/fragment.hpp>
-#include <kvmeld/replica/wire.hpp>
 #include <kvmeld/replica/stores.hpp>
+#include <kvmeld/replica/wire.hpp>
 #include <kvmeld/stores/memory.hpp>
 
 #include <fstream>
@@ -13,10 +13,10 @@
 
 namespace {
 
-using kvmeld::replica::Assembler;
 using kvmeld::BlobKey;
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
+using kvmeld::replica::Assembler;
 using kvmeld::replica::Manifest;
 using Bytes = std::vector<std::byte>;
 
@@ -91,8 +91,10 @@ std::vector<std::vector<Bytes>> stored(const Fragment& fragment, std::size_t chu
   std::vector<std::vector<Bytes>> out;
   for (const kvmeld::Payload& payload : fragment.payloads()) {
     out.emplace_back();
-    for (std::size_t c = 0; c < kvmeld::replica::chunk_count(payload.byte_count, chunk_bytes); ++c) {
-      out.back().push_back(kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(payload, c, chunk_bytes)));
+    for (std::size_t c = 0; c < kvmeld::replica::chunk_count(payload.byte_count, chunk_bytes);
+         ++c) {
+      out.back().push_back(
+          kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(payload, c, chunk_bytes)));
     }
   }
   return out;
@@ -176,7 +178,8 @@ TEST_CASE("one payload of two is fetched alone") {
 TEST_CASE("empty fragments, and chunks that occur twice") {
   const auto g = test::geometry({.heads = 1, .channels = 32});
   const auto empty = test::sealed(g, 0, 1).fragment;
-  auto manifest = kvmeld::replica::decode_manifest(bytes_of(kvmeld::replica::encode_manifest(empty)));
+  auto manifest =
+      kvmeld::replica::decode_manifest(bytes_of(kvmeld::replica::encode_manifest(empty)));
   REQUIRE(manifest.ok());
   Assembler none(*manifest);
   CHECK(none.complete());
@@ -241,7 +244,8 @@ TEST_CASE("memory follows the chunks that came, and a few of them make no payloa
   Assembler assembler(*believed);
   CHECK(assembler.bytes_of(key) == zeros.size());
   CHECK(assembler.bytes_of(BlobKey{}) == 0);
-  REQUIRE(assembler.add(key, kvmeld::replica::encode_chunk(std::span<const std::byte>(zeros))).ok());
+  REQUIRE(
+      assembler.add(key, kvmeld::replica::encode_chunk(std::span<const std::byte>(zeros))).ok());
   CHECK(assembler.complete());
   CHECK(assembler.held_bytes() == zeros.size());
   CHECK(assembler.bytes_of(key) == 0);
@@ -256,7 +260,8 @@ TEST_CASE("memory follows the chunks that came, and a few of them make no payloa
   kvmeld::replica::FragmentFormat<> format;
   format.chunk_bytes = 128;
   format.max_repeated_bytes = 1000;
-  CHECK(kvmeld::replica::store_fragment(store, *fragment, format).error().code() == ErrorCode::oversized);
+  CHECK(kvmeld::replica::store_fragment(store, *fragment, format).error().code() ==
+        ErrorCode::oversized);
   format.max_repeated_bytes = 1 << 20;
   CHECK(kvmeld::replica::store_fragment(store, *fragment, format).ok());
   CHECK(kvmeld::replica::load_fragment(store, fragment->id(), format).ok());
@@ -292,7 +297,8 @@ TEST_CASE("planes with scales, of several shapes, and layers without any") {
   for (std::byte& b : cache.bytes()) b = static_cast<std::byte>(random.below(64));
   const auto fragment = kvmeld::seal(cache.kv_cache_ref());
   REQUIRE(fragment.ok());
-  const auto manifest = kvmeld::replica::decode_manifest(bytes_of(kvmeld::replica::encode_manifest(*fragment, 100)));
+  const auto manifest =
+      kvmeld::replica::decode_manifest(bytes_of(kvmeld::replica::encode_manifest(*fragment, 100)));
   REQUIRE(manifest.ok());
   Assembler assembler(*manifest);
   const auto chunks = stored(*fragment, 100);
@@ -407,7 +413,8 @@ TEST_CASE("a manifest that lies is found out, at the latest when its bytes are t
         ErrorCode::payload_missing);
   CHECK(kvmeld::replica::make_manifest(rich(), 0).error().code() == ErrorCode::invalid_argument);
   CHECK(kvmeld::replica::make_manifest(Fragment{}).error().code() == ErrorCode::invalid_argument);
-  CHECK(kvmeld::replica::decode_manifest(kvmeld::replica::encode_manifest(*manifest), {.max_payload_bytes = 100})
+  CHECK(kvmeld::replica::decode_manifest(kvmeld::replica::encode_manifest(*manifest),
+                                         {.max_payload_bytes = 100})
             .error()
             .code() == ErrorCode::oversized);
 }
@@ -417,7 +424,8 @@ TEST_CASE("fragments of one model share its geometry") {
   const auto known = std::make_shared<const kvmeld::Geometry>(rich().geometry());
   CHECK(kvmeld::replica::decode_manifest(wire, {}, known)->fragment.shared_geometry() == known);
   const std::shared_ptr<const kvmeld::Geometry> other = test::geometry();
-  CHECK(kvmeld::replica::decode_manifest(wire, {}, other)->fragment.geometry() == rich().geometry());
+  CHECK(kvmeld::replica::decode_manifest(wire, {}, other)->fragment.geometry() ==
+        rich().geometry());
 }
 
 TEST_CASE("stored chunks declare what they hold") {
@@ -450,8 +458,8 @@ TEST_CASE("stored chunks declare what they hold") {
 }
 
 TEST_CASE("every prefix and every flipped bit of a message is an error") {
-  const kvmeld::replica::FrameOptions<> options{.scope =
-                                           kvmeld::replica::frame_namespace("tenant", "model", "tokenizer")};
+  const kvmeld::replica::FrameOptions<> options{
+      .scope = kvmeld::replica::frame_namespace("tenant", "model", "tokenizer")};
   const Bytes manifest = bytes_of(kvmeld::replica::encode_manifest(rich(), 256));
   const Bytes frame = bytes_of(kvmeld::replica::encode_frame(3, manifest, options));
   CHECK(frame.size() > 1500);
@@ -505,8 +513,8 @@ TEST_CASE("every prefix and every flipped bit of a message is an error") {
 }
 
 TEST_CASE("frames of newer versions, other namespaces and hostile lengths") {
-  const kvmeld::replica::FrameOptions<> options{.scope = kvmeld::replica::frame_namespace("a", "b", "c"),
-                                       .max_body_bytes = 100};
+  const kvmeld::replica::FrameOptions<> options{
+      .scope = kvmeld::replica::frame_namespace("a", "b", "c"), .max_body_bytes = 100};
   const Bytes body(100, std::byte{1});
   const Bytes frame = bytes_of(kvmeld::replica::encode_frame(9, body, options));
   const auto code = [&](std::size_t at, int value) {
@@ -530,9 +538,12 @@ TEST_CASE("frames of newer versions, other namespaces and hostile lengths") {
       "frame of wire version 3.0; this build reads version 2: update the older of the two members");
   CHECK(kvmeld::replica::decode_frame(frame, kvmeld::replica::FrameOptions<>{}).error().code() ==
         ErrorCode::unauthenticated);
-  CHECK(kvmeld::replica::frame_namespace("ab", "", "c") != kvmeld::replica::frame_namespace("a", "b", "c"));
-  CHECK(kvmeld::replica::encode_frame(9, Bytes(101), options).error().code() == ErrorCode::oversized);
-  CHECK(kvmeld::replica::decode_frame(bytes_of(kvmeld::replica::encode_frame(0, {})))->body.empty());
+  CHECK(kvmeld::replica::frame_namespace("ab", "", "c") !=
+        kvmeld::replica::frame_namespace("a", "b", "c"));
+  CHECK(kvmeld::replica::encode_frame(9, Bytes(101), options).error().code() ==
+        ErrorCode::oversized);
+  CHECK(
+      kvmeld::replica::decode_frame(bytes_of(kvmeld::replica::encode_frame(0, {})))->body.empty());
 }
 
 TEST_CASE("the bytes stay what docs/wire.md says") {
@@ -544,8 +555,8 @@ TEST_CASE("the bytes stay what docs/wire.md says") {
   const auto made = kvmeld::seal(cache.ref(), {.tokens = tokens});
   REQUIRE(made.ok());
   const Bytes manifest = bytes_of(kvmeld::replica::encode_manifest(*made, 16));
-  const Bytes frame =
-      bytes_of(kvmeld::replica::encode_frame(1, std::span(manifest).first(4), kvmeld::replica::FrameOptions<>{}));
+  const Bytes frame = bytes_of(kvmeld::replica::encode_frame(1, std::span(manifest).first(4),
+                                                             kvmeld::replica::FrameOptions<>{}));
   CHECK(hex(manifest) ==
         "4b564d4d"
         "02"

@@ -18,13 +18,14 @@ TEST_CASE("compressed chunks") {
 
 namespace {
 
-using kvmeld::replica::ChunkForm;
 using kvmeld::ElementType;
 using kvmeld::ErrorCode;
+using kvmeld::replica::ChunkForm;
 using kvmeld::replica::Zstd;
 using Bytes = std::vector<std::byte>;
 
-static_assert(kvmeld::replica::Compressor<Zstd> && kvmeld::replica::Compressor<kvmeld::replica::NoCompression>);
+static_assert(kvmeld::replica::Compressor<Zstd> &&
+              kvmeld::replica::Compressor<kvmeld::replica::NoCompression>);
 
 Bytes noise(std::size_t n, std::uint64_t seed) {
   test::Random random(seed);
@@ -95,7 +96,8 @@ TEST_CASE("floats whose channels differ in magnitude get shorter, noise stays as
       const auto form = kvmeld::replica::chunk_form(*g, payload, c, cut);
       CHECK(form.row_elements == 128);
       CHECK(form.type == type);
-      const Bytes chunk = kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(payload, c, cut), Zstd{}, form);
+      const Bytes chunk =
+          kvmeld::replica::encode_chunk(kvmeld::replica::raw_chunk(payload, c, cut), Zstd{}, form);
       stored += chunk.size();
       CHECK(chunk[0] == std::byte{1});
       CHECK(assembler.add(manifest->chunks[0][c], chunk).error().code() == ErrorCode::unsupported);
@@ -139,7 +141,8 @@ TEST_CASE("bent compressed chunks are refused") {
     Bytes unknown = good;
     unknown[3] = std::byte{4};
     CHECK(read(unknown).error().code() == ErrorCode::unknown_field);
-    CHECK(kvmeld::replica::decode_chunk(good, key, 2999, Zstd{}).error().code() == ErrorCode::oversized);
+    CHECK(kvmeld::replica::decode_chunk(good, key, 2999, Zstd{}).error().code() ==
+          ErrorCode::oversized);
   }
 }
 #endif

@@ -36,16 +36,16 @@ class LocalRows {
  public:
   /// `context_length` picks frequencies that depend on it; 0: the payload's last position + 1.
   /// Keeps references.
-  [[nodiscard]] static Result<LocalRows> open(const Geometry& geometry,
-                                                          const Payload& payload,
-                                                          std::int64_t context_length) {
+  [[nodiscard]] static Result<LocalRows> open(const Geometry& geometry, const Payload& payload,
+                                              std::int64_t context_length) {
     LocalRows rows(geometry, payload);
     if (payload.bytes == nullptr)
       return extend::error(ErrorCode::payload_missing, "an evicted payload of ",
                            payload.positions.size(), " tokens cannot be turned back");
     std::vector<std::int64_t> shifts;
     for (const std::int64_t position : payload.positions) shifts.push_back(-position);
-    rows.rotated_ = std::any_of(shifts.begin(), shifts.end(), [](std::int64_t s) { return s != 0; });
+    rows.rotated_ =
+        std::any_of(shifts.begin(), shifts.end(), [](std::int64_t s) { return s != 0; });
     if (context_length == 0 && !shifts.empty()) context_length = payload.positions.back() + 1;
     for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
       const LayerShape& layer = geometry.layers[l];
@@ -59,7 +59,7 @@ class LocalRows {
           return extend::error(ErrorCode::unsupported, "layer ", l, ": head size ", shape.channels,
                                " is above 1024");
         const bool rotates = rows.rotated_ && shape.rotary && layer.rope.kind != RopeKind::none &&
-                           layer.key_form == KeyForm::post_rope;
+                             layer.key_form == KeyForm::post_rope;
         if (!rotates) continue;
         if (shape.hadamard != 0)
           return extend::error(ErrorCode::unsupported, "layer ", l,
@@ -98,8 +98,8 @@ class LocalRows {
     const RopeSpec& rope = geometry_->layers[layer].rope;
     const RopeTable& table = tables_[static_cast<std::size_t>(layer_table_[layer])];
     extend::rotate_channels({table.row(static_cast<std::size_t>(token)), shape.channels,
-                      rope.first_channel, rope.rotary_channels, rope.pairing},
-                     isa, out);
+                             rope.first_channel, rope.rotary_channels, rope.pairing},
+                            isa, out);
   }
 
  private:
@@ -115,8 +115,8 @@ class LocalRows {
 
 /// Fills in where the planes of a payload lie, whose token sets are known, and makes zeros for
 /// them.
-[[nodiscard]] inline std::shared_ptr<std::vector<std::byte>> local_storage(
-    const Geometry& geometry, Payload& payload) {
+[[nodiscard]] inline std::shared_ptr<std::vector<std::byte>> local_storage(const Geometry& geometry,
+                                                                           Payload& payload) {
   std::size_t total = 0;
   payload.plane_offsets.clear();
   payload.scale_offsets.clear();
@@ -135,7 +135,7 @@ class LocalRows {
 /// Normalises the rows of a derived plane. Errors: `non_finite`, by layer and row, where its
 /// elements cannot hold one.
 inline Status normalise_plane(const PlaneShape& shape, std::byte* bytes, std::size_t rows,
-                                   std::size_t layer, const char* what) {
+                              std::size_t layer, const char* what) {
   const auto size = static_cast<std::size_t>(extend::row_bytes(shape) * shape.heads);
   if (extend::is_finite(extend::normalise(shape.type, bytes, rows * size))) return {};
   return extend::error(ErrorCode::non_finite, "layer ", layer, ", ",
@@ -189,7 +189,7 @@ inline Status normalise_plane(const PlaneShape& shape, std::byte* bytes, std::si
 /// @param context_length tokens of the context that it was made in, where frequencies depend on it;
 /// 0: its last position + 1.
 [[nodiscard]] inline Result<Fragment> unrotated(const Fragment& fragment,
-                                                     std::int64_t context_length = 0) {
+                                                std::int64_t context_length = 0) {
   if (!fragment.valid())
     return extend::error(ErrorCode::invalid_argument, "an empty Fragment has no keys to turn back");
   if (fragment.token_count() > 0 && is_unrotated(fragment) && fragment.token_count() > 1)
@@ -260,9 +260,8 @@ struct OffsetOptions {
 /// `geometry_mismatch`, `token_count_mismatch`, `tokens_required` (ids that do not tell the
 /// content, see `OffsetOptions::of`), `payload_missing`, `unsupported`, `non_finite`,
 /// `invalid_argument`.
-[[nodiscard]] inline Result<Fragment> measure_offset(const Fragment& real,
-                                                          const Fragment& base,
-                                                          const OffsetOptions& options = {}) {
+[[nodiscard]] inline Result<Fragment> measure_offset(const Fragment& real, const Fragment& base,
+                                                     const OffsetOptions& options = {}) {
   if (!real.valid() || !base.valid())
     return extend::error(ErrorCode::invalid_argument,
                          "an offset needs two fragments, one is empty");
@@ -516,9 +515,8 @@ struct Anchor {
 /// An anchor of a segment that was sealed by itself: its base un-rotated, no offsets yet.
 ///
 /// Errors: those of `unrotated`; `invalid_argument` for a segment of 0 tokens.
-[[nodiscard]] inline Result<Anchor> make_anchor(const Fragment& base,
-                                                     std::vector<float> vector,
-                                                     std::int64_t context_length = 0) {
+[[nodiscard]] inline Result<Anchor> make_anchor(const Fragment& base, std::vector<float> vector,
+                                                std::int64_t context_length = 0) {
   if (!base.valid() || base.token_count() == 0)
     return extend::error(ErrorCode::invalid_argument,
                          "an anchor needs a segment of at least 1 token");
@@ -549,7 +547,7 @@ struct Anchor {
 ///
 /// Errors: `invalid_argument` for a layer without values; `payload_missing`.
 [[nodiscard]] inline Result<std::vector<float>> mean_value_row(const Fragment& fragment,
-                                                                    std::size_t layer = 1) {
+                                                               std::size_t layer = 1) {
   if (!fragment.valid() || layer >= fragment.geometry().layers.size())
     return extend::error(ErrorCode::invalid_argument, "no layer ", layer, " to take values from");
   const Payload& payload = fragment.payloads()[0];

@@ -644,8 +644,8 @@ Status AnchorExchange<Store, Auth, Hash, C>::tell(replica::MemberId to, AnchorMe
   const std::size_t most = (std::max)(room / detail::max_record_bytes, std::size_t{1});
   std::span<const AnchorRecord> left(records);
   for (; left.size() > most; left = left.subspan(most)) {
-    KVMELD_TRY(post(to, AnchorMessage::records,
-                    encode_records(options_.frame.scope, left.first(most))));
+    KVMELD_TRY(
+        post(to, AnchorMessage::records, encode_records(options_.frame.scope, left.first(most))));
   }
   extend::ByteWriter w;
   if (last == AnchorMessage::gossip) {
@@ -796,8 +796,9 @@ template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Has
           replica::Compressor C>
 void AnchorExchange<Store, Auth, Hash, C>::drop_tombstones() {
   tombstones_.date(elapsed_);
-  while (tombstones_.size() > 0 && (tombstones_.size() > options_.max_tombstones ||
-                                elapsed_ - tombstones_.oldest().since >= options_.tombstone_ms)) {
+  while (tombstones_.size() > 0 &&
+         (tombstones_.size() > options_.max_tombstones ||
+          elapsed_ - tombstones_.oldest().since >= options_.tombstone_ms)) {
     const FragmentId key = tombstones_.oldest().key;
     tombstones_.fill(key);
     directory_.forget(key);

@@ -60,8 +60,7 @@ struct LstmTrace {
 /// 2000.
 /// @param x (token, input) @param out (token)
 inline void run_lstm(const LstmShape& shape, std::span<const double> parameters,
-                          std::span<const double> x, std::span<double> out,
-                          LstmTrace* trace = nullptr) {
+                     std::span<const double> x, std::span<double> out, LstmTrace* trace = nullptr) {
   const std::size_t h = shape.hidden, step = 7 * h;
   std::vector<double> storage;
   std::vector<double>& steps = trace != nullptr ? trace->steps : storage;
@@ -96,8 +95,8 @@ inline void run_lstm(const LstmShape& shape, std::span<const double> parameters,
 /// Adds the gradient of what `run_lstm` left in the trace, from the outputs' cotangents (token).
 /// For trainers: sums as the compiler makes them.
 inline void lstm_vjp(const LstmShape& shape, std::span<const double> parameters,
-                          std::span<const double> x, const LstmTrace& trace,
-                          std::span<const double> cotangent, std::span<double> gradient) {
+                     std::span<const double> x, const LstmTrace& trace,
+                     std::span<const double> cotangent, std::span<double> gradient) {
   const std::size_t h = shape.hidden, step = 7 * h;
   std::vector<double> d_state(h), d_cell(h), d_sum(4 * h);
   const std::vector<double> zeros(step);
@@ -301,8 +300,7 @@ class GainPredictor {
     return out;
   }
   /// Gains of one layer, whatever its score: for those who measure it. (token, feature) to (token).
-  void evaluate(std::size_t layer, std::span<const double> features,
-                            std::span<double> out) const {
+  void evaluate(std::size_t layer, std::span<const double> features, std::span<double> out) const {
     const std::size_t size_of_layer = size(kind_, hidden_);
     const std::vector<double> parameters(
         parameters_.begin() + static_cast<std::ptrdiff_t>(layer * size_of_layer),
@@ -344,8 +342,7 @@ struct GainTensor {
   const char* name;
   std::vector<std::uint64_t> shape;  // of one layer
 };
-[[nodiscard]] inline std::vector<GainTensor> gain_tensors(GainKind kind,
-                                                               std::uint64_t hidden) {
+[[nodiscard]] inline std::vector<GainTensor> gain_tensors(GainKind kind, std::uint64_t hidden) {
   const std::uint64_t features = gain_feature_count;
   if (kind == GainKind::identity) return {};
   if (kind == GainKind::ridge) return {{"weight", {features}}, {"bias", {}}};
@@ -444,8 +441,7 @@ struct GainTensor {
 
 /// The same tensors, f32, and scores in f64: reading them again gives an equal predictor, and
 /// writing that equal bytes.
-[[nodiscard]] inline Result<std::vector<std::byte>> to_safetensors(
-    const GainPredictor& predictor) {
+[[nodiscard]] inline Result<std::vector<std::byte>> to_safetensors(const GainPredictor& predictor) {
   const std::size_t layers = predictor.layers(),
                     size = GainPredictor::size(predictor.kind(), predictor.hidden());
   SafetensorsWriter writer;
@@ -523,8 +519,8 @@ struct GainSample {
 /// Errors: `invalid_argument` (no offsets, lengths of the query), `token_count_mismatch`,
 /// `geometry_mismatch`, `payload_missing`, `unsupported`.
 [[nodiscard]] inline Result<GainSample> gain_sample(const Fragment& measured,
-                                                         const Fragment& wanted,
-                                                         const GainQuery& query) {
+                                                    const Fragment& wanted,
+                                                    const GainQuery& query) {
   using extend::error;
   if (!measured.valid() || !wanted.valid() || !is_unrotated(measured) || !is_unrotated(wanted)) {
     return extend::error(ErrorCode::invalid_argument,

@@ -432,7 +432,7 @@ namespace presets {
 /// Pairs whose distance is not a number (vectors of different length) are left out. O(most² ·
 /// channels).
 [[nodiscard]] inline std::vector<double> anchor_distances(const AnchorTable& table,
-                                                               std::size_t most = 64) {
+                                                          std::size_t most = 64) {
   std::vector<double> out;
   const std::size_t count = (std::min)(table.size(), most);
   for (std::size_t i = 0; i < count; ++i) {
@@ -456,9 +456,8 @@ namespace presets {
 /// where the rule hardly asks.
 /// @param like in [0, 1): how near, in medians, an anchor must be for its offset to be worth taking
 /// alone.
-[[nodiscard]] inline double spread_temperature(std::span<const double> unlike,
-                                                    double gamma = 0.3, std::size_t anchors = 5,
-                                                    double like = 0.5) {
+[[nodiscard]] inline double spread_temperature(std::span<const double> unlike, double gamma = 0.3,
+                                               std::size_t anchors = 5, double like = 0.5) {
   std::vector<double> sorted;
   for (const double d : unlike) {
     if (std::isfinite(d) && d > 0) sorted.push_back(d);
@@ -546,8 +545,7 @@ struct AnchorPoolArrays {
   std::uint64_t version = 0;
 
   /// O(n). `version` is `AnchorPool::Snapshot::version`.
-  [[nodiscard]] static AnchorPoolArrays of(const AnchorTable& table,
-                                                       std::uint64_t version) {
+  [[nodiscard]] static AnchorPoolArrays of(const AnchorTable& table, std::uint64_t version) {
     AnchorPoolArrays out;
     out.version = version;
     for (std::size_t i = 0; i < table.size(); ++i) {

@@ -76,7 +76,7 @@ class PromptTemplate {
   /// slots, what stood before the template, whose prompt it is. What fills the other slots is no
   /// part of it, or no context would be met twice.
   [[nodiscard]] Digest128 placeholder_context(std::size_t slot, const Context& before = {},
-                                       std::string_view agent = {}) const {
+                                              std::string_view agent = {}) const {
     Hasher hasher;
     hasher.text("kvmeld.anchor.template");
     hasher.value(digest_.low);
@@ -186,10 +186,9 @@ struct PlacedRun {
 /// Slots may be repeated, adjacent, leading, trailing, or filled with nothing. O(slots). Errors:
 /// `invalid_argument` for slots out of order or beyond the template, or as many fills as there are
 /// not slots.
-[[nodiscard]] inline Result<std::vector<PlacedRun>> place(std::int64_t template_tokens,
-                                                          std::span<const TemplatePlaceholder> slots,
-                                                          std::span<const PlaceholderFill> fills,
-                                                          std::int64_t first_position = 0) {
+[[nodiscard]] inline Result<std::vector<PlacedRun>> place(
+    std::int64_t template_tokens, std::span<const TemplatePlaceholder> slots,
+    std::span<const PlaceholderFill> fills, std::int64_t first_position = 0) {
   if (slots.size() != fills.size())
     return extend::error(ErrorCode::invalid_argument, fills.size(), " fills for ", slots.size(),
                          " slots");
@@ -306,8 +305,7 @@ struct KeptPiece {
 /// front of both agrees on, and the new one keeps the tokens that the whole ends with. Tokens that
 /// agree from an end on stand for the same bytes, so nothing is matched by chance.
 inline void keep(std::vector<KeptPiece>& kept, std::span<const TokenId> before,
-                      std::span<const TokenId> now, std::size_t piece,
-                      std::span<const TokenId> own) {
+                 std::span<const TokenId> now, std::size_t piece, std::span<const TokenId> own) {
   const std::size_t front = common_front(before, now);
   while (!kept.empty() && kept.back().at >= front) kept.pop_back();
   if (!kept.empty())
@@ -322,8 +320,8 @@ inline void keep(std::vector<KeptPiece>& kept, std::span<const TokenId> before,
 /// Runs of a prompt from what its pieces kept. Positions are `place`'s: whatever is no text of the
 /// template fills a slot of its tokens.
 inline Status lay_out(std::span<const std::span<const TokenId>> pieces,
-                           std::span<const KeptPiece> kept, std::int64_t first_position,
-                           FilledPrompt& out) {
+                      std::span<const KeptPiece> kept, std::int64_t first_position,
+                      FilledPrompt& out) {
   std::vector<TemplatePlaceholder> slots;
   std::vector<PlaceholderFill> fills;
   std::vector<std::int32_t> filled_by;  // (slots) slot of the template; −1: joined tokens
@@ -390,8 +388,8 @@ inline Status lay_out(std::span<const std::span<const TokenId>> pieces,
 
 /// Where the whole has other tokens than the pieces put side by side.
 inline void find_mismatches(std::span<const std::span<const TokenId>> pieces,
-                                 std::span<const KeptPiece> kept, std::int64_t first_position,
-                                 FilledPrompt& out) {
+                            std::span<const KeptPiece> kept, std::int64_t first_position,
+                            FilledPrompt& out) {
   std::size_t piece = 0, token = 0, whole = 0;  // behind what was last kept
   const auto gap = [&](std::size_t next_piece, std::size_t next_token, std::size_t next_whole) {
     BoundaryMismatch found;
@@ -434,8 +432,9 @@ inline void find_mismatches(std::span<const std::span<const TokenId>> pieces,
 /// position out of range; those of the tokenizer.
 template <Tokenizer T>
 [[nodiscard]] Result<FilledPrompt> fill_placeholders(const PromptTemplate& prompt,
-                                              std::span<const PlaceholderHistory> values, T&& tokenizer,
-                                              const FillOptions& options = {}) {
+                                                     std::span<const PlaceholderHistory> values,
+                                                     T&& tokenizer,
+                                                     const FillOptions& options = {}) {
   const std::span<const PromptPlaceholder> slots = prompt.slots();
   for (std::size_t v = 0; v < values.size(); ++v) {
     const auto named = [&](const auto& other) { return other.name == values[v].name; };
@@ -451,9 +450,9 @@ template <Tokenizer T>
   FilledPrompt out;
   std::vector<std::string_view> texts;  // text 0, slot 0, text 1, …
   for (std::size_t s = 0; s < slots.size(); ++s) {
-    const auto history = std::find_if(values.begin(), values.end(), [&](const PlaceholderHistory& h) {
-      return h.name == slots[s].name;
-    });
+    const auto history =
+        std::find_if(values.begin(), values.end(),
+                     [&](const PlaceholderHistory& h) { return h.name == slots[s].name; });
     if (history == values.end())
       return extend::error(ErrorCode::slot_missing, "slot ", s, " {", slots[s].name,
                            "} has no value");
@@ -523,8 +522,8 @@ template <Tokenizer T>
   KVMELD_TRY(detail::lay_out(pieces, kept, options.first_position, out));
   for (PromptRun& run : out.runs) {
     if (run.slot >= 0)
-      run.context =
-          prompt.placeholder_context(static_cast<std::size_t>(run.slot), options.before, options.agent);
+      run.context = prompt.placeholder_context(static_cast<std::size_t>(run.slot), options.before,
+                                               options.agent);
   }
   return out;
 }

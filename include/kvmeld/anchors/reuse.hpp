@@ -27,7 +27,7 @@ namespace anchors {
 namespace detail {
 
 inline Digest128 reuse_id(std::span<const ReusePiece> pieces, const Geometry& geometry,
-                               const ReuseOptions& options) {
+                          const ReuseOptions& options) {
   Hasher h;
   h.text("kvmeld.reuse.v2");
   hash_append(h, geometry);
@@ -75,8 +75,8 @@ inline Digest128 reuse_id(std::span<const ReusePiece> pieces, const Geometry& ge
 /// below 0 beside holes), `token_count_mismatch`, `duplicate_position`, `duplicate_bos`,
 /// `non_finite`, `rope_length_dependent`, `unsupported`.
 [[nodiscard]] inline Result<ReusePlan> plan_reuse(std::span<const ReusePart> parts,
-                                                       const Geometry& geometry,
-                                                       const ReuseOptions& options = {}) {
+                                                  const Geometry& geometry,
+                                                  const ReuseOptions& options = {}) {
   const exec::FloatEnvironmentGuard guard;
   KVMELD_TRY(exec::check_float_environment());
   KVMELD_TRY(validate(geometry));
@@ -135,8 +135,8 @@ struct PositionMap {
 /// those of `edit_script`; `unsupported` for `neighbours`, which compares K/V that a segment not
 /// yet placed does not have; `oversized` for 2³¹ tokens or more.
 [[nodiscard]] inline Result<PositionMap> map_positions(std::span<const TokenId> segment,
-                                                            std::span<const TokenId> anchor,
-                                                            const TokenMatch& policy) {
+                                                       std::span<const TokenId> anchor,
+                                                       const TokenMatch& policy) {
   const std::size_t longer = (std::max)(segment.size(), anchor.size());
   if (longer > 0x7fffffff)
     return extend::error(ErrorCode::oversized, "position map: ", longer,
@@ -182,7 +182,7 @@ namespace detail {
 /// Ids of a segment, placeholders as ids that only they have, downwards from `first`: which picture
 /// it is nobody said.
 [[nodiscard]] inline std::vector<TokenId> told_ids(std::span<const TokenId> tokens,
-                                                        const Geometry& geometry, TokenId first) {
+                                                   const Geometry& geometry, TokenId first) {
   std::vector<TokenId> out(tokens.begin(), tokens.end());
   for (TokenId& id : out) {
     if (id < 0 || geometry.is_placeholder(id)) id = first--;

@@ -215,7 +215,7 @@ struct XxHash {
 /// `unsupported` (scales apart, Hadamard bases).
 /// @param weights (layer, plane, head, channel)
 [[nodiscard]] inline Result<Fragment> weighted_by_channel(const Fragment& delta,
-                                                               std::span<const float> weights) {
+                                                          std::span<const float> weights) {
   if (!delta.valid() || !is_unrotated(delta))
     return extend::error(ErrorCode::invalid_argument,
                          "weights by channel are for offsets; they come from measure_offset");

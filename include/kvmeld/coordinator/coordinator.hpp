@@ -742,9 +742,8 @@ Status Coordinator<Store, Auth, Hash, C>::admit_speaker(const Update& update) {
     const auto& marks = here->metadata.marks;
     for (const Mark& mark : entry.metadata.marks) {
       if (mark.dot.agent == member) continue;
-      const auto at =
-          std::lower_bound(marks.begin(), marks.end(), mark.dot,
-                           [](const Mark& m, const Dot& d) { return m.dot < d; });
+      const auto at = std::lower_bound(marks.begin(), marks.end(), mark.dot,
+                                       [](const Mark& m, const Dot& d) { return m.dot < d; });
       if (at == marks.end() || at->dot != mark.dot || *at == mark) continue;
       return refused(mark.dot, " another thing than it did itself");
     }
@@ -1024,8 +1023,8 @@ std::optional<Result<MergeAnswer>> Coordinator<Store, Auth, Hash, C>::poll(const
     if (!made) return Answer(made.error());
     // Written down before anybody sees it. Where another coordinator on this store was first, its
     // cut is the round's.
-    const auto fresh =
-        store_->put_if_absent(detail::coordinator_cut_key(ask.session, ask.round), replica::encode(*made));
+    const auto fresh = store_->put_if_absent(detail::coordinator_cut_key(ask.session, ask.round),
+                                             replica::encode(*made));
     if (!fresh) return Answer(fresh.error());
     if (!*fresh) {
       const auto theirs = store_->get(detail::coordinator_cut_key(ask.session, ask.round));

@@ -195,8 +195,7 @@ class CoordinatorClient {
           std::chrono::duration_cast<std::chrono::seconds>(ends.time_since_epoch()).count() + 1;
       const auto token = detail::make_token(options_.frame, options_.self, expires);
       if (!token) return token.error();
-      context.AddMetadata(detail::namespace_entry,
-                          detail::namespace_bytes(options_.frame.scope));
+      context.AddMetadata(detail::namespace_entry, detail::namespace_bytes(options_.frame.scope));
       context.AddMetadata(detail::token_entry, *token);
       const Status status = call(context);
       if (status || status.code() != ErrorCode::unavailable) return status;

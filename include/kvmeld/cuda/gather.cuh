@@ -92,8 +92,8 @@ static Result<GatherReport> gather_on_device(const gpu::Stream& stream, const Kv
   for (std::size_t p = 0; p < planes; ++p)
     std::construct_at(upload.staged<extend::GatherTask>(tasks_at) + p,
                       extend::gather_task(from->planes[p], to->planes[p]));
-  const extend::GatherWork<Int> work{upload.device<const extend::GatherTask>(tasks_at), upload(map.data()),
-                             outputs};
+  const extend::GatherWork<Int> work{upload.device<const extend::GatherTask>(tasks_at),
+                                     upload(map.data()), outputs};
   KVMELD_TRY(upload.send(stream));
   KVMELD_TRY(stream.bulk(static_cast<std::int64_t>(planes) * outputs, work));
   return report;

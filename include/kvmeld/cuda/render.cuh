@@ -174,12 +174,12 @@ static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<
   const MutableKvCacheRef device_out(out.shared_geometry(), std::move(view->planes),
                                      core.outputs());
   extend::fill_tasks(core, device_out, upload.staged<extend::PlaneTask>(at.tasks),
-             upload.staged<const std::byte*>(at.bases), upload);
+                     upload.staged<const std::byte*>(at.bases), upload);
   KVMELD_TRY(upload.send(stream));
   using Rows = extend::RowForm<typename decltype(plan.merger().fuse)::policy_type>;
   const extend::RenderWork<Rows> work{with_device_parameters(upload, rows),
-                              upload.device<const extend::PlaneTask>(at.tasks),
-                              static_cast<std::int64_t>(core.planes()), core.outputs()};
+                                      upload.device<const extend::PlaneTask>(at.tasks),
+                                      static_cast<std::int64_t>(core.planes()), core.outputs()};
   KVMELD_TRY(stream.bulk(static_cast<std::int64_t>(core.planes()) * core.outputs(), work));
   return report;
 }
@@ -270,7 +270,7 @@ template <class M>
       if (!host_reaches(plane.space)) continue;  // `plan` refuses it by what it says
       cudaPointerAttributes memory{};
       KVMELD_TRY(gpu::detail::cuda_status(cudaPointerGetAttributes(&memory, plane.data),
-                                     "asking where the local cache lies"));
+                                          "asking where the local cache lies"));
       if (memory.type == cudaMemoryTypeDevice) {
         return extend::error(
             ErrorCode::memory_space,
@@ -284,6 +284,8 @@ template <class M>
   return gpu::detail::run_in_pool(stream, *made, out, options);
 }
 
+namespace gpu {
+
 /// Runs a plan in a workspace of the stream's own memory pool and waits until the stream has
 /// passed: what a `RenderWorker` does on its thread, for which it makes the stream's device the
 /// current one.
@@ -295,11 +297,14 @@ template <class M>
                                                        const Plan<M>& plan,
                                                        const MutableKvCacheRef& out,
                                                        const gpu::RenderOptions& options = {}) {
-  KVMELD_TRY(gpu::detail::cuda_status(cudaSetDevice(stream.device()), "choosing the stream's device"));
+  KVMELD_TRY(
+      gpu::detail::cuda_status(cudaSetDevice(stream.device()), "choosing the stream's device"));
   auto report = gpu::detail::run_in_pool(stream, plan, out, options);
   if (!report) return report;
   KVMELD_TRY(gpu::detail::cuda_status(cudaStreamSynchronize(stream.get()), "waiting for a render"));
   return report;
 }
+
+}  // namespace gpu
 
 KVMELD_NAMESPACE_END

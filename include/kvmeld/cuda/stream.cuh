@@ -83,7 +83,8 @@ static __global__ void probe_arithmetic(const Probe probe) {
   const float fused = fma(probe.factor, probe.factor, -(1.0F + 0x1p-11F));
   unsigned faults = 0;
   if (extend::float_bits(scaled) != 1U) faults |= probe_flush;
-  if (extend::float_bits(probe.a[lane] / probe.b[lane]) != probe.quotient[lane]) faults |= probe_division;
+  if (extend::float_bits(probe.a[lane] / probe.b[lane]) != probe.quotient[lane])
+    faults |= probe_division;
   if (extend::float_bits(math::sqrt(probe.a[lane])) != probe.root[lane]) faults |= probe_root;
   if (fused != 0x1p-24F) faults |= probe_fma;
   for (unsigned half = 16; half > 0; half /= 2)

@@ -56,7 +56,7 @@ class AttentionReader {
 
   /// No layers where there are no sources. Both spans, and what they point to, outlive the reader.
   static Result<AttentionReader> of(const AttentionQueries& queries,
-                                                std::span<const AttendSource> sources) {
+                                    std::span<const AttendSource> sources) {
     AttentionReader out;
     out.sources_ = sources;
     KVMELD_TRY(check_queries(queries));
@@ -102,8 +102,8 @@ class AttentionReader {
   /// (head, width). `rows` points to where they lie, if they may come raw and all can, and
   /// otherwise to f32 copies in `scratch`, which gets room for `attended_rows` tokens. Whether they
   /// are raw.
-  bool gather(std::size_t l, std::size_t p, std::span<const AttendedToken> tokens,
-                          bool raw, const std::byte** rows, AlignedRows<float>& scratch) const {
+  bool gather(std::size_t l, std::size_t p, std::span<const AttendedToken> tokens, bool raw,
+              const std::byte** rows, AlignedRows<float>& scratch) const {
     const Layer& layer = layers_[l];
     const std::size_t width = p == 0 ? layer.key_width : layer.value_width;
     const bool rotated = p == 0 && layer.table >= 0;
@@ -137,8 +137,8 @@ class AttentionReader {
         if (rotated) {
           const RopeSpec& rope = sources_[source].cache.geometry().layers[l].rope;
           rotation = {tables_[static_cast<std::size_t>(layer.table)].row(
-                      shift_of_[source][tokens[i].token]),
-                  plane.shape.channels, rope.first_channel, rope.rotary_channels, rope.pairing};
+                          shift_of_[source][tokens[i].token]),
+                      plane.shape.channels, rope.first_channel, rope.rotary_channels, rope.pairing};
         }
         if (!lies) {
           copy(plane, tokens[i].token, width, rotated ? &rotation : nullptr, to);
@@ -175,7 +175,7 @@ class AttentionReader {
   }
 
   Status add_layer(const AttentionQueries& queries, std::size_t l, std::size_t width,
-                               std::size_t& first) {
+                   std::size_t& first) {
     const LayerShape& shape = sources_[0].cache.geometry().layers[l];
     Layer& layer = layers_.emplace_back();
     if (shape.planes.empty()) return {};
@@ -207,7 +207,7 @@ class AttentionReader {
       for (std::size_t h = 0; h < layer.heads; ++h) {
         for (std::size_t q = 0; q < m; ++q) {
           const Rotation rotation{table->row(q), key.channels, shape.rope.first_channel,
-                          shape.rope.rotary_channels, shape.rope.pairing};
+                                  shape.rope.rotary_channels, shape.rope.pairing};
           rotate_channels(rotation, isa_, layer.queries.data() + (h * m + q) * layer.key_width);
         }
       }

@@ -132,7 +132,7 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE inline double join_lanes_avx512(double* lan
       t[3] = t3;                                                                              \
     }                                                                                         \
   }                                                                                           \
-  [[nodiscard]] DistanceSteps distance_steps_##NAME(ElementType type) noexcept {  \
+  [[nodiscard]] DistanceSteps distance_steps_##NAME(ElementType type) noexcept {              \
     return {widen_##NAME<ElementType::f32>,                                                   \
             type == ElementType::f32    ? widen_##NAME<ElementType::f32>                      \
             : type == ElementType::f16  ? widen_##NAME<ElementType::f16>                      \
@@ -152,7 +152,7 @@ KVMELD_DISTANCE_STEPS(avx512, KVMELD_TARGET_AVX512, 64, KVMELD_SQUARE_512)
 
 /// The steps of one instruction set, raw ones for rows of `type`.
 [[nodiscard]] inline DistanceSteps distance_steps([[maybe_unused]] Isa isa,
-                                                       [[maybe_unused]] ElementType type) noexcept {
+                                                  [[maybe_unused]] ElementType type) noexcept {
 #if KVMELD_X86_DISPATCH
   if (isa == Isa::avx512) return distance_steps_avx512(type);
   if (isa == Isa::avx2) return distance_steps_avx2(type);

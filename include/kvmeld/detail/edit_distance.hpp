@@ -326,8 +326,8 @@ struct Seed {
 ///
 /// A gram is looked at where its first two tokens hash to a multiple of 2^thinning: the content
 /// decides, so that both sequences look at the same grams. O(n) and a sort of those looked at.
-[[nodiscard]] inline std::vector<Seed> unique_seeds(TokenSpan a, TokenSpan b,
-                                                         std::int32_t length, unsigned thinning) {
+[[nodiscard]] inline std::vector<Seed> unique_seeds(TokenSpan a, TokenSpan b, std::int32_t length,
+                                                    unsigned thinning) {
   struct Gram {
     std::uint64_t hash;
     std::int32_t at;

@@ -93,8 +93,7 @@ struct Probe {
   [[nodiscard]] bool complete() const noexcept { return (tag & 1U) != 0; }
 };
 
-[[nodiscard]] inline Probe probe_of(const FragmentId& id,
-                                                std::uint64_t tag = 0) noexcept {
+[[nodiscard]] inline Probe probe_of(const FragmentId& id, std::uint64_t tag = 0) noexcept {
   Probe out{0, 0, tag};
   for (std::size_t i = 0; i < 8; ++i) {
     out.high = out.high << 8U | id.bytes[i];
@@ -203,9 +202,7 @@ class EntryLeaves {
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
   [[nodiscard]] Iterator begin() const noexcept { return {leaves_.data(), 0}; }
-  [[nodiscard]] Iterator end() const noexcept {
-    return {leaves_.data() + leaves_.size(), 0};
-  }
+  [[nodiscard]] Iterator end() const noexcept { return {leaves_.data() + leaves_.size(), 0}; }
 
   /// Null where the id is not there. O(log n).
   [[nodiscard]] const SetEntry* find(const FragmentId& id) const noexcept {

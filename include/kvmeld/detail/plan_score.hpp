@@ -32,7 +32,7 @@ struct ScoredRow {
   std::size_t begin = 0;  ///< its part of the batch's inputs
   std::size_t count = 0;
   std::size_t pairs = 0;  ///< its part of the batch's distances
-  bool rotated = false;    ///< positions differ: keys are compared un-rotated
+  bool rotated = false;   ///< positions differ: keys are compared un-rotated
 };
 
 /// Rows that are compared in one pass over the layers, so that payloads are read in order.
@@ -58,8 +58,7 @@ class RowDistances {
  public:
   /// @param layers  those of the group; context_length: picks frequencies where they depend on it.
   static Result<RowDistances> of(const PlanCore& core, std::vector<std::size_t> layers,
-                                             const AlignmentGroup& group,
-                                             std::int64_t context_length) {
+                                 const AlignmentGroup& group, std::int64_t context_length) {
     RowDistances out;
     out.layers_ = std::move(layers);
     for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
@@ -72,7 +71,7 @@ class RowDistances {
     for (const std::size_t l : out.layers_) {
       const LayerShape& layer = core.geometry->layers[l];
       const bool rotates = !out.shifts_.empty() && layer.rope.kind != RopeKind::none &&
-                         layer.key_form == KeyForm::post_rope;
+                           layer.key_form == KeyForm::post_rope;
       std::int32_t table = -1;
       for (std::size_t p = 0; p < layer.planes.size(); ++p) {
         if (!rotates || !layer.planes[p].rotary || !compared(layer.planes[p].plane)) continue;
@@ -101,8 +100,7 @@ class RowDistances {
   }
 
   /// Whether a row's contributions stand at different positions.
-  [[nodiscard]] static bool unequal(const PlanCore& core,
-                                                std::span<const Contribution> row) {
+  [[nodiscard]] static bool unequal(const PlanCore& core, std::span<const Contribution> row) {
     for (const Contribution& c : row) {
       if (core.sources[c.source].payload().positions[c.token] !=
           core.sources[row[0].source].payload().positions[row[0].token])
@@ -135,8 +133,7 @@ class RowDistances {
   }
 
   void add(const PlanCore& core, ScoreBatch& batch, const ScoredRow& row, bool norms,
-                       std::size_t layer, std::size_t plane, const PlaneShape& shape,
-                       std::int32_t table) {
+           std::size_t layer, std::size_t plane, const PlaneShape& shape, std::int32_t table) {
     const std::size_t n = row.count;
     const auto padded = (static_cast<std::size_t>(shape.channels) + 31) / 32 * 32;
     const std::size_t width = padded * static_cast<std::size_t>(shape.heads);
@@ -164,13 +161,14 @@ class RowDistances {
       const RopeSpec& rope = core.geometry->layers[layer].rope;
       const auto index =
           rotated ? static_cast<std::size_t>(
-                       std::lower_bound(shifts_.begin(), shifts_.end(), shift) - shifts_.begin())
-                 : std::size_t{0};
-      const Rotation rotation{rotated ? tables_[static_cast<std::size_t>(table)].row(index) : nullptr,
-                      shape.channels, rope.first_channel, rope.rotary_channels, rope.pairing};
+                        std::lower_bound(shifts_.begin(), shifts_.end(), shift) - shifts_.begin())
+                  : std::size_t{0};
+      const Rotation rotation{
+          rotated ? tables_[static_cast<std::size_t>(table)].row(index) : nullptr, shape.channels,
+          rope.first_channel, rope.rotary_channels, rope.pairing};
       if (whole) {
         rotated ? load_rotated(shape.type, isa_, rotation, from, shape.heads, to)
-               : load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width), to);
+                : load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width), to);
         continue;
       }
       for (std::int32_t h = 0; h < shape.heads; ++h) {
@@ -282,7 +280,7 @@ template <class F>
 /// Errors: `non_finite` for weights that are negative, not finite, or all 0; `oversized`; those of
 /// the score.
 inline Status weigh(PlanCore& core, Alignment& alignment, ScoreCall score,
-                         std::span<const std::uint8_t> recompute, std::int64_t context_length) {
+                    std::span<const std::uint8_t> recompute, std::int64_t context_length) {
   std::vector<std::size_t> covered(core.geometry->layers.size());
   for (std::size_t l = 0; l < covered.size(); ++l) {
     while (covered[l] < alignment.groups.size() && !alignment.groups[covered[l]].layers.contains(l))

@@ -153,7 +153,8 @@ class SourceRows {
       load_row(shape.type, isa_, plane + row * bytes, floats, out);
       if (table == nullptr) continue;
       const Rotation rotation{table->row(static_cast<std::size_t>(t)), shape.channels,
-                      layer.rope.first_channel, layer.rope.rotary_channels, layer.rope.pairing};
+                              layer.rope.first_channel, layer.rope.rotary_channels,
+                              layer.rope.pairing};
       for (std::int32_t h = 0; h < shape.heads; ++h)
         rotate_channels(rotation, isa_, out + std::ptrdiff_t{h} * shape.channels);
     }
@@ -205,7 +206,7 @@ namespace detail {
 /// Fills in where the planes of a payload lie, whose token sets are known, and makes memory for
 /// them; what lies between is zero.
 [[nodiscard]] inline std::shared_ptr<std::byte[]> lay_out(const Geometry& geometry,
-                                                               Payload& payload) {
+                                                          Payload& payload) {
   std::vector<std::pair<std::size_t, std::size_t>> gaps;
   std::size_t total = 0;
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
@@ -283,10 +284,9 @@ class TileProduct {
 
 /// A payload through a linear map. `from` and `to` fit the map. Target keys are un-rotated and all
 /// positions 0.
-[[nodiscard]] inline Result<Payload> project_payload(const ProjectionMap& map,
-                                                          const Geometry& from,
-                                                          const Payload& payload,
-                                                          const Geometry& to, Isa isa) {
+[[nodiscard]] inline Result<Payload> project_payload(const ProjectionMap& map, const Geometry& from,
+                                                     const Payload& payload, const Geometry& to,
+                                                     Isa isa) {
   const auto tokens = std::ssize(payload.positions);
   const std::vector<std::vector<std::int32_t>> token_row = token_rows(payload);
   Payload out;
@@ -356,9 +356,8 @@ class TileProduct {
 
 /// A payload whose keys change the order of their channels from one pairing to another, bit by bit.
 /// Positions stay.
-[[nodiscard]] inline Result<Payload> permute_payload(const Geometry& from,
-                                                          const Payload& payload,
-                                                          const Geometry& to) {
+[[nodiscard]] inline Result<Payload> permute_payload(const Geometry& from, const Payload& payload,
+                                                     const Geometry& to) {
   Payload out = payload;
   out.digest = {};
   const auto storage = std::make_shared<std::vector<std::byte>>(

@@ -63,8 +63,8 @@ struct RenderLanes {
   }
 
  private:
-  /// One head's row as a fuser of the mix form reads it: channels are loaded, and rotated, when they
-  /// are asked for.
+  /// One head's row as a fuser of the mix form reads it: channels are loaded, and rotated, when
+  /// they are asked for.
   struct LaneRows {
     const RenderLanes* lanes;
     const PlaneTask* task;
@@ -254,8 +254,8 @@ struct RenderLanes {
     if (task.rotates(in.shift)) rotation(task, in.shift, pair, a, b);
   }
 
-  KVMELD_HD static void rotation(const PlaneTask& task, std::uint32_t shift, RopePair pair, float& a,
-                             float& b) {
+  KVMELD_HD static void rotation(const PlaneTask& task, std::uint32_t shift, RopePair pair,
+                                 float& a, float& b) {
     const float* table = task.table(shift);
     rotate_pair(a, b, table[pair.index], table[task.rotary_channels / 2 + pair.index]);
   }

@@ -34,7 +34,7 @@ struct LayerKeys {
 
 /// Rotates one row back by its position, in f64.
 inline void unrotate(const RopeSpec& rope, std::span<const double> frequencies,
-                          std::int64_t position, double* row, std::int32_t channels) noexcept {
+                     std::int64_t position, double* row, std::int32_t channels) noexcept {
   for (std::int32_t c = 0; c < channels; ++c) {
     const RopePair pair = rope_pair(rope.pairing, rope.first_channel, rope.rotary_channels, c);
     if (pair.partner <= c) continue;  // unpaired, or done with its partner
@@ -51,7 +51,7 @@ inline void unrotate(const RopeSpec& rope, std::span<const double> frequencies,
 ///
 /// Errors: `invalid_argument` for a layer that is not there, and those of `inverse_frequencies`.
 [[nodiscard]] inline Result<LayerKeys> layer_keys(const Source& source, std::int32_t layer,
-                                                       bool rotated_back) {
+                                                  bool rotated_back) {
   const Geometry& geometry = source.fragment->geometry();
   const auto layers = static_cast<std::int32_t>(geometry.layers.size());
   const std::int32_t at = layer < 0 ? layers / 2 : layer;
@@ -77,7 +77,7 @@ inline void unrotate(const RopeSpec& rope, std::span<const double> frequencies,
   keys.values.resize(keys.tokens.size() * keys.width());
   const RopeSpec& rope = geometry.layers[l].rope;
   const bool rotates = rotated_back && shape.rotary && rope.kind != RopeKind::none &&
-                     geometry.layers[l].key_form == KeyForm::post_rope;
+                       geometry.layers[l].key_form == KeyForm::post_rope;
   std::vector<double> frequencies;
   if (rotates) {
     auto made = inverse_frequencies(rope, 0);
@@ -155,7 +155,7 @@ using RowMeasure = double (*)(const double*, const double*, std::size_t) noexcep
 
 /// Checks a budget, and says whether every token fits into it.
 [[nodiscard]] inline Result<bool> keeps_all(const char* policy, std::int64_t budget,
-                                                 std::int64_t tokens) {
+                                            std::int64_t tokens) {
   if (budget < 0)
     return error(ErrorCode::invalid_argument, policy, ": a budget of ", budget,
                  " tokens is negative");

@@ -592,10 +592,11 @@ inline void copy_rows(const KvCacheRef& from, const MutableKvCacheRef& to) {
 ///
 /// With two empty sequences it checks that
 /// 1. export, import and export give the same bytes, cell by cell;
-/// 2. the keys that the engine makes for the same tokens further on are ours rotated by the declared
-///    rope: layer 0, where keys depend on nothing but token and position, within `tolerance`; other
-///    layers, whose inputs carry the noise of the engine's arithmetic (large where K is quantised),
-///    are reported, and bounded by `deep_tolerance` only where 3. cannot tell about them;
+/// 2. the keys that the engine makes for the same tokens further on are ours rotated by the
+///    declared rope: layer 0, where keys depend on nothing but token and position, within
+///    `tolerance`; other layers, whose inputs carry the noise of the engine's arithmetic (large
+///    where K is quantised), are reported, and bounded by `deep_tolerance` only where 3. cannot
+///    tell about them;
 /// 3. the engine's own shift of imported keys is ours within `tolerance`, up to one common scale
 ///    (YaRN), and leaves values alone. Both sequences are empty afterwards. Decodes twice as many
 ///    tokens as are probed, and one. Errors: `invalid_argument` (sequences, a shift below 64),

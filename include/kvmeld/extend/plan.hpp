@@ -47,7 +47,9 @@ struct RenderWork {
 
   // Lane form: elementwise, so there is nothing to reduce between lanes.
   [[nodiscard]] KVMELD_HD detail::NoState partial(std::int64_t, int) const noexcept { return {}; }
-  [[nodiscard]] KVMELD_HD static detail::NoState join(detail::NoState, detail::NoState) noexcept { return {}; }
+  [[nodiscard]] KVMELD_HD static detail::NoState join(detail::NoState, detail::NoState) noexcept {
+    return {};
+  }
   KVMELD_HD void finish(std::int64_t row, int lane, detail::NoState) const {
     detail::RenderLanes<F>{fuser}.token(tasks[row / outputs], row % outputs, lane);
   }
@@ -143,7 +145,7 @@ struct PlanCore {
 
 /// Row of a token among those that a layer holds, or −1.
 [[nodiscard]] inline std::int64_t payload_row(const Payload& payload, std::size_t layer,
-                                                   std::uint32_t token) {
+                                              std::uint32_t token) {
   const TokenSet& set = payload.token_sets[payload.layer_set[layer]];
   if (set.all) return token;
   const auto at =
@@ -209,10 +211,9 @@ struct FuserTraits {
 /// The frame: one contribution is rotated straight to its output position; equally rotated
 /// contributions of a rotation-equivariant fuser are fused as they lie and rotated once; anything
 /// else is fused un-rotated.
-inline void compile_rows(const PlanCore& core, const AlignmentGroup& alignment,
-                              std::size_t layer, FuserTraits fuser,
-                              std::span<const std::uint8_t> recompute, ShiftIndex& shift_of,
-                              GroupArrays& out) {
+inline void compile_rows(const PlanCore& core, const AlignmentGroup& alignment, std::size_t layer,
+                         FuserTraits fuser, std::span<const std::uint8_t> recompute,
+                         ShiftIndex& shift_of, GroupArrays& out) {
   const bool pre_rope = core.geometry->layers[layer].key_form == KeyForm::pre_rope;
   const bool by_head = !alignment.head_weights.empty();
   for (std::size_t o = 0; o < core.positions.size(); ++o) {
@@ -287,7 +288,7 @@ namespace detail {
 /// output, and the holes themselves, so a hole can ask for earlier rows whose absence makes further
 /// holes: repeated until nothing changes.
 inline std::vector<std::uint8_t> find_holes(PlanCore& core,
-                                                 std::span<const std::uint8_t> recompute) {
+                                            std::span<const std::uint8_t> recompute) {
   std::vector<std::uint8_t> is_hole(recompute.begin(), recompute.end());
   const Geometry& geometry = *core.geometry;
   core.layer_needed_from.assign(geometry.layers.size(), 0);
@@ -338,8 +339,8 @@ inline void number_head_rows(const Geometry& geometry, Alignment& alignment) {
 
 /// The weights of one layer's heads, contribution by contribution become input by input.
 inline std::vector<float> compile_head_weights(const Geometry& geometry,
-                                                    const AlignmentGroup& alignment,
-                                                    std::size_t layer, const GroupArrays& rows) {
+                                               const AlignmentGroup& alignment, std::size_t layer,
+                                               const GroupArrays& rows) {
   std::vector<float> out;
   if (alignment.head_weights.empty()) return out;
   const std::size_t at = alignment.head_rows[layer];
@@ -366,9 +367,9 @@ inline Status build_ropes(PlanCore& core, std::int64_t context_length) {
     const LayerShape& layer = geometry.layers[l];
     std::int32_t table = -1;
     const bool rotated = core.shifts.size() > 1 && layer.rope.kind != RopeKind::none &&
-                        layer.key_form == KeyForm::post_rope &&
-                        std::any_of(layer.planes.begin(), layer.planes.end(),
-                                    [](const PlaneShape& p) { return p.rotary; });
+                         layer.key_form == KeyForm::post_rope &&
+                         std::any_of(layer.planes.begin(), layer.planes.end(),
+                                     [](const PlaneShape& p) { return p.rotary; });
     if (rotated) {
       for (const PlaneShape& shape : layer.planes) {
         if (shape.rotary && shape.hadamard != 0) {
@@ -396,7 +397,7 @@ inline Status build_ropes(PlanCore& core, std::int64_t context_length) {
 /// Compiles the rows of every layer; outputs of `recompute` get none. Layers that read alike share
 /// a group.
 inline Status compile_groups(PlanCore& core, const Alignment& alignment, FuserTraits fuser,
-                                  std::span<const std::uint8_t> recompute) {
+                             std::span<const std::uint8_t> recompute) {
   const Geometry& geometry = *core.geometry;
   core.shifts = {0};
   core.groups.clear();
@@ -452,7 +453,7 @@ namespace extend {
 /// lacks is the engine's in all of them: a hole has no rows, whatever contributions other layers
 /// hold for it.
 inline Status compile(PlanCore& core, const Alignment& alignment, detail::FuserTraits fuser,
-                           std::span<const std::uint8_t> recompute, std::int64_t context_length) {
+                      std::span<const std::uint8_t> recompute, std::int64_t context_length) {
   std::vector<std::uint8_t> is_hole(recompute.begin(), recompute.end());
   for (bool found = true; found;) {
     KVMELD_TRY(detail::compile_groups(core, alignment, fuser, span_of(is_hole)));
@@ -607,8 +608,9 @@ void fill_tasks(const PlanCore& core, const MutableKvCacheRef& out, PlaneTask* t
   std::size_t index = 0;
   for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
     for (std::size_t p = 0; p < core.geometry->layers[l].planes.size(); ++p, ++index) {
-      std::construct_at(tasks + index, detail::plane_task(core, l, p, index, out.plane(l, p),
-                                                  bases + index * core.sources.size(), place));
+      std::construct_at(tasks + index,
+                        detail::plane_task(core, l, p, index, out.plane(l, p),
+                                           bases + index * core.sources.size(), place));
     }
   }
 }
@@ -647,8 +649,8 @@ namespace extend {
 
 /// (outputs) 1 where the aligner gives some layer two contributions or more.
 [[nodiscard]] inline std::vector<std::uint8_t> with_several(const Geometry& geometry,
-                                                                 const Alignment& alignment,
-                                                                 std::size_t outputs) {
+                                                            const Alignment& alignment,
+                                                            std::size_t outputs) {
   std::vector<std::uint8_t> several(outputs, 0);
   std::vector<std::uint8_t> done(alignment.groups.size(), 0);
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
@@ -664,8 +666,8 @@ namespace extend {
 
 /// Counts the outputs that are fused, and warns. Errors: `invalid_argument` for a warning that the
 /// target refuses.
-inline Status warn(PlanCore& core, std::span<const std::uint8_t> several,
-                        RenderWarnings refuse, bool fuser_chosen, bool nobody_named) {
+inline Status warn(PlanCore& core, std::span<const std::uint8_t> several, RenderWarnings refuse,
+                   bool fuser_chosen, bool nobody_named) {
   for (const std::uint8_t s : several) core.fused += s;
   for (const Hole& hole : core.holes) core.fused -= several[static_cast<std::size_t>(hole.output)];
   const std::int64_t rendered = core.outputs() - static_cast<std::int64_t>(core.holes.size());

@@ -55,8 +55,7 @@ template <class P>
 }
 
 /// Refuses what a transform (perhaps the user's) made wrong.
-inline Status check_mapped(const Payload& payload, const Geometry& geometry,
-                                std::int64_t tokens) {
+inline Status check_mapped(const Payload& payload, const Geometry& geometry, std::int64_t tokens) {
   std::size_t plane = 0;
   const auto wrong = [&](const char* what) {
     return error(ErrorCode::invalid_argument, "a transform's payload of ", tokens,
@@ -65,7 +64,7 @@ inline Status check_mapped(const Payload& payload, const Geometry& geometry,
   if (payload.bytes == nullptr || static_cast<std::int64_t>(payload.positions.size()) != tokens)
     return wrong("positions or no bytes");
   const bool unrotated = std::all_of(payload.positions.begin(), payload.positions.end(),
-                                    [](std::int64_t at) { return at == 0; });
+                                     [](std::int64_t at) { return at == 0; });
   for (std::size_t t = 0; t < payload.positions.size() && !unrotated; ++t) {
     if (payload.positions[t] < 0 || payload.positions[t] > max_position ||
         (t > 0 && payload.positions[t] <= payload.positions[t - 1])) {
@@ -97,8 +96,8 @@ inline Status check_mapped(const Payload& payload, const Geometry& geometry,
 /// The fragment as it is in the target's model: one payload, the same id, token ids where the
 /// tokenizers are one.
 inline Result<Fragment> mapped_fragment(const TransformCall& call, const Fragment& fragment,
-                                             std::size_t payload,
-                                             const std::shared_ptr<const Geometry>& to) {
+                                        std::size_t payload,
+                                        const std::shared_ptr<const Geometry>& to) {
   auto mapped = call.transform(call.policy, fragment, payload, *to);
   if (!mapped) return mapped.error();
   KVMELD_TRY(check_mapped(*mapped, *to, fragment.token_count()));
@@ -140,7 +139,7 @@ struct SetParts {
 };
 
 inline Result<SetParts> split(const FragmentSet& set, const Target& target,
-                                   const TransformCall& transform) {
+                              const TransformCall& transform) {
   SetParts parts;
   std::string unknown;
   for (const FragmentSet::Entry* entry : in_force(set)) {
@@ -203,8 +202,8 @@ inline Result<SetParts> split(const FragmentSet& set, const Target& target,
 namespace extend {
 
 inline Status check_positions(const Geometry& geometry, const std::vector<PlanSource>& sources,
-                                   const PlanCore& core, const FragmentSet::Entry* in_place,
-                                   std::int64_t context_length) {
+                              const PlanCore& core, const FragmentSet::Entry* in_place,
+                              std::int64_t context_length) {
   // Every source was made at a length of its own, unless the engine fixed the frequencies for its
   // whole context.
   const std::int64_t target_length = core.positions.empty() ? 0 : core.positions.back() + 1;
@@ -287,7 +286,7 @@ inline Status check_order(std::span<const std::uint32_t> order, std::size_t coun
 
 /// Refuses alignments that a policy (perhaps the user's) built wrong.
 inline Status check_alignment(const Alignment& alignment, const Geometry& geometry,
-                                   std::span<const Source> ordered, std::int64_t first_position) {
+                              std::span<const Source> ordered, std::int64_t first_position) {
   const std::size_t n = alignment.positions.size();
   if (alignment.tokens.size() != n)
     return error(ErrorCode::token_count_mismatch, "alignment: ", alignment.tokens.size(),
@@ -423,7 +422,7 @@ inline Result<std::vector<LayerPart>> layer_parts(const Target& target) {
 
 /// Appends the local cache as a source for the layers and heads that the target leaves out.
 inline Status add_local(PlanCore& core, Alignment& alignment, const Target& target,
-                             std::span<const LayerPart> parts) {
+                        std::span<const LayerPart> parts) {
   const std::size_t layers = target.geometry.layers.size();
   if (std::all_of(parts.begin(), parts.end(),
                   [](LayerPart part) { return part == LayerPart::rendered; }))
@@ -471,7 +470,7 @@ inline Status add_local(PlanCore& core, Alignment& alignment, const Target& targ
 /// Lets the local cache contribute to the heads that the target leaves out of layers that it
 /// renders: each group gets one before it for such layers, with weights by head.
 inline void add_local_heads(const PlanCore& core, Alignment& alignment, const Target& target,
-                                 std::span<const LayerPart> parts) {
+                            std::span<const LayerPart> parts) {
   if (std::find(parts.begin(), parts.end(), LayerPart::by_head) == parts.end()) return;
   const std::vector<LayerShape>& layers = target.geometry.layers;
   std::vector<AlignmentGroup> by_head(alignment.groups.size());
@@ -531,7 +530,7 @@ inline void add_local_heads(const PlanCore& core, Alignment& alignment, const Ta
 /// Puts the prefix's tokens, one contribution each, in front of the spans' alignment; the prefix
 /// becomes source 0.
 inline void prepend_prefix(Alignment& alignment, const Fragment& prefix,
-                                std::int64_t first_position) {
+                           std::int64_t first_position) {
   const auto count = static_cast<std::size_t>(prefix.token_count());
   std::vector<std::int64_t> positions;
   std::vector<TokenId> tokens;
@@ -623,7 +622,7 @@ struct LayerUse {
   bool any_fused = false;
   bool rotated_in = false;   ///< some row before it is fused
   bool rotated_out = false;  ///< some row after
-  double weights = 0;       ///< largest sum of magnitudes of one fused row
+  double weights = 0;        ///< largest sum of magnitudes of one fused row
 };
 
 [[nodiscard]] inline double sum_of_magnitudes(const HeadInputs& row) noexcept {
@@ -634,7 +633,7 @@ struct LayerUse {
 
 /// @param keeps_single  the fuser hands a single contribution on as it is
 [[nodiscard]] inline LayerUse layer_use(const PlanCore& core, std::size_t layer,
-                                             bool keeps_single) {
+                                        bool keeps_single) {
   const GroupArrays& group = core.groups[core.layer_group[layer]];
   const std::vector<float>& heads = core.head_weights[layer];
   LayerUse use;
@@ -678,7 +677,8 @@ template <class Rows>
   double peak = 0;
   for (std::size_t s = 0; s < peaks.size(); ++s) {
     if (use.copied[s] != 0 && !is_finite(peaks[s])) return false;
-    if (use.rotated[s] != 0 && !(rotary ? peaks[s] * rotation * rounding <= limit : is_finite(peaks[s])))
+    if (use.rotated[s] != 0 &&
+        !(rotary ? peaks[s] * rotation * rounding <= limit : is_finite(peaks[s])))
       return false;
     if (use.fused[s] != 0) peak = (std::max)(peak, peaks[s]);
   }

@@ -25,9 +25,10 @@ namespace detail {
 /// The expressions of `rotate_pair` for whole rows of half-split pairs. in: (head, channel); out:
 /// (head, channel)
 template <ElementType type>
-KVMELD_TARGET_AVX512 KVMELD_NOINLINE void load_rotated_avx512(const Rotation& rotation, const std::byte* in,
-                                                             std::int64_t heads,
-                                                             float* out) noexcept {
+KVMELD_TARGET_AVX512 KVMELD_NOINLINE void load_rotated_avx512(const Rotation& rotation,
+                                                              const std::byte* in,
+                                                              std::int64_t heads,
+                                                              float* out) noexcept {
   constexpr std::ptrdiff_t size = block_bytes(type);
   const std::ptrdiff_t half = rotation.rotary_channels / 2;
   const float* const sin = rotation.table + half;
@@ -47,18 +48,21 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE void load_rotated_avx512(const Rotation& ro
 /// Reads the heads of one token, which lie side by side, as f32 and rotates them: the bytes of
 /// `load_row` and `turn_row`.
 inline void load_rotated([[maybe_unused]] ElementType type, Isa isa, const Rotation& rotation,
-                             const std::byte* in, std::int64_t heads, float* out) noexcept {
+                         const std::byte* in, std::int64_t heads, float* out) noexcept {
 #if KVMELD_X86_DISPATCH
   if (isa == Isa::avx512 && rotation.pairing == RopePairing::half_split &&
       rotation.rotary_channels == rotation.channels && rotation.channels % 32 == 0) {
-    if (type == ElementType::f32) return load_rotated_avx512<ElementType::f32>(rotation, in, heads, out);
-    if (type == ElementType::f16) return load_rotated_avx512<ElementType::f16>(rotation, in, heads, out);
+    if (type == ElementType::f32)
+      return load_rotated_avx512<ElementType::f32>(rotation, in, heads, out);
+    if (type == ElementType::f16)
+      return load_rotated_avx512<ElementType::f16>(rotation, in, heads, out);
     if (type == ElementType::bf16)
       return load_rotated_avx512<ElementType::bf16>(rotation, in, heads, out);
   }
 #endif
   load_row(type, isa, in, static_cast<std::ptrdiff_t>(heads) * rotation.channels, out);
-  for (std::int64_t h = 0; h < heads; ++h) rotate_channels(rotation, isa, out + h * rotation.channels);
+  for (std::int64_t h = 0; h < heads; ++h)
+    rotate_channels(rotation, isa, out + h * rotation.channels);
 }
 
 }  // namespace detail
@@ -206,10 +210,11 @@ namespace detail {
 /// Rotates rows that follow each other on both sides, where the output streams straight from
 /// registers or through a stage.
 inline void rotate_run(const PlaneTask& task, RowMode mode, const Rotation& rotation,
-                                 const std::byte* in, std::byte* out, std::int64_t rows) noexcept {
+                       const std::byte* in, std::byte* out, std::int64_t rows) noexcept {
   const std::int64_t bytes = row_bytes(task.out.shape);
 #if KVMELD_X86_DISPATCH
-  if (mode.streams && mode.isa != Isa::baseline && streams_whole(task.out.shape.type, rotation, out)) {
+  if (mode.streams && mode.isa != Isa::baseline &&
+      streams_whole(task.out.shape.type, rotation, out)) {
     return stream_rotated_rows(task.out.shape.type, mode.isa, rotation, in, out, rows);
   }
 #endif
@@ -219,7 +224,8 @@ inline void rotate_run(const PlaneTask& task, RowMode mode, const Rotation& rota
   const std::int64_t most = stage_bytes / bytes;
   for (std::int64_t at = 0; at < rows; at += most) {
     const std::int64_t part = rows - at < most ? rows - at : most;
-    rotate_stored_rows(task.out.shape.type, mode.isa, rotation, in + at * bytes, bytes, stage, bytes, part);
+    rotate_stored_rows(task.out.shape.type, mode.isa, rotation, in + at * bytes, bytes, stage,
+                       bytes, part);
     // read while this piece is written
     const std::int64_t next = at + 2 * most <= rows ? most * bytes : 0;
     for (std::int64_t line = 0; line < next; line += 64)
@@ -252,10 +258,10 @@ namespace extend {
 
 namespace detail {
 
-/// Renders output `o`, which is a single contribution as it is or rotated, or a run of such; returns
-/// how many are done.
+/// Renders output `o`, which is a single contribution as it is or rotated, or a run of such;
+/// returns how many are done.
 inline std::int64_t render_single(const PlaneTask& task, RowMode mode, std::int64_t o,
-                                              std::int64_t last) noexcept {
+                                  std::int64_t last) noexcept {
   const PlaneShape& shape = task.out.shape;
   const RowInput& input = task.group.inputs[task.group.row_begin[o]];
   const std::int64_t slot = task.out.slots.slot(o);
@@ -277,7 +283,8 @@ inline std::int64_t render_single(const PlaneTask& task, RowMode mode, std::int6
   const std::int64_t bytes = row_bytes(shape);
   if (rotates && task.out.contiguous_rows()) {
     rotate_stored_rows(shape.type, mode.isa, rotation_of(task, input.shift), in, bytes,
-              row_address(task, slot, 0), task.out.byte_offset(task.out.head_stride), shape.heads);
+                       row_address(task, slot, 0), task.out.byte_offset(task.out.head_stride),
+                       shape.heads);
     return 1;
   }
   for (std::int64_t head = 0; head < shape.heads; ++head) {
@@ -308,7 +315,7 @@ namespace detail {
 /// Outputs from `o` on, below `last`, that are folded together: of the same rows, of which every
 /// head takes two or more. 0: not even one.
 [[nodiscard]] inline std::int64_t pooled_outputs(const PlaneTask& task, std::int64_t o,
-                                                      std::int64_t last) noexcept {
+                                                 std::int64_t last) noexcept {
   if (task.head_weights == nullptr) return 0;
   const std::uint32_t* const begin = task.group.row_begin;
   const RowInput* const inputs = task.group.inputs + begin[o];
@@ -381,7 +388,8 @@ struct PooledHead {
           task.input(all.inputs[i + rows_ahead < all.count ? i + rows_ahead : i], head);
       for (std::int64_t b = 0; b < row_bytes(shape); b += 64) __builtin_prefetch(next + b);
       if (task.rotates(input.shift)) {
-        load_rotated(shape.type, isa, rotation_of(task, input.shift), task.input(input, head), 1, row);
+        load_rotated(shape.type, isa, rotation_of(task, input.shift), task.input(input, head), 1,
+                     row);
       } else {
         load_row(shape.type, isa, task.input(input, head), shape.channels, row);
       }
@@ -448,8 +456,8 @@ inline void fetch_rows(const PlaneTask& task, RowMode mode, const RowInput& inpu
                        float* row) noexcept {
   const std::byte* const in = task.input(input, heads.first);
   if (task.rotates(input.shift))
-    return load_rotated(task.out.shape.type, mode.isa, rotation_of(task, input.shift), in, heads.count,
-                       row);
+    return load_rotated(task.out.shape.type, mode.isa, rotation_of(task, input.shift), in,
+                        heads.count, row);
   load_row(task.out.shape.type, mode.isa, in, heads.count * task.out.shape.channels, row);
 }
 

@@ -1023,7 +1023,6 @@ enum class StreamWay : std::uint8_t {
   return "unknown";
 }
 
-
 /// How large outputs are written.
 struct Streaming {
   exec::StreamWay way = exec::StreamWay::off;
@@ -1191,7 +1190,7 @@ KVMELD_ALWAYS_INLINE void stream_line(std::byte* out, const std::byte* in) noexc
 
 /// Streams whole lines, four stretches in turn; returns the bytes that are done.
 inline std::size_t stream_four_pages(std::byte* out, const std::byte* in,
-                                          std::size_t bytes) noexcept {
+                                     std::size_t bytes) noexcept {
   constexpr std::size_t stretch = stream_stretch, line = 64;
   std::size_t at = 0;
   for (; at + 4 * stretch <= bytes; at += 4 * stretch) {
@@ -1208,8 +1207,9 @@ inline std::size_t stream_four_pages(std::byte* out, const std::byte* in,
 }
 
 /// Streams whole lines one after the other in vectors of 32 bytes; returns the bytes that are done.
-inline KVMELD_TARGET_AVX2 KVMELD_NOINLINE std::size_t stream_one_page(
-    std::byte* out, const std::byte* in, std::size_t bytes) noexcept {
+inline KVMELD_TARGET_AVX2 KVMELD_NOINLINE std::size_t stream_one_page(std::byte* out,
+                                                                      const std::byte* in,
+                                                                      std::size_t bytes) noexcept {
   typedef vector_t<long long, 32> Chunk;
   std::size_t at = 0;
   for (; at + 64 <= bytes; at += 64) {
@@ -1234,8 +1234,7 @@ namespace extend {
 
 /// Copies bytes without keeping their destination in the caches, whatever their number;
 /// `stream_fence` orders the stores. No overlap.
-inline void stream_copy(std::byte* out, const std::byte* in,
-                                    std::size_t bytes) noexcept {
+inline void stream_copy(std::byte* out, const std::byte* in, std::size_t bytes) noexcept {
   std::size_t head = (64 - reinterpret_cast<std::uintptr_t>(out) % 64) % 64;
   if (head > bytes) head = bytes;
   std::memcpy(out, in, head);

@@ -576,7 +576,7 @@ Status AttentionGate::add(const Fragment& source, const Fragment& target,
       for (std::size_t t = 0; t < tokens; ++t) {
         for (std::size_t h = 0; h < heads; ++h)
           detail::rotate_fit_row(to.layers[l].rope, *frequencies, position(t),
-                               plane->values.data() + t * plane->width + h * k_size);
+                                 plane->values.data() + t * plane->width + h * k_size);
       }
     }
     const auto compare = [&](std::span<const double> q, std::size_t head, std::size_t seen) {

@@ -51,8 +51,7 @@ namespace detail {
 
 /// What a formula claims one by one: the members of a list, and of each chain of two relations or
 /// more every one, as a part of its own.
-[[nodiscard]] inline std::vector<std::uint32_t> formula_steps(LatexTree& tree,
-                                                                   std::uint32_t root) {
+[[nodiscard]] inline std::vector<std::uint32_t> formula_steps(LatexTree& tree, std::uint32_t root) {
   using Kind = LatexNode::Kind;
   std::vector<std::uint32_t> out;
   const bool list = tree[root].kind == Kind::operation && tree[root].name == "list";
@@ -83,7 +82,7 @@ namespace detail {
 /// within `max_renaming_steps`. Errors: `corrupt` (no UTF-8, or not a formula), `truncated`,
 /// `unsupported` (environments, line breaks), `oversized` (a bound of the options).
 [[nodiscard]] inline Result<Formula> parse_formula(std::string_view text,
-                                                        const FormulaOptions& options = {}) {
+                                                   const FormulaOptions& options = {}) {
   if (text.size() > options.max_bytes)
     return extend::error(ErrorCode::oversized, "a formula of ", text.size(), " bytes; at most ",
                          options.max_bytes);
@@ -233,8 +232,7 @@ class FormulaIndex {
   };
 
   /// Distinct, in order of the text; a claim that is both is whole.
-  [[nodiscard]] std::vector<Claim> claims_of(std::string_view text,
-                                                         std::size_t& read) const {
+  [[nodiscard]] std::vector<Claim> claims_of(std::string_view text, std::size_t& read) const {
     std::vector<Claim> out;
     const auto note = [&](const Digest128& hash, bool whole) {
       const auto at =

@@ -23,7 +23,7 @@ namespace metrics {
 ///
 /// Errors: those of `MetricsPage`, the page unchanged.
 [[nodiscard]] inline Status collect(MetricsPage& page, const replica::ReplicaRefusals& from,
-                                         const MetricLabels& labels = {}) {
+                                    const MetricLabels& labels = {}) {
   MetricsPage out = page;
   struct Row {
     const char* name;
@@ -57,7 +57,7 @@ namespace metrics {
 ///
 /// Errors: those of `MetricsPage`, the page unchanged.
 [[nodiscard]] inline Status collect(MetricsPage& page, const replica::Accounting& from,
-                                         const MetricLabels& labels = {}) {
+                                    const MetricLabels& labels = {}) {
   MetricsPage out = page;
   constexpr const char* layer_names[] = {"state", "payload", "rounds", "application"};
   for (std::size_t l = 0; l < 4; ++l) {
@@ -138,7 +138,7 @@ namespace metrics {
 /// The invalidation ratio is that of entries superseded or removed, and still remembered, among all
 /// that are. Errors: those of `MetricsPage`, the page unchanged.
 [[nodiscard]] inline Status collect(MetricsPage& page, const FragmentSet& set,
-                                         const MetricLabels& labels = {}) {
+                                    const MetricLabels& labels = {}) {
   MetricsPage out = page;
   double bytes = 0, evicted = 0;
   for (const FragmentSet::Entry& entry : set.entries()) {
@@ -225,9 +225,8 @@ requires requires(const Pool& pool) {
 /// replica did not take is `collect(page, coordinator.counters())`.
 ///
 /// Errors: those of `MetricsPage`, the page unchanged.
-[[nodiscard]] inline Status collect(MetricsPage& page,
-                                         const coordinator::CoordinatorCounters& from,
-                                         const MetricLabels& labels = {}) {
+[[nodiscard]] inline Status collect(MetricsPage& page, const coordinator::CoordinatorCounters& from,
+                                    const MetricLabels& labels = {}) {
   MetricsPage out = page;
   const auto refused = [&](const char* reason, std::uint64_t count) {
     return out.counter("kvmeld_coordinator_refused_updates_total",

@@ -276,7 +276,7 @@ using MetricLabels = std::vector<MetricLabel>;
 namespace detail {
 
 [[nodiscard]] inline MetricLabels with_label(MetricLabels labels, std::string_view name,
-                                                  std::string value) {
+                                             std::string value) {
   labels.push_back({std::string(name), std::move(value)});
   return labels;
 }
@@ -319,7 +319,7 @@ class MetricsPage {
  public:
   /// What only grows: `NAME_total`, by custom.
   Status counter(std::string_view name, std::string_view help, double value,
-                             MetricLabels labels = {}) {
+                 MetricLabels labels = {}) {
     if (!std::isfinite(value))
       return extend::error(ErrorCode::non_finite, "counter ", name, " is not finite");
     if (value < 0)
@@ -329,14 +329,13 @@ class MetricsPage {
   }
   /// What goes up and down; NaN and infinities are values.
   Status gauge(std::string_view name, std::string_view help, double value,
-                           MetricLabels labels = {}) {
+               MetricLabels labels = {}) {
     return add(name, help, MetricType::gauge, labels, {{{}, labels, value}});
   }
   /// Quantiles of everything since the histogram began, within 1.6 %. They cannot be added up over
   /// processes; `histogram` can.
-  Status summary(std::string_view name, std::string_view help,
-                             const HistogramCounts& counts, MetricLabels labels = {},
-                             std::span<const double> quantiles = default_quantiles) {
+  Status summary(std::string_view name, std::string_view help, const HistogramCounts& counts,
+                 MetricLabels labels = {}, std::span<const double> quantiles = default_quantiles) {
     std::vector<MetricSample> samples;
     for (std::size_t i = 0; i < quantiles.size(); ++i) {
       if (!(quantiles[i] >= 0 && quantiles[i] <= 1) ||
@@ -353,9 +352,8 @@ class MetricsPage {
   }
   /// How many values do not exceed each bound, exact; what rates and quantiles over times and
   /// processes are made of.
-  Status histogram(std::string_view name, std::string_view help,
-                               const HistogramCounts& counts, MetricLabels labels = {},
-                               OctaveBounds bounds = {}) {
+  Status histogram(std::string_view name, std::string_view help, const HistogramCounts& counts,
+                   MetricLabels labels = {}, OctaveBounds bounds = {}) {
     if (bounds.lowest_exponent < detail::LogBuckets::lowest_exponent ||
         bounds.highest_exponent > detail::LogBuckets::highest_exponent ||
         bounds.lowest_exponent > bounds.highest_exponent) {
@@ -392,8 +390,8 @@ class MetricsPage {
     return std::all_of(name.begin(), name.end(),
                        [&](char c) { return letter(c) || (c >= '0' && c <= '9'); });
   }
-  [[nodiscard]] static Status check(std::string_view name, std::string_view help,
-                                                MetricType type, const MetricLabels& labels) {
+  [[nodiscard]] static Status check(std::string_view name, std::string_view help, MetricType type,
+                                    const MetricLabels& labels) {
     if (!is_name(name, false))
       return extend::error(ErrorCode::invalid_argument, "'", name,
                            "' is no name of a metric: letters, digits, _ and :");
@@ -419,8 +417,7 @@ class MetricsPage {
     return {};
   }
   /// The names that lines of a family carry.
-  [[nodiscard]] static std::vector<std::string> line_names(std::string_view name,
-                                                                       MetricType type) {
+  [[nodiscard]] static std::vector<std::string> line_names(std::string_view name, MetricType type) {
     std::vector<std::string> out{std::string(name)};
     const auto suffixed = [&](std::string_view suffix) {
       out.push_back(out[0] + std::string(suffix));
@@ -431,14 +428,14 @@ class MetricsPage {
     return out;
   }
   Status add_distribution(std::string_view name, std::string_view help, MetricType type,
-                                      const MetricLabels& labels, std::vector<MetricSample> samples,
-                                      const HistogramCounts& counts) {
+                          const MetricLabels& labels, std::vector<MetricSample> samples,
+                          const HistogramCounts& counts) {
     samples.push_back({"_sum", labels, counts.sum()});
     samples.push_back({"_count", labels, static_cast<double>(counts.count())});
     return add(name, help, type, labels, std::move(samples));
   }
   Status add(std::string_view name, std::string_view help, MetricType type,
-                         const MetricLabels& labels, std::vector<MetricSample> samples) {
+             const MetricLabels& labels, std::vector<MetricSample> samples) {
     KVMELD_TRY(check(name, help, type, labels));
     const auto family = std::find_if(families_.begin(), families_.end(),
                                      [&](const MetricFamily& f) { return f.name == name; });
@@ -533,7 +530,7 @@ inline constexpr std::string_view prometheus_content_type =
 ///
 /// Errors: `unavailable`; the old file stays.
 [[nodiscard]] inline Status write_prometheus_file(const std::string& path,
-                                                       const MetricsPage& page) {
+                                                  const MetricsPage& page) {
   const std::string text = prometheus_text(page);
   const std::string beside = path + ".new";
   Status written =
@@ -580,8 +577,8 @@ enum class DistributionForm : std::uint8_t { quantiles, buckets };
 /// Puts all of it on a page. Causes of errors that never occurred have no series. Errors: those of
 /// `MetricsPage`.
 [[nodiscard]] inline Status collect(MetricsPage& page, const ServingMetrics& from,
-                                         const MetricLabels& labels = {},
-                                         DistributionForm form = DistributionForm::quantiles) {
+                                    const MetricLabels& labels = {},
+                                    DistributionForm form = DistributionForm::quantiles) {
   MetricsPage out = page;
   const auto put = [&](const char* name, const char* help, const Histogram& histogram,
                        OctaveBounds bounds = {}) {

@@ -98,7 +98,7 @@ struct Attention {
 
  private:
   [[nodiscard]] Result<Alignment> align_all(std::span<const Source> ordered,
-                                                        std::int64_t first_position) const {
+                                            std::int64_t first_position) const {
     const exec::FloatEnvironmentGuard guard;
     if (mode > AttentionMode::per_agent_mean)
       return extend::error(ErrorCode::unknown_field, "Attention: mode ", static_cast<int>(mode),
@@ -156,9 +156,8 @@ struct Attention {
   }
 
   [[nodiscard]] Status weigh_layer(const detail::AttentionReader& reader, std::size_t l,
-                                               std::span<const Source> ordered,
-                                               std::span<const std::size_t> begin,
-                                               float* weights) const {
+                                   std::span<const Source> ordered,
+                                   std::span<const std::size_t> begin, float* weights) const {
     const detail::AttentionReader::Layer& layer = reader.layer(l);
     detail::RowsInHand keys(reader, l, 0, static_cast<std::size_t>(count));
     const auto m = static_cast<std::size_t>(count);

@@ -69,7 +69,7 @@ KVMELD_ALWAYS_INLINE void product_columns(const float* x, const float* matrix,
 
 /// The rows one by one.
 inline KVMELD_NOINLINE void row_products_baseline(const RowProducts& p, int rows,
-                                                       std::ptrdiff_t column) noexcept {
+                                                  std::ptrdiff_t column) noexcept {
   if (p.shared != nullptr)
     product_columns(p.shared, p.shared_matrix + column, p.columns, p.inputs, nullptr,
                     p.shared_out + column);
@@ -384,8 +384,7 @@ Status each_gate_network(const GateShape& shape, const F& f) {
   return {};
 }
 
-inline void lay_out_gate(const GateShape& shape, std::int32_t plane, const float* from,
-                              float* to) {
+inline void lay_out_gate(const GateShape& shape, std::int32_t plane, const float* from, float* to) {
   const std::int32_t channels = shape.channels(plane), outputs = shape.outputs(plane);
   const GateLayout at = GateLayout::of(shape.kind, channels, shape.hidden);
   const float* const first_bias = from + static_cast<std::ptrdiff_t>(shape.hidden) * 2 * channels;
@@ -411,8 +410,8 @@ inline void lay_out_gate(const GateShape& shape, std::int32_t plane, const float
 
 }  // namespace detail
 
-inline Result<std::shared_ptr<const GateWeights>> GateWeights::make(const GateShape& shape,
-                                                             std::span<const float> parameters) {
+inline Result<std::shared_ptr<const GateWeights>> GateWeights::make(
+    const GateShape& shape, std::span<const float> parameters) {
   using extend::error;
   constexpr std::int32_t most_channels = 1024, most_layers = 4096;
   if (shape.hidden < 1 || shape.hidden > max_gate_hidden || shape.layers < 1 ||
@@ -585,8 +584,7 @@ inline Status GateWeights::fits(const Geometry& geometry) const {
 }
 
 /// The same tensors, f32: reading them again gives equal weights, and writing those equal bytes.
-[[nodiscard]] inline Result<std::vector<std::byte>> to_safetensors(
-    const GateWeights& weights) {
+[[nodiscard]] inline Result<std::vector<std::byte>> to_safetensors(const GateWeights& weights) {
   const GateShape& shape = weights.shape();
   SafetensorsWriter writer;
   writer.metadata("activation", "tanh");

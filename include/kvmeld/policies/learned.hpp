@@ -104,7 +104,7 @@ inline constexpr std::int32_t fragment_feature_count = 4;
 /// @param layer  whose keys are measured; −1: ⌊layers / 2⌋. O(bytes of the layer). Errors:
 /// `invalid_argument` (layer).
 [[nodiscard]] inline Result<std::vector<double>> fragment_features(const Source& source,
-                                                                        std::int32_t layer = -1) {
+                                                                   std::int32_t layer = -1) {
   const auto layers = static_cast<std::int32_t>(source.fragment->geometry().layers.size());
   const std::int32_t at = layer < 0 ? layers / 2 : layer;
   if (at >= layers && layers > 0)

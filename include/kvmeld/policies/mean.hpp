@@ -298,15 +298,15 @@ KVMELD_ALWAYS_INLINE void mix_norm_preserving(const HeadRows& rows,
 }
 
 inline KVMELD_NOINLINE void mix_norm_preserving_baseline(const HeadRows& rows,
-                                                              float* out) noexcept {
+                                                         float* out) noexcept {
   mix_norm_preserving(rows, out);
 }
 inline KVMELD_TARGET_AVX2 KVMELD_NOINLINE void mix_norm_preserving_avx2(const HeadRows& rows,
-                                                                             float* out) noexcept {
+                                                                        float* out) noexcept {
   mix_norm_preserving(rows, out);
 }
-inline KVMELD_TARGET_AVX512 KVMELD_NOINLINE void mix_norm_preserving_avx512(
-    const HeadRows& rows, float* out) noexcept {
+inline KVMELD_TARGET_AVX512 KVMELD_NOINLINE void mix_norm_preserving_avx512(const HeadRows& rows,
+                                                                            float* out) noexcept {
   mix_norm_preserving(rows, out);
 }
 

@@ -25,7 +25,7 @@ namespace detail {
 /// The Euclidean norm of one contiguous row, f64: lane l sums the squares of channels l, l + 32, …
 /// and the lanes join by the tree.
 [[nodiscard]] inline double row_norm(ElementType type, const std::byte* row,
-                                          std::int64_t channels) noexcept {
+                                     std::int64_t channels) noexcept {
   struct Sum {
     using State = double;
     static State join(State a, State b) noexcept { return a + b; }
@@ -41,7 +41,7 @@ namespace detail {
 /// Mean over the tokens and heads of one layer's first rotary plane (or its first plane) of the
 /// norm of stored rows.
 [[nodiscard]] inline double mean_key_norm(const Fragment& fragment, const Payload& payload,
-                                               std::size_t layer) {
+                                          std::size_t layer) {
   const Geometry& geometry = fragment.geometry();
   std::size_t index = 0;
   for (std::size_t l = 0; l < layer; ++l) index += geometry.layers[l].planes.size();
@@ -67,8 +67,7 @@ struct ByKeyNorm {
   static constexpr bool reproducible = true;
   std::int32_t layer = -1;  ///< whose keys are measured; −1: ⌊layers / 2⌋
 
-  [[nodiscard]] Result<std::vector<std::uint32_t>> order(
-      std::span<const Source> sources) const {
+  [[nodiscard]] Result<std::vector<std::uint32_t>> order(std::span<const Source> sources) const {
     std::vector<double> norms;
     for (const Source& source : sources) {
       const auto layers = static_cast<std::int32_t>(source.fragment->geometry().layers.size());
@@ -98,8 +97,7 @@ struct ByKeyNorm {
 struct ById {
   static constexpr bool reproducible = true;
 
-  [[nodiscard]] Result<std::vector<std::uint32_t>> order(
-      std::span<const Source> sources) const {
+  [[nodiscard]] Result<std::vector<std::uint32_t>> order(std::span<const Source> sources) const {
     std::vector<std::uint32_t> out = detail::indices(sources.size());
     std::sort(out.begin(), out.end(), [&](std::uint32_t a, std::uint32_t b) {
       return sources[a].fragment->id() < sources[b].fragment->id();
@@ -116,8 +114,7 @@ struct ByDot {
   static constexpr MetadataFields metadata = MetadataFields::provenance;
   bool reversed = false;  ///< largest dot first
 
-  [[nodiscard]] Result<std::vector<std::uint32_t>> order(
-      std::span<const Source> sources) const {
+  [[nodiscard]] Result<std::vector<std::uint32_t>> order(std::span<const Source> sources) const {
     std::vector<std::uint32_t> out = detail::indices(sources.size());
     const auto dot = [&](std::uint32_t i) {
       const auto& marks = sources[i].metadata->marks;
@@ -151,7 +148,7 @@ struct SeamAll {
   static constexpr bool reproducible = true;
 
   [[nodiscard]] Status mark(std::span<const Source>, const Alignment&,
-                                        std::span<std::uint8_t> recompute) const {
+                            std::span<std::uint8_t> recompute) const {
     std::fill(recompute.begin(), recompute.end(), std::uint8_t{1});
     return {};
   }
@@ -173,7 +170,7 @@ struct SeamShare {
   std::int64_t past_boundary = 0;
 
   [[nodiscard]] Status mark(std::span<const Source> ordered, const Alignment& alignment,
-                                        std::span<std::uint8_t> recompute) const {
+                            std::span<std::uint8_t> recompute) const {
     if (!(share >= 0.0F && share <= 1.0F))
       return extend::error(ErrorCode::invalid_argument, "SeamShare: share ", share,
                            " is outside [0, 1]");

@@ -27,7 +27,7 @@ namespace detail {
 
 /// What the arithmetic of a map cannot read or write.
 [[nodiscard]] inline Status check_elements(const Geometry& geometry, MapKind kind,
-                                                const char* side) {
+                                           const char* side) {
   for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
     for (const PlaneShape& shape : geometry.layers[l].planes) {
       const bool moved = kind == MapKind::linear || shape.plane == Plane::key;
@@ -231,8 +231,7 @@ inline void write_blocks(extend::ByteWriter& w, const std::vector<MapBlock>& blo
 
 /// Numbers as f32 where that loses nothing, else as f64.
 inline void write_numbers(SafetensorsWriter& w, const std::string& name,
-                               std::vector<std::uint64_t> shape,
-                               const std::vector<double>& numbers) {
+                          std::vector<std::uint64_t> shape, const std::vector<double>& numbers) {
   std::vector<float> narrow;
   for (const double x : numbers) {
     const auto f = static_cast<float>(x);
@@ -243,8 +242,8 @@ inline void write_numbers(SafetensorsWriter& w, const std::string& name,
 }
 /// A tensor of a given shape.
 [[nodiscard]] inline Result<const StoredTensor*> find_shaped(const Safetensors& file,
-                                                                  const std::string& name,
-                                                                  std::size_t dimensions) {
+                                                             const std::string& name,
+                                                             std::size_t dimensions) {
   const StoredTensor* const tensor = file.find(name);
   if (tensor == nullptr || tensor->shape.size() != dimensions) {
     return error(ErrorCode::corrupt, "projection file: no tensor '", name, "' of ", dimensions,
@@ -258,7 +257,7 @@ inline void write_numbers(SafetensorsWriter& w, const std::string& name,
 }
 
 [[nodiscard]] inline Result<LinearMap> read_matrix(const Safetensors& file,
-                                                        const std::string& prefix) {
+                                                   const std::string& prefix) {
   LinearMap out;
   const bool low_rank = file.find(prefix + "inner") != nullptr;
   const auto weight = find_shaped(file, prefix + "weight", 2);
@@ -459,8 +458,8 @@ namespace detail {
 
 /// One block of `b` behind the blocks of `a` that make its inputs; matrices of `a` are dense.
 [[nodiscard]] inline MapBlock compose_block(const ProjectionParts& a, const LinearMap& outer,
-                                                 const MapBlock& block, Plane plane,
-                                                 ProjectionParts& out) {
+                                            const MapBlock& block, Plane plane,
+                                            ProjectionParts& out) {
   MapBlock made{.first_head = block.first_head,
                 .matrix = static_cast<std::uint32_t>(out.matrices.size())};
   // Where each hub head comes from, and which source heads that needs, each once.
@@ -544,8 +543,8 @@ namespace detail {
 /// the pair's score: measure it, and `with_record`. Two permutations give their product as
 /// matrices. O(numbers of b · inputs of a). Errors: `geometry_mismatch` where the first map does
 /// not end where the second begins; those of `make`.
-[[nodiscard]] inline Result<std::shared_ptr<const ProjectionMap>> compose(
-    const ProjectionMap& a, const ProjectionMap& b) {
+[[nodiscard]] inline Result<std::shared_ptr<const ProjectionMap>> compose(const ProjectionMap& a,
+                                                                          const ProjectionMap& b) {
   KVMELD_TRY(extend::check_side(a.target(), b.source(), "source"));
   ProjectionParts first =
       a.kind() == MapKind::permutation ? detail::as_matrices(a.parts()) : a.parts();
@@ -578,15 +577,15 @@ namespace gradients {
 
 /// Gradients of a loss through `apply`, in f64: from dL/dy to dL/dx and dL/d(W, A, B, b).
 ///
-/// Of the un-rotated rows that a map works on: a rotation's transpose rotates by the opposite angle.
-/// O(tokens · outputs · inputs).
+/// Of the un-rotated rows that a map works on: a rotation's transpose rotates by the opposite
+/// angle. O(tokens · outputs · inputs).
 /// @param x  (tokens, inputs)
 /// @param dy (tokens, outputs)
 /// @param dx (tokens, inputs), written
 /// @param dmap gradients of the map's numbers, in a map of equal shape; they are added to what it
 /// holds Errors: those of `validate`; `invalid_argument` where `dmap` has another shape.
 [[nodiscard]] inline Status vjp(const LinearMap& map, std::int64_t tokens, const double* x,
-                                     const double* dy, double* dx, LinearMap& dmap) {
+                                const double* dy, double* dx, LinearMap& dmap) {
   KVMELD_TRY(validate(map));
   if (dmap.outputs != map.outputs || dmap.inputs != map.inputs || dmap.rank != map.rank ||
       dmap.weight.size() != map.weight.size() || dmap.inner.size() != map.inner.size() ||

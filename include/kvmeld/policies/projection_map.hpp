@@ -188,7 +188,7 @@ namespace extend {
 namespace detail {
 
 [[nodiscard]] inline Status check_blocks(const ProjectionParts& parts, std::size_t layer,
-                                              Plane plane, std::span<const MapBlock> blocks) {
+                                         Plane plane, std::span<const MapBlock> blocks) {
   const char* const name = plane == Plane::key ? " keys" : " values";
   const PlaneShape* const out = find_plane(parts.target.layers[layer], plane);
   std::int64_t covered = 0;
@@ -269,7 +269,7 @@ namespace extend {
 
 /// Whether a cache has the shape that a map was made for; element types and windows may differ.
 [[nodiscard]] inline Status check_side(const Geometry& cache, const Geometry& map,
-                                            const char* side) {
+                                       const char* side) {
   const auto wrong = [&](std::size_t layer, const auto&... what) {
     return error(ErrorCode::geometry_mismatch, "projection: ", side, " layer ", layer, ": ",
                  what...);
@@ -510,8 +510,8 @@ struct ProductKernels {
 }
 
 /// y = W·x + b for a tile of tokens. `y`: (token, padded outputs), does not overlap the tile.
-inline void multiply(const PackedMatrix& matrix, const InputTile& x, std::int32_t tokens,
-                          Isa isa, float* y) {
+inline void multiply(const PackedMatrix& matrix, const InputTile& x, std::int32_t tokens, Isa isa,
+                     float* y) {
   const std::size_t stride = matrix.padded_outputs();
   for (std::int32_t t = 0; t < tokens; ++t)
     std::copy(matrix.bias(), matrix.bias() + stride, y + static_cast<std::size_t>(t) * stride);

@@ -22,7 +22,7 @@ namespace detail {
 /// Krum's score of each of the `present` contributions: the sum of squared distances to its
 /// `neighbours` nearest others.
 inline void krum_scores(const Scoring& scoring, std::span<const std::size_t> present,
-                             std::size_t neighbours, std::span<double> scores) {
+                        std::size_t neighbours, std::span<double> scores) {
   std::vector<double> distances;
   for (std::size_t i = 0; i < present.size(); ++i) {
     distances.clear();
@@ -38,7 +38,7 @@ inline void krum_scores(const Scoring& scoring, std::span<const std::size_t> pre
 
 /// Keeps the `kept` contributions of the smallest scores, ties to the smaller index.
 inline void keep_smallest(std::span<const double> scores, std::size_t kept,
-                               std::span<double> weights) {
+                          std::span<double> weights) {
   std::vector<std::size_t> order(scores.size());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
   std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
@@ -49,7 +49,7 @@ inline void keep_smallest(std::span<const double> scores, std::size_t kept,
 }
 
 inline void select_krum(const Scoring& scoring, std::int64_t f, std::size_t kept,
-                             std::span<double> weights) {
+                        std::span<double> weights) {
   const std::size_t n = scoring.count();
   std::vector<std::size_t> everyone(n);
   for (std::size_t i = 0; i < n; ++i) everyone[i] = i;
@@ -59,7 +59,7 @@ inline void select_krum(const Scoring& scoring, std::int64_t f, std::size_t kept
 }
 
 [[nodiscard]] inline Status check_krum(const char* rule, std::int64_t f, std::int64_t n,
-                                            std::int64_t factor) {
+                                       std::int64_t factor) {
   if (f >= 0 && n >= factor * f + 3) return {};
   return error(ErrorCode::invalid_argument, rule, "{f = ", f, "} needs at least ", factor,
                "f + 3 = ", factor * f + 3, " contributions, there are ", n);
@@ -205,8 +205,8 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void distance_sums_avx2(const double* 
 /// The member with the smallest weighted sum of distances (not squared) to the members, ties to the
 /// smaller index.
 [[nodiscard]] inline std::size_t medoid_of(const Scoring& scoring,
-                                                std::span<const std::size_t> members,
-                                                std::span<const double> mass) {
+                                           std::span<const std::size_t> members,
+                                           std::span<const double> mass) {
   const std::size_t n = scoring.count();
   std::vector<double> both(2 * n, 0.0);  // masses of the members, then sums
   for (const std::size_t i : members) both[i] = mass[i];
@@ -279,8 +279,9 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void weiszfeld_avx2(const double* dist
 /// agent's.
 ///
 /// The smallest sum of distances, weighted by the aligner's weights; equal sums keep the smaller
-/// fragment id. Holds while the Byzantine peers weigh less than half. No number of Byzantine peers need be named. O(n²
-/// · channels) a token. (Kaufman & Rousseeuw, Clustering by means of medoids, 1987.)
+/// fragment id. Holds while the Byzantine peers weigh less than half. No number of Byzantine peers
+/// need be named. O(n² · channels) a token. (Kaufman & Rousseeuw, Clustering by means of medoids,
+/// 1987.)
 struct Medoid {
   static constexpr bool reproducible = true;
 
@@ -301,9 +302,9 @@ struct Medoid {
 /// 32 steps of Weiszfeld's iteration on the weights alone: w_j ∝ m_j / √(d_j² + ε²), d_j² = Σ w_i
 /// D_ji − ½ Σ w_i w_k D_ik, so that no row is read twice; ε² is 10^-12 of the smallest distance
 /// between different contributions. It starts beside the medoid, since from the mean of near and
-/// far points it would take hundreds of steps. Holds while the Byzantine peers weigh less than half. O(n² ·
-/// channels) for distances, O(32 n²) a token. (Weiszfeld 1937; smoothed as by Pillutla et al.,
-/// Robust Aggregation for Federated Learning, 2022.)
+/// far points it would take hundreds of steps. Holds while the Byzantine peers weigh less than
+/// half. O(n² · channels) for distances, O(32 n²) a token. (Weiszfeld 1937; smoothed as by Pillutla
+/// et al., Robust Aggregation for Federated Learning, 2022.)
 struct GeometricMedian {
   static constexpr bool reproducible = true;
   static constexpr int steps = 32;
@@ -407,8 +408,7 @@ struct Cluster {
   }
 
  private:
-  [[nodiscard]] std::vector<std::vector<std::size_t>> by_cosine(
-      const Scoring& scoring) const {
+  [[nodiscard]] std::vector<std::vector<std::size_t>> by_cosine(const Scoring& scoring) const {
     std::vector<std::vector<std::size_t>> clusters;
     for (std::size_t i = 0; i < scoring.count(); ++i) {
       const auto fits = [&](const auto& cluster) {

@@ -105,8 +105,8 @@ namespace detail {
 /// where sequences are alike. Errors: `invalid_argument` for options out of range, `oversized` for
 /// 2³⁰ tokens or more.
 [[nodiscard]] inline Result<EditScript> edit_script(std::span<const TokenId> a,
-                                                         std::span<const TokenId> b,
-                                                         const EditOptions& options = {}) {
+                                                    std::span<const TokenId> b,
+                                                    const EditOptions& options = {}) {
   constexpr std::int64_t most = std::int64_t{1} << 30;
   if (options.exact_tokens < 0 || options.exact_tokens > most) {
     return extend::error(ErrorCode::invalid_argument, "edit_script: exact_tokens ",
@@ -173,9 +173,8 @@ inline void scale_to_one(double* row, std::size_t width, RowMeasure dot) noexcep
 ///
 /// Nearest: the largest cosine, of equal ones the smaller index. O(|a| · |b| · width).
 [[nodiscard]] inline std::vector<std::int32_t> mutual_nearest(std::span<const double* const> a,
-                                                                   std::span<const double* const> b,
-                                                                   std::size_t width,
-                                                                   double threshold) {
+                                                              std::span<const double* const> b,
+                                                              std::size_t width, double threshold) {
   struct Best {
     double cosine = -INFINITY;
     std::int32_t at = -1;
@@ -211,10 +210,8 @@ inline void scale_to_one(double* row, std::size_t width, RowMeasure dot) noexcep
 
 /// The caller's rows as directions. Errors: `token_count_mismatch`, `non_finite`,
 /// `invalid_argument` for fewer than one channel.
-[[nodiscard]] inline Result<Directions> directions(const char* who,
-                                                        std::span<const float> values,
-                                                        std::int32_t channels,
-                                                        std::int64_t tokens) {
+[[nodiscard]] inline Result<Directions> directions(const char* who, std::span<const float> values,
+                                                   std::int32_t channels, std::int64_t tokens) {
   if (channels < 1)
     return error(ErrorCode::invalid_argument, who, ": embeddings of ", channels, " channels");
   if (std::ssize(values) % channels != 0 || std::ssize(values) / channels != tokens) {
@@ -261,8 +258,10 @@ inline void scale_to_one(double* row, std::size_t width, RowMeasure dot) noexcep
 /// every machine. O(|a| · |b| · channels). Errors: `invalid_argument` (threshold outside [−1, 1] or
 /// NaN, fewer than one channel), `token_count_mismatch` where the rows do not divide, `non_finite`.
 /// @param a, b (token, channel)
-[[nodiscard]] inline Result<std::vector<std::int32_t>> mutual_neighbours(
-    std::span<const float> a, std::span<const float> b, std::int32_t channels, float threshold) {
+[[nodiscard]] inline Result<std::vector<std::int32_t>> mutual_neighbours(std::span<const float> a,
+                                                                         std::span<const float> b,
+                                                                         std::int32_t channels,
+                                                                         float threshold) {
   KVMELD_TRY(detail::check_cosine("mutual_neighbours", threshold));
   std::vector<const double*> rows[2];
   detail::Directions made[2];
@@ -283,8 +282,7 @@ namespace detail {
 
 /// Digest of a token's rows in every layer, scales included; none where the bytes are evicted.
 /// O(bytes of a token).
-[[nodiscard]] inline std::optional<Digest128> content_of(const Source& source,
-                                                              std::int64_t token) {
+[[nodiscard]] inline std::optional<Digest128> content_of(const Source& source, std::int64_t token) {
   const Payload& payload = *source.payload;
   if (payload.bytes == nullptr) return std::nullopt;
   Hasher hasher;
@@ -319,7 +317,7 @@ namespace detail {
 
 /// Whether two tokens are one: by their ids, or, where ids tell nothing, by their rows.
 [[nodiscard]] inline bool same_token(const Source& a, std::int64_t i, const Source& b,
-                                          std::int64_t j) {
+                                     std::int64_t j) {
   if (a.fragment == b.fragment && i == j) return true;
   const TokenId id = a.token_id(i);
   if (id != b.token_id(j)) return false;
@@ -386,9 +384,9 @@ enum class MatchMode : std::uint8_t {
 /// of the fragments, since it sees them in canonical order. `edit_distance` and `neighbours` grow
 /// one grid of output tokens: each fragment in turn is matched with the tokens that founded the
 /// grid's columns, joins those that it matches, and adds its other tokens in front of the next one
-/// it matches, at the end where none follows. Keys are compared at one layer over all heads, rotated
-/// back to position 0; tokens that the layer does not hold match nothing. Keys of unlike tokens
-/// share a direction too (cosines of .8 and more), so measure before you lower the threshold
+/// it matches, at the end where none follows. Keys are compared at one layer over all heads,
+/// rotated back to position 0; tokens that the layer does not hold match nothing. Keys of unlike
+/// tokens share a direction too (cosines of .8 and more), so measure before you lower the threshold
 /// (docs/policies.md). Embeddings, where given, are read instead; replicas give the same ones or
 /// none: they are part of the merger's digest. O(tokens); by edit distance `edit_script` of grid
 /// and fragment for each fragment; by neighbours O(grid · tokens · channels) for each fragment, in
@@ -407,7 +405,7 @@ struct TokenMatch {
   std::vector<TokenEmbeddings> embeddings{};
 
   [[nodiscard]] Result<Alignment> align(std::span<const Source> ordered,
-                                                    std::int64_t first_position) const {
+                                        std::int64_t first_position) const {
     switch (mode) {
       case MatchMode::index:
       case MatchMode::common_prefix:
@@ -455,8 +453,7 @@ struct TokenMatch {
     out.tokens.push_back(token);
     out.groups[0].end_row();
   }
-  [[nodiscard]] static std::vector<detail::GridToken> selected_tokens(
-      const Source& source) {
+  [[nodiscard]] static std::vector<detail::GridToken> selected_tokens(const Source& source) {
     std::vector<detail::GridToken> out(static_cast<std::size_t>(source.selected_count()));
     for (std::size_t i = 0; i < out.size(); ++i) {
       const std::int64_t token = source.selected_token(static_cast<std::int64_t>(i));
@@ -466,7 +463,7 @@ struct TokenMatch {
   }
 
   [[nodiscard]] Result<Alignment> by_index(std::span<const Source> ordered,
-                                                       std::int64_t first_position) const {
+                                           std::int64_t first_position) const {
     std::int64_t shared = 0;
     for (const Source& source : ordered) shared = (std::max)(shared, source.selected_count());
     for (const Source& source : ordered) {
@@ -508,7 +505,7 @@ struct TokenMatch {
   }
 
   [[nodiscard]] Result<Alignment> by_edits(std::span<const Source> ordered,
-                                                       std::int64_t first_position) const {
+                                           std::int64_t first_position) const {
     Grid grid;
     std::vector<TokenId> of_grid, of_fragment;
     detail::TokenNamer namer;
@@ -550,7 +547,7 @@ struct TokenMatch {
   }
 
   [[nodiscard]] Result<Alignment> by_neighbours(std::span<const Source> ordered,
-                                                            std::int64_t first_position) const {
+                                                std::int64_t first_position) const {
     KVMELD_TRY(detail::check_cosine("TokenMatch", threshold));
     Grid grid;
     std::vector<detail::Directions> kept;  // columns point into it

@@ -136,7 +136,7 @@ class Reconciliation {
     out.varint(step_);
   }
   [[nodiscard]] std::vector<std::byte> finished(extend::ByteWriter&& out,
-                                                            std::span<const std::byte> answered) {
+                                                std::span<const std::byte> answered) {
     ++step_;
     last_reply_ = out.take();
     last_reply_[0] =
@@ -144,8 +144,8 @@ class Reconciliation {
     last_received_ = XXH3_64bits(answered.data(), answered.size());
     return last_reply_;
   }
-  [[nodiscard]] Result<ReconcileReply> repeated(
-      std::uint64_t step, std::span<const std::byte> message) const {
+  [[nodiscard]] Result<ReconcileReply> repeated(std::uint64_t step,
+                                                std::span<const std::byte> message) const {
     ReconcileReply reply{.message = {}, .done = done()};
     // else one message doubled would double all that follow
     const bool answers = !starter_ || done();
@@ -181,7 +181,7 @@ class Reconciliation {
 /// The entries of some ids as a set, to be joined where a reconciliation said that they lack; ids
 /// that are not here are left out.
 [[nodiscard]] inline Result<FragmentSet> part_of(const FragmentSet& set,
-                                                      std::span<const FragmentId> ids) {
+                                                 std::span<const FragmentId> ids) {
   std::vector<FragmentSet::Entry> entries;
   for (const FragmentId& id : ids) {
     if (const FragmentSet::Entry* const entry = set.find(id)) entries.push_back(*entry);

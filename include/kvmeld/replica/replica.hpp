@@ -386,9 +386,8 @@ class Replica {
   /// Errors: the store's, `payload_missing`, `hash_mismatch`, `non_finite`, `quota_exceeded`;
   /// `dot_reused` once it is known that somebody else has this life's dots (`reused_lives`). The
   /// set is unchanged then.
-  Result<Dot> insert(const Fragment& fragment,
-                            std::optional<float> confidence = std::nullopt,
-                            std::int64_t time_ms = 0) {
+  Result<Dot> insert(const Fragment& fragment, std::optional<float> confidence = std::nullopt,
+                     std::int64_t time_ms = 0) {
     KVMELD_TRY(FragmentSet(options_.set_hash)
                    .insert(fragment, {options_.self, 0, options_.epoch}, confidence));
     KVMELD_TRY(check_life());

@@ -57,8 +57,8 @@ struct RoundReady {
 
 /// Everything that a set can render now, for publishing. O(n log n).
 [[nodiscard]] inline Result<RoundCut> make_cut(const FragmentSet& set, const Digest128& merger,
-                                                    std::uint64_t session, std::uint64_t round,
-                                                    MemberId publisher) {
+                                               std::uint64_t session, std::uint64_t round,
+                                               MemberId publisher) {
   std::vector<FragmentSet::Entry> entries;
   for (const FragmentSet::Entry* entry : in_force(set)) {
     if (!entry->complete()) continue;
@@ -73,7 +73,7 @@ struct RoundReady {
 
 /// Ids of a cut whose bytes a set does not hold. O(n log n).
 [[nodiscard]] inline std::vector<FragmentId> missing_of(const RoundCut& cut,
-                                                             const FragmentSet& here) {
+                                                        const FragmentSet& here) {
   std::vector<FragmentId> out;
   for (const FragmentSet::Entry& entry : cut.set.entries()) {
     if (!FragmentSet::Entry{entry.id, here.payload(entry.id), {}}.complete())
@@ -85,8 +85,7 @@ struct RoundReady {
 /// The cut with this set's payloads: what every member of the round renders. O(n log n).
 ///
 /// Errors: `payload_missing` with the number of fragments that are not here; `hash_mismatch`.
-[[nodiscard]] inline Result<FragmentSet> restrict_to(const RoundCut& cut,
-                                                          const FragmentSet& here) {
+[[nodiscard]] inline Result<FragmentSet> restrict_to(const RoundCut& cut, const FragmentSet& here) {
   std::vector<FragmentSet::Entry> entries;
   std::size_t missing = 0;
   for (const FragmentSet::Entry& entry : cut.set.entries()) {
@@ -132,7 +131,7 @@ void read_round(extend::ByteReader& r, Message& message) {
 /// Errors: `truncated`, those of `decode_set`; `id_mismatch` where the set is not the one that the
 /// digest names; `corrupt` where it holds more than fragments.
 [[nodiscard]] inline Result<RoundCut> decode_cut(std::span<const std::byte> bytes,
-                                                      const SetHash& hash = {}) {
+                                                 const SetHash& hash = {}) {
   extend::ByteReader r(bytes);
   RoundCut cut;
   detail::read_round(r, cut);

@@ -153,7 +153,7 @@ class RowBuffer {
   }
 
   [[nodiscard]] static Status append_plane(PlaneRows& plane, const PlaneRef& rows,
-                                                       std::int64_t first, std::int64_t last) {
+                                           std::int64_t first, std::int64_t last) {
     const std::size_t before = plane.bytes.size(), scales_before = plane.scales.size();
     const std::int64_t count = last - first;
     plane.bytes.resize(before + static_cast<std::size_t>(count * token_bytes(plane.shape)));
@@ -321,8 +321,8 @@ class SpanBuffer {
                            options_.seal_every);
     return seal_first(options_.seal_every);
   }
-  /// Seals everything that is pending: at a rotation's end, or by hand. Zero tokens make a valid, empty
-  /// fragment.
+  /// Seals everything that is pending: at a rotation's end, or by hand. Zero tokens make a valid,
+  /// empty fragment.
   ///
   /// Errors: `token_count_mismatch` where the variant does not encode as many tokens.
   [[nodiscard]] Result<Fragment> seal() { return seal_first(pending()); }
@@ -774,8 +774,8 @@ class SwapBuffer {
   [[nodiscard]] Status check_room(std::int64_t tokens) const {
     return live_ == nullptr ? Status() : room(*live_, tokens);
   }
-  /// Appends a sealed span, rotated to the positions that follow, to a cache that is not live yet or
-  /// to the live one.
+  /// Appends a sealed span, rotated to the positions that follow, to a cache that is not live yet
+  /// or to the live one.
   ///
   /// `first_position` is where a cache without rows begins. Errors: as `append`, and those of
   /// `plan`.

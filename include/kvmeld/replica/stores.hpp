@@ -173,8 +173,7 @@ template <ContentHash Hash>
 
 namespace detail {
 
-[[nodiscard]] inline Status check_limits(const Manifest& manifest,
-                                              const ManifestLimits& limits) {
+[[nodiscard]] inline Status check_limits(const Manifest& manifest, const ManifestLimits& limits) {
   for (std::size_t p = 0; p < manifest.chunks.size(); ++p) {
     const std::size_t bytes = manifest.fragment.payloads()[p].byte_count;
     if (bytes > limits.max_payload_bytes) {

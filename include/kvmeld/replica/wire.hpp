@@ -290,7 +290,7 @@ inline constexpr std::size_t max_chunk_bytes = std::size_t{1} << 26;
 /// Bytes that a payload has only because chunks are named again: a list of 32 bytes a chunk makes
 /// as many of one that came once. No less than the true number, by less than a chunk. O(n log n).
 [[nodiscard]] inline std::uint64_t repeated_bytes(std::span<const BlobKey> chunks,
-                                                       std::size_t chunk_bytes) {
+                                                  std::size_t chunk_bytes) {
   std::vector<BlobKey> keys(chunks.begin(), chunks.end());
   std::sort(keys.begin(), keys.end());
   const auto distinct = std::unique(keys.begin(), keys.end()) - keys.begin();
@@ -299,8 +299,8 @@ inline constexpr std::size_t max_chunk_bytes = std::size_t{1} << 26;
 
 /// The form of the plane in which chunk `index` begins. O(planes).
 [[nodiscard]] inline ChunkForm chunk_form(const Geometry& geometry, const Payload& payload,
-                                               std::size_t index,
-                                               std::size_t chunk_bytes = default_chunk_bytes) {
+                                          std::size_t index,
+                                          std::size_t chunk_bytes = default_chunk_bytes) {
   ChunkForm form;
   std::size_t plane = 0;
   for (const LayerShape& layer : geometry.layers) {
@@ -358,7 +358,7 @@ struct StoredChunk {
 };
 
 [[nodiscard]] inline Result<StoredChunk> open_chunk(std::span<const std::byte> stored,
-                                                         std::size_t max_raw) {
+                                                    std::size_t max_raw) {
   extend::ByteReader r(stored);
   StoredChunk out;
   out.codec = r.value<std::uint8_t>();
@@ -451,7 +451,7 @@ void read_ascending(extend::ByteReader& r, std::size_t count, std::uint64_t max,
 }  // namespace detail
 
 inline void write_payload(extend::ByteWriter& w, const Payload& payload,
-                               std::span<const BlobKey> chunks) {
+                          std::span<const BlobKey> chunks) {
   w.value(payload.lead_in.low);
   w.value(payload.lead_in.high);
   w.bytes(std::as_bytes(std::span(payload.digest)));
@@ -471,7 +471,7 @@ inline void write_payload(extend::ByteWriter& w, const Payload& payload,
 /// Reads up to the declared byte count, which the caller compares with the one that the geometry
 /// implies.
 [[nodiscard]] inline std::uint64_t read_payload(extend::ByteReader& r, std::size_t tokens,
-                                                     std::size_t layers, Payload& payload) {
+                                                std::size_t layers, Payload& payload) {
   payload.lead_in.low = r.value<std::uint64_t>();
   payload.lead_in.high = r.value<std::uint64_t>();
   if (const auto digest = r.bytes(payload.digest.size()); !digest.empty())
@@ -505,7 +505,7 @@ inline void write_payload(extend::ByteWriter& w, const Payload& payload,
 /// Fills `plane_offsets`, `scale_offsets` and `byte_count` as `seal` does. Errors: `oversized`
 /// above `max_bytes`.
 [[nodiscard]] inline Status lay_out(const Geometry& geometry, Payload& payload,
-                                         std::uint64_t max_bytes) {
+                                    std::uint64_t max_bytes) {
   std::uint64_t total = 0;
   const auto grow = [&total, max_bytes](std::uint64_t rows, std::uint64_t row, bool pad) {
     std::uint64_t bytes = 0;
@@ -562,8 +562,8 @@ inline constexpr std::uint32_t manifest_magic = 0x4D4D564BU;  // "KVMM"
 }  // namespace detail
 
 /// Errors: `oversized` for a payload that is mostly a few chunks again and again.
-[[nodiscard]] inline Status check_repeats(std::span<const BlobKey> chunks,
-                                               std::size_t chunk_bytes, std::uint64_t most) {
+[[nodiscard]] inline Status check_repeats(std::span<const BlobKey> chunks, std::size_t chunk_bytes,
+                                          std::uint64_t most) {
   if (chunks.size() <= most / chunk_bytes) return {};
   const std::uint64_t repeated = repeated_bytes(chunks, chunk_bytes);
   if (repeated <= most) return {};
@@ -595,7 +595,7 @@ namespace detail {
 }
 
 [[nodiscard]] inline Status read_manifest(extend::ByteReader& r, Fragment::Body& body,
-                                               Manifest& out, const ManifestLimits& limits) {
+                                          Manifest& out, const ManifestLimits& limits) {
   if (const auto id = r.bytes(32); !id.empty()) std::memcpy(body.id.bytes.data(), id.data(), 32);
   body.role = extend::read_enum(r, Role::span);
   if (const auto prefix = r.bytes(32); !prefix.empty())
@@ -1010,7 +1010,7 @@ inline void write_ranges(extend::ByteWriter& w, const Lines& lines, const Causal
 }
 /// In memory they take eleven times their bytes, so that there are `max_ranges` at most, or none.
 [[nodiscard]] inline CausalContext read_ranges(extend::ByteReader& r, const Lines& lines,
-                                                    std::size_t max_ranges) {
+                                               std::size_t max_ranges) {
   CausalContext out;
   DotRange before;
   const std::size_t n = r.count(3);
@@ -1107,7 +1107,7 @@ inline void write_context(extend::ByteWriter& w, const CausalContext& context) {
 /// `oversized`, `corrupt`, `unknown_field`, and those of `FragmentSet::from_parts`. O(n log n),
 /// memory within a small multiple of the bytes.
 [[nodiscard]] inline Result<FragmentSet> decode_set(std::span<const std::byte> bytes,
-                                                         const SetHash& hash = {}) {
+                                                    const SetHash& hash = {}) {
   extend::ByteReader r(bytes);
   const auto version = r.value<std::uint8_t>();
   const auto tag = r.value<std::uint8_t>();

@@ -238,7 +238,7 @@ struct Faults {
   double disk_full = 0.15;          ///< a member
   double store_unavailable = 0.15;  ///< a member
   double bit_rot = 0.3;             ///< a member
-  double byzantine = 6;                  ///< messages a second of one peer that lies in every way above
+  double byzantine = 6;             ///< messages a second of one peer that lies in every way above
   double insider = 0.5;             ///< of a run: that peer is a member
   double join = 0.15;
   double leave = 0.1;
@@ -681,7 +681,7 @@ class ByzantinePeer {
   static constexpr replica::MemberId id = 1'000'000;
 
   ByzantinePeer(std::uint64_t seed, std::vector<Fragment> corpus, std::size_t chunk_bytes,
-       std::uint64_t max_operations, bool member, FaultCounts& counts)
+                std::uint64_t max_operations, bool member, FaultCounts& counts)
       : random_(seed),
         corpus_(std::move(corpus)),
         chunk_bytes_(chunk_bytes),

@@ -9,7 +9,8 @@
 #endif
 
 struct Mine {
-  [[nodiscard]] kvmeld::Result<std::uint64_t> SIGN(const kvmeld::anchors::SignatureInput& input) const {
+  [[nodiscard]] kvmeld::Result<std::uint64_t> SIGN(
+      const kvmeld::anchors::SignatureInput& input) const {
     return std::uint64_t{input.tokens.size()};
   }
   void digest(kvmeld::Hasher&) const {}

@@ -1,7 +1,7 @@
 // An alignment policy that is not wrapped: the error says how.
 // error: wrap alignment and fusion policies: Aligner{policy}, Fuser{policy}
-#include <kvmeld/policies/token_match.hpp>
 #include <kvmeld/merger.hpp>
+#include <kvmeld/policies/token_match.hpp>
 
 #ifdef KVMELD_BAD
 const auto merger = kvmeld::merger(kvmeld::TokenMatch{});

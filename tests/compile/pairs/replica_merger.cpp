@@ -5,5 +5,6 @@
 #ifdef KVMELD_BAD
 const kvmeld::replica::ReplicaOptions<> options{.self = 1, .epoch = 1};
 #else
-const kvmeld::replica::ReplicaOptions<> options{.self = 1, .epoch = 1, .merger = kvmeld::replica::does_not_render};
+const kvmeld::replica::ReplicaOptions<> options{
+    .self = 1, .epoch = 1, .merger = kvmeld::replica::does_not_render};
 #endif

@@ -106,90 +106,91 @@ struct BlendAvx512 {
   }
 };
 
-// Sums rows by the expressions of `Sum`: `rotated` those of one token's heads, rotated by half-split
-// pairs; `plain` as they lie. `fixed` is a count known at compile time, whose pointers and weights
-// stay in registers over the row, or 0. Macros, because a function that calls another for a wider
-// instruction set must itself be compiled for it. Vectors by name, because compilers keep arrays of
-// sums on the stack.
-#define KVMELD_BLEND(NAME, TARGET, FORM)                                                         \
-  template <ElementType type, int fixed>                                                         \
-  TARGET KVMELD_NOINLINE void NAME##_rotated(const BlendInputs& inputs, const extend::Rotation& rotation, \
-                                            std::int64_t heads, std::byte* out) {                \
-    using Form = FORM;                                                                           \
-    using Vector = Form::Vector;                                                                 \
-    constexpr std::int64_t size = block_bytes(type), lanes = Form::step / 2;                     \
-    const std::int64_t half = rotation.rotary_channels / 2;                                          \
-    const float* cosines = rotation.table;                                                           \
-    const float* sines = rotation.table + half;                                                      \
-    alignas(64) float table[extend::max_channels];                                               \
-    if constexpr (extend::Lanes16<type>::even_odd) { /* the order in which vectors hold the      \
-                                                        elements */                              \
-      for (std::int64_t i = 0; i < 2 * half; i += Form::step) {                                  \
-        KVMELD_KEEP_LOOP                                                                         \
-        for (int c = 0; c < lanes; ++c) table[i + c] = rotation.table[i + 2 * c];                    \
-        KVMELD_KEEP_LOOP                                                                         \
-        for (int c = 0; c < lanes; ++c) table[i + lanes + c] = rotation.table[i + 2 * c + 1];        \
-      }                                                                                          \
-      cosines = table;                                                                           \
-      sines = table + half;                                                                      \
-    }                                                                                            \
-    const int count = inputs.count;                                                              \
-    const std::ptrdiff_t ahead = inputs.ahead;                                                   \
-    const std::byte* const row0 = inputs.rows[0];                                                \
-    const std::byte* const row1 = inputs.rows[fixed == 2 ? 1 : 0];                               \
-    const Vector weight0 = inputs.weights[0] - Vector{},                                         \
-                 weight1 = inputs.weights[fixed == 2 ? 1 : 0] - Vector{};                        \
-    for (std::int64_t head = 0; head < heads; ++head) {                                          \
-      for (std::int64_t i = 0; i < half; i += Form::step) {                                      \
-        const std::int64_t at = (head * 2 * half + i) * size;                                    \
-        const std::int64_t other = at + half * size;                                             \
-        Vector a{}, a2{}, b{}, b2{}, x, x2;                                                      \
-        if constexpr (fixed == 2) {                                                              \
-          KVMELD_BLEND_ADD(row0 + at, weight0, a, a2)                                            \
-          KVMELD_BLEND_ADD(row0 + other, weight0, b, b2)                                         \
-          KVMELD_BLEND_ADD(row1 + at, weight1, a, a2)                                            \
-          KVMELD_BLEND_ADD(row1 + other, weight1, b, b2)                                         \
-        } else {                                                                                 \
-          for (int k = 0; k < count; ++k) {                                                      \
-            const std::byte* const in = inputs.rows[k];                                          \
-            const Vector weight = inputs.weights[k] - Vector{};                                  \
-            KVMELD_BLEND_ADD(in + at, weight, a, a2)                                             \
-            KVMELD_BLEND_ADD(in + other, weight, b, b2)                                          \
-          }                                                                                      \
-        }                                                                                        \
-        const Vector c = Form::load(cosines + i), c2 = Form::load(cosines + i + lanes);          \
-        const Vector s = Form::load(sines + i), s2 = Form::load(sines + i + lanes);              \
-        KVMELD_BLEND_AHEAD(out + at + extend::written_ahead, 1)                                  \
-        KVMELD_BLEND_AHEAD(out + other + extend::written_ahead, 1)                               \
-        Form::store<type>(Form::fma(a, c, -(b * s)), Form::fma(a2, c2, -(b2 * s2)), out + at);   \
-        Form::store<type>(Form::fma(a, s, b * c), Form::fma(a2, s2, b2 * c2), out + other);      \
-      }                                                                                          \
-    }                                                                                            \
-  }                                                                                              \
-  template <ElementType type, int fixed>                                                         \
-  TARGET KVMELD_NOINLINE void NAME##_plain(const BlendInputs& inputs, std::int64_t bytes,        \
-                                           std::byte* out) {                                     \
-    using Form = FORM;                                                                           \
-    using Vector = Form::Vector;                                                                 \
-    constexpr std::int64_t step = Form::step * block_bytes(type);                                \
-    const int count = inputs.count;                                                              \
-    const std::ptrdiff_t ahead = inputs.ahead;                                                   \
-    const std::byte* const row0 = inputs.rows[0];                                                \
-    const std::byte* const row1 = inputs.rows[fixed == 2 ? 1 : 0];                               \
-    const Vector weight0 = inputs.weights[0] - Vector{},                                         \
-                 weight1 = inputs.weights[fixed == 2 ? 1 : 0] - Vector{};                        \
-    for (std::int64_t at = 0; at < bytes; at += step) {                                          \
-      Vector a{}, a2{}, x, x2;                                                                   \
-      if constexpr (fixed == 2) {                                                                \
-        KVMELD_BLEND_ADD(row0 + at, weight0, a, a2)                                              \
-        KVMELD_BLEND_ADD(row1 + at, weight1, a, a2)                                              \
-      } else {                                                                                   \
-        for (int k = 0; k < count; ++k)                                                          \
-          KVMELD_BLEND_ADD(inputs.rows[k] + at, inputs.weights[k] - Vector{}, a, a2)             \
-      }                                                                                          \
-      KVMELD_BLEND_AHEAD(out + at + extend::written_ahead, 1)                                    \
-      Form::store<type>(a, a2, out + at);                                                        \
-    }                                                                                            \
+// Sums rows by the expressions of `Sum`: `rotated` those of one token's heads, rotated by
+// half-split pairs; `plain` as they lie. `fixed` is a count known at compile time, whose pointers
+// and weights stay in registers over the row, or 0. Macros, because a function that calls another
+// for a wider instruction set must itself be compiled for it. Vectors by name, because compilers
+// keep arrays of sums on the stack.
+#define KVMELD_BLEND(NAME, TARGET, FORM)                                                           \
+  template <ElementType type, int fixed>                                                           \
+  TARGET KVMELD_NOINLINE void NAME##_rotated(const BlendInputs& inputs,                            \
+                                             const extend::Rotation& rotation, std::int64_t heads, \
+                                             std::byte* out) {                                     \
+    using Form = FORM;                                                                             \
+    using Vector = Form::Vector;                                                                   \
+    constexpr std::int64_t size = block_bytes(type), lanes = Form::step / 2;                       \
+    const std::int64_t half = rotation.rotary_channels / 2;                                        \
+    const float* cosines = rotation.table;                                                         \
+    const float* sines = rotation.table + half;                                                    \
+    alignas(64) float table[extend::max_channels];                                                 \
+    if constexpr (extend::Lanes16<type>::even_odd) { /* the order in which vectors hold the        \
+                                                        elements */                                \
+      for (std::int64_t i = 0; i < 2 * half; i += Form::step) {                                    \
+        KVMELD_KEEP_LOOP                                                                           \
+        for (int c = 0; c < lanes; ++c) table[i + c] = rotation.table[i + 2 * c];                  \
+        KVMELD_KEEP_LOOP                                                                           \
+        for (int c = 0; c < lanes; ++c) table[i + lanes + c] = rotation.table[i + 2 * c + 1];      \
+      }                                                                                            \
+      cosines = table;                                                                             \
+      sines = table + half;                                                                        \
+    }                                                                                              \
+    const int count = inputs.count;                                                                \
+    const std::ptrdiff_t ahead = inputs.ahead;                                                     \
+    const std::byte* const row0 = inputs.rows[0];                                                  \
+    const std::byte* const row1 = inputs.rows[fixed == 2 ? 1 : 0];                                 \
+    const Vector weight0 = inputs.weights[0] - Vector{},                                           \
+                 weight1 = inputs.weights[fixed == 2 ? 1 : 0] - Vector{};                          \
+    for (std::int64_t head = 0; head < heads; ++head) {                                            \
+      for (std::int64_t i = 0; i < half; i += Form::step) {                                        \
+        const std::int64_t at = (head * 2 * half + i) * size;                                      \
+        const std::int64_t other = at + half * size;                                               \
+        Vector a{}, a2{}, b{}, b2{}, x, x2;                                                        \
+        if constexpr (fixed == 2) {                                                                \
+          KVMELD_BLEND_ADD(row0 + at, weight0, a, a2)                                              \
+          KVMELD_BLEND_ADD(row0 + other, weight0, b, b2)                                           \
+          KVMELD_BLEND_ADD(row1 + at, weight1, a, a2)                                              \
+          KVMELD_BLEND_ADD(row1 + other, weight1, b, b2)                                           \
+        } else {                                                                                   \
+          for (int k = 0; k < count; ++k) {                                                        \
+            const std::byte* const in = inputs.rows[k];                                            \
+            const Vector weight = inputs.weights[k] - Vector{};                                    \
+            KVMELD_BLEND_ADD(in + at, weight, a, a2)                                               \
+            KVMELD_BLEND_ADD(in + other, weight, b, b2)                                            \
+          }                                                                                        \
+        }                                                                                          \
+        const Vector c = Form::load(cosines + i), c2 = Form::load(cosines + i + lanes);            \
+        const Vector s = Form::load(sines + i), s2 = Form::load(sines + i + lanes);                \
+        KVMELD_BLEND_AHEAD(out + at + extend::written_ahead, 1)                                    \
+        KVMELD_BLEND_AHEAD(out + other + extend::written_ahead, 1)                                 \
+        Form::store<type>(Form::fma(a, c, -(b * s)), Form::fma(a2, c2, -(b2 * s2)), out + at);     \
+        Form::store<type>(Form::fma(a, s, b * c), Form::fma(a2, s2, b2 * c2), out + other);        \
+      }                                                                                            \
+    }                                                                                              \
+  }                                                                                                \
+  template <ElementType type, int fixed>                                                           \
+  TARGET KVMELD_NOINLINE void NAME##_plain(const BlendInputs& inputs, std::int64_t bytes,          \
+                                           std::byte* out) {                                       \
+    using Form = FORM;                                                                             \
+    using Vector = Form::Vector;                                                                   \
+    constexpr std::int64_t step = Form::step * block_bytes(type);                                  \
+    const int count = inputs.count;                                                                \
+    const std::ptrdiff_t ahead = inputs.ahead;                                                     \
+    const std::byte* const row0 = inputs.rows[0];                                                  \
+    const std::byte* const row1 = inputs.rows[fixed == 2 ? 1 : 0];                                 \
+    const Vector weight0 = inputs.weights[0] - Vector{},                                           \
+                 weight1 = inputs.weights[fixed == 2 ? 1 : 0] - Vector{};                          \
+    for (std::int64_t at = 0; at < bytes; at += step) {                                            \
+      Vector a{}, a2{}, x, x2;                                                                     \
+      if constexpr (fixed == 2) {                                                                  \
+        KVMELD_BLEND_ADD(row0 + at, weight0, a, a2)                                                \
+        KVMELD_BLEND_ADD(row1 + at, weight1, a, a2)                                                \
+      } else {                                                                                     \
+        for (int k = 0; k < count; ++k)                                                            \
+          KVMELD_BLEND_ADD(inputs.rows[k] + at, inputs.weights[k] - Vector{}, a, a2)               \
+      }                                                                                            \
+      KVMELD_BLEND_AHEAD(out + at + extend::written_ahead, 1)                                      \
+      Form::store<type>(a, a2, out + at);                                                          \
+    }                                                                                              \
   }
 // Asks for what lies ahead of a step: one of f32 may be two lines.
 #define KVMELD_BLEND_AHEAD(ADDRESS, WRITTEN) \
@@ -211,8 +212,8 @@ KVMELD_BLEND(blend_avx512, KVMELD_TARGET_AVX512, BlendAvx512)
 
 /// Sums, and turns where `turn` is not null, all heads of one output.
 template <ElementType type, int fixed>
-void blend_rows(Isa isa, const BlendInputs& inputs, const extend::Rotation* rotation, std::int64_t heads,
-                std::int64_t bytes, std::byte* out) {
+void blend_rows(Isa isa, const BlendInputs& inputs, const extend::Rotation* rotation,
+                std::int64_t heads, std::int64_t bytes, std::byte* out) {
   const bool wide = isa == Isa::avx512;
   if (rotation != nullptr)
     return wide ? blend_avx512_rotated<type, fixed>(inputs, *rotation, heads, out)
@@ -221,8 +222,8 @@ void blend_rows(Isa isa, const BlendInputs& inputs, const extend::Rotation* rota
        : blend_avx2_plain<type, fixed>(inputs, bytes, out);
 }
 template <ElementType type>
-void blend_rows(Isa isa, const BlendInputs& inputs, const extend::Rotation* rotation, std::int64_t heads,
-                std::int64_t bytes, std::byte* out) {
+void blend_rows(Isa isa, const BlendInputs& inputs, const extend::Rotation* rotation,
+                std::int64_t heads, std::int64_t bytes, std::byte* out) {
   inputs.count == 2 ? blend_rows<type, 2>(isa, inputs, rotation, heads, bytes, out)
                     : blend_rows<type, 0>(isa, inputs, rotation, heads, bytes, out);
 }

@@ -299,7 +299,7 @@ class AnchorDirectory {
   /// The record of exactly this text (a segment with placeholders equals none: `find` its key) that
   /// holds a Δ for the context and was never approximate, or null. O(n).
   [[nodiscard]] const AnchorRecord* find_exact(std::span<const TokenId> tokens,
-                                                           const Digest128& context) const {
+                                               const Digest128& context) const {
     const Digest128 text = text_digest(tokens);
     for (const auto& [key, entry] : entries_) {
       const AnchorRecord& record = entry.record;
@@ -419,8 +419,8 @@ inline void write_record(extend::ByteWriter& w, const AnchorRecord& record) {
 }  // namespace detail
 
 /// The bytes of some records of one namespace: at most 137 for each, and 18 to 27 before them.
-[[nodiscard]] inline std::vector<std::byte> encode_records(
-    const Digest128& scope, std::span<const AnchorRecord> records) {
+[[nodiscard]] inline std::vector<std::byte> encode_records(const Digest128& scope,
+                                                           std::span<const AnchorRecord> records) {
   extend::ByteWriter w;
   w.value(detail::anchor_records_version);
   detail::write_digest(w, scope);
@@ -500,9 +500,10 @@ inline void write_part(extend::ByteWriter& w, const Fragment& part,
   replica::write_payload(w, payload, chunks);
 }
 
-[[nodiscard]] inline Result<Fragment> read_part(
-    extend::ByteReader& r, const std::shared_ptr<const Geometry>& geometry, AnchorList& out,
-    const replica::ManifestLimits& limits) {
+[[nodiscard]] inline Result<Fragment> read_part(extend::ByteReader& r,
+                                                const std::shared_ptr<const Geometry>& geometry,
+                                                AnchorList& out,
+                                                const replica::ManifestLimits& limits) {
   auto body = std::make_shared<Fragment::Body>();
   body->geometry = geometry;
   body->id = read_name<FragmentId>(r);
@@ -541,7 +542,7 @@ inline void write_part(extend::ByteWriter& w, const Fragment& part,
 }
 
 [[nodiscard]] inline Status read_anchor(extend::ByteReader& r, AnchorList& out,
-                                             const replica::ManifestLimits& limits) {
+                                        const replica::ManifestLimits& limits) {
   out.anchor.id = read_name<FragmentId>(r);
   out.context = read_digest(r);
   const auto geometry = std::make_shared<const Geometry>(extend::read_geometry(r));

@@ -27,9 +27,8 @@ namespace anchors {
 namespace detail {
 
 /// Refuses rows that no monotone map has: outside [−1, held), or not above the row before.
-[[nodiscard]] inline Status check_rows_ascend(std::span<const std::int32_t> rows,
-                                                   std::int64_t held, std::size_t part,
-                                                   const char* what) {
+[[nodiscard]] inline Status check_rows_ascend(std::span<const std::int32_t> rows, std::int64_t held,
+                                              std::size_t part, const char* what) {
   std::int32_t last = -1;
   for (std::size_t t = 0; t < rows.size(); ++t) {
     if (rows[t] == -1) continue;
@@ -195,8 +194,8 @@ struct ReusePiece {
   }
 };
 
-inline Status check_reused(const Fragment& fragment, const Geometry& geometry,
-                                const char* what, std::size_t part) {
+inline Status check_reused(const Fragment& fragment, const Geometry& geometry, const char* what,
+                           std::size_t part) {
   if (!fragment.valid())
     return extend::error(ErrorCode::invalid_argument, "part ", part, ": the ", what,
                          " is an empty Fragment");
@@ -208,8 +207,8 @@ inline Status check_reused(const Fragment& fragment, const Geometry& geometry,
   return {};
 }
 
-inline Status check_numbers(std::span<const float> numbers, std::size_t wanted,
-                                 const char* what, std::size_t part) {
+inline Status check_numbers(std::span<const float> numbers, std::size_t wanted, const char* what,
+                            std::size_t part) {
   if (numbers.empty()) return {};
   if (numbers.size() != wanted)
     return extend::error(ErrorCode::token_count_mismatch, "part ", part, ": ", numbers.size(), " ",
@@ -223,7 +222,7 @@ inline Status check_numbers(std::span<const float> numbers, std::size_t wanted,
 }
 
 inline Status check_offset(const ReuseOffset& offset, std::int64_t tokens, std::size_t layers,
-                                std::size_t part) {
+                           std::size_t part) {
   const std::int64_t held = offset.delta.token_count();
   if (!is_unrotated(offset.delta))
     return extend::error(ErrorCode::invalid_argument, "part ", part,
@@ -257,9 +256,8 @@ namespace detail {
 /// Contributions of one layer: base and offsets where all of them hold the token, a hole where one
 /// does not. A base is never taken for a blend in silence: a token without offset is a hole in
 /// every layer, those that need none too.
-inline AlignmentGroup reuse_group(const extend::PlanCore& core,
-                                       std::span<const ReusePiece> pieces, std::size_t layer,
-                                       std::int32_t context_free_layers) {
+inline AlignmentGroup reuse_group(const extend::PlanCore& core, std::span<const ReusePiece> pieces,
+                                  std::size_t layer, std::int32_t context_free_layers) {
   AlignmentGroup group;
   const bool context_free = std::cmp_less(layer, context_free_layers),
              none_needed = std::cmp_equal(core.geometry->layers.size(), context_free_layers);
@@ -309,9 +307,8 @@ inline bool same_gains(std::span<const ReusePiece> pieces, std::size_t a, std::s
 
 /// Groups of layers for all pieces. Layers share one where the sources hold the same tokens in
 /// both, and the base alone or the same gains enter.
-inline Alignment reuse_alignment(const extend::PlanCore& core,
-                                      std::span<const ReusePiece> pieces,
-                                      std::int32_t context_free_layers) {
+inline Alignment reuse_alignment(const extend::PlanCore& core, std::span<const ReusePiece> pieces,
+                                 std::int32_t context_free_layers) {
   struct Key {
     bool context_free = false;
     std::size_t layer = 0;                // the first of the group
@@ -351,7 +348,7 @@ namespace detail {
 /// A row of the part's base for every token; between two of them where a hole may be interpolated,
 /// none where not.
 inline void add_base_taps(ReusePiece& piece, std::int64_t window,
-                               std::vector<std::int64_t>& interpolated) {
+                          std::vector<std::int64_t>& interpolated) {
   const std::span<const std::int32_t> rows = extend::span_of(piece.part->rows);
   GapCursor gap(rows);
   const auto tap = [&](std::int64_t row, double weight) {
@@ -381,7 +378,7 @@ inline void add_base_taps(ReusePiece& piece, std::int64_t window,
 /// unmapped. Factors in f64, once rounded to f32. Errors: `invalid_argument` where weights below 0
 /// would have to be shared out.
 inline Status add_offset_taps(ReusePiece& piece, std::int64_t window, std::size_t part,
-                                   std::vector<std::int64_t>& interpolated) {
+                              std::vector<std::int64_t>& interpolated) {
   const std::size_t n = piece.order.size();
   std::vector<GapCursor> gaps;
   for (std::size_t i = 0; i < n; ++i) gaps.emplace_back(extend::span_of(piece.offset(i).rows));
@@ -514,10 +511,8 @@ inline Result<std::int64_t> count_tokens(const ReusePart& part, std::size_t p) {
 }
 
 /// A part's offsets in ascending order of anchor, checked.
-inline Result<std::vector<std::uint32_t>> order_offsets(const ReusePart& part,
-                                                             std::int64_t tokens,
-                                                             const Geometry& geometry,
-                                                             std::size_t p) {
+inline Result<std::vector<std::uint32_t>> order_offsets(const ReusePart& part, std::int64_t tokens,
+                                                        const Geometry& geometry, std::size_t p) {
   std::vector<std::uint32_t> order;
   for (std::uint32_t i = 0; i < part.offsets.size(); ++i) {
     KVMELD_TRY(check_reused(part.offsets[i].delta, geometry, "offset", p));
@@ -558,7 +553,7 @@ inline void add_outputs(extend::PlanCore& core, const ReusePart& part, std::int6
 
 /// Adds part number `p`, behind those before it. Errors: see `plan_reuse`.
 inline Status add_part(ReuseBuild& build, const ReusePart& part, std::size_t p,
-                            const ReuseOptions& options) {
+                       const ReuseOptions& options) {
   extend::PlanCore& core = build.core;
   KVMELD_TRY(check_reused(part.base, *core.geometry, "base", p));
   const auto tokens = count_tokens(part, p);

@@ -325,9 +325,8 @@ class MultiIndex {
 
   /// Appends what `hamming_scan` would, ascending by index; false, with nothing appended, where a
   /// scan is the faster way: for wide distances, few signatures, or such as crowd in few buckets.
-  [[nodiscard]] bool find(std::uint64_t query, int max_distance,
-                                      std::vector<HammingHit>& hits,
-                                      ScanIsa isa = best_scan_isa()) const {
+  [[nodiscard]] bool find(std::uint64_t query, int max_distance, std::vector<HammingHit>& hits,
+                          ScanIsa isa = best_scan_isa()) const {
     if (max_distance < 0) return true;
     if (max_distance > largest_distance) return false;
     const Radii radii(max_distance);
@@ -421,9 +420,8 @@ class MultiIndex {
     }
   }
 
-  void search(std::uint64_t query, int max_distance, const Radii& radii,
-                          std::uint32_t part, std::uint32_t bucket, std::vector<HammingHit>& hits,
-                          ScanIsa isa) const {
+  void search(std::uint64_t query, int max_distance, const Radii& radii, std::uint32_t part,
+              std::uint32_t bucket, std::vector<HammingHit>& hits, ScanIsa isa) const {
     const Part& in = parts_[part];
     std::uint16_t groups[detail::scan_groups];
     for (std::uint32_t begin = in.begin[bucket]; begin < in.begin[bucket + 1];
@@ -618,8 +616,8 @@ class AnchorTable {
     changed_.clear();
   }
   /// Replaces what the index says of numbers that are gone or signed anew since.
-  void look_at_changed(std::uint64_t query, int max_distance,
-                                   std::vector<HammingHit>& hits, std::ptrdiff_t first_hit) const {
+  void look_at_changed(std::uint64_t query, int max_distance, std::vector<HammingHit>& hits,
+                       std::ptrdiff_t first_hit) const {
     hits.erase(std::remove_if(hits.begin() + first_hit, hits.end(),
                               [&](const HammingHit& h) {
                                 return h.index >= size_ ||

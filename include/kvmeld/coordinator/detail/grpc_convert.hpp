@@ -97,9 +97,8 @@ template <replica::Authenticator Auth>
 /// long, and a tag of another key.
 template <replica::Authenticator Auth>
 [[nodiscard]] Result<replica::MemberId> check_token(const replica::FrameOptions<Auth>& frame,
-                                                    std::string_view scope,
-                                                    std::string_view token, std::int64_t now_s,
-                                                    std::int64_t lifetime_s,
+                                                    std::string_view scope, std::string_view token,
+                                                    std::int64_t now_s, std::int64_t lifetime_s,
                                                     std::int64_t difference_s) {
   if (scope != namespace_bytes(frame.scope)) {
     return extend::error(ErrorCode::unauthenticated, "a namespace of ", scope.size(),

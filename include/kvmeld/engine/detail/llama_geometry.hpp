@@ -339,7 +339,8 @@ namespace detail {
 /// storing it; 0: none.
 ///
 /// Keys use the largest power of two (at least 64) that divides the head size, values always 64.
-/// The engine's switch LLAMA_ATTN_ROT_DISABLE rotates it off; it is read here as the engine reads it.
+/// The engine's switch LLAMA_ATTN_ROT_DISABLE rotates it off; it is read here as the engine reads
+/// it.
 [[nodiscard]] inline std::int32_t hadamard_side(ElementType type, std::int32_t channels,
                                                 Plane plane) {
   if (type != ElementType::q8_0 || channels % 64 != 0) return 0;

@@ -15,10 +15,10 @@
 
 #include <kvmeld/cache_view.hpp>
 #include <kvmeld/config.hpp>
-#include <kvmeld/policies/projection_map.hpp>
 #include <kvmeld/extend/rows.hpp>
 #include <kvmeld/fragment.hpp>
 #include <kvmeld/math.hpp>
+#include <kvmeld/policies/projection_map.hpp>
 #include <kvmeld/policies/token_match.hpp>
 #include <kvmeld/rope.hpp>
 #include <kvmeld/status.hpp>
@@ -316,7 +316,7 @@ namespace detail {
 
 /// Whether a fragment is of the model that a fit or map is made for, in elements that it reads.
 [[nodiscard]] inline Status check_fit_geometry(const Geometry& is, const Geometry& wanted,
-                                                    const char* side) {
+                                               const char* side) {
   KVMELD_TRY(extend::check_side(is, wanted, side));
   for (std::size_t l = 0; l < is.layers.size(); ++l) {
     for (const PlaneShape& shape : is.layers[l].planes) {
@@ -331,8 +331,8 @@ namespace detail {
 }
 
 /// Rotates one head's row from position 0 to `position`, in f64.
-inline void rotate_fit_row(const RopeSpec& rope, std::span<const double> frequencies, double position,
-                         double* row) {
+inline void rotate_fit_row(const RopeSpec& rope, std::span<const double> frequencies,
+                           double position, double* row) {
   const auto pairs = static_cast<std::int32_t>(frequencies.size());
   for (std::int32_t i = 0; i < pairs; ++i) {
     const bool split = rope.pairing == RopePairing::half_split;
@@ -349,8 +349,8 @@ inline void rotate_fit_row(const RopeSpec& rope, std::span<const double> frequen
 /// Errors: `rope_length_dependent`, and those of `inverse_frequencies` (`rope_unsupported` for
 /// several axes).
 [[nodiscard]] inline Result<std::vector<double>> plane_frequencies(const LayerShape& layer,
-                                                                        const PlaneShape& shape,
-                                                                        std::int64_t length) {
+                                                                   const PlaneShape& shape,
+                                                                   std::int64_t length) {
   if (!shape.rotary || layer.key_form == KeyForm::pre_rope || layer.rope.kind == RopeKind::none)
     return std::vector<double>{};
   if (length_dependent(layer.rope) && length > layer.rope.original_context) {
@@ -376,9 +376,9 @@ struct FitPlane {
 /// Reads the rows of `tokens` of one plane, de-rotated; a token that the layer does not hold is
 /// marked.
 [[nodiscard]] inline Result<FitPlane> read_fit_plane(const Geometry& geometry,
-                                                          const Payload& payload, std::size_t layer,
-                                                          Plane kind,
-                                                          std::span<const std::int32_t> tokens) {
+                                                     const Payload& payload, std::size_t layer,
+                                                     Plane kind,
+                                                     std::span<const std::int32_t> tokens) {
   const LayerShape& shape = geometry.layers[layer];
   const auto plane = static_cast<std::size_t>(extend::plane_indices(geometry, kind)[layer]);
   const PlaneShape& of = *extend::find_plane(shape, kind);
@@ -417,7 +417,7 @@ struct FitPlane {
 
 /// Whether a fragment's bytes are there and every index lies among its tokens.
 [[nodiscard]] inline Status check_fit_fragments(const Fragment& source, const Fragment& target,
-                                                     std::span<const TokenPair> pairs) {
+                                                std::span<const TokenPair> pairs) {
   for (const Fragment* fragment : {&source, &target}) {
     if (!fragment->valid())
       return extend::error(ErrorCode::invalid_argument, "fit: an empty fragment handle");
@@ -439,7 +439,7 @@ struct FitPlane {
 
 /// Token i with token i, for fragments of one text and tokenizer.
 [[nodiscard]] inline Result<std::vector<TokenPair>> equal_pairs(const Fragment& source,
-                                                                     const Fragment& target) {
+                                                                const Fragment& target) {
   if (source.token_count() != target.token_count()) {
     return extend::error(ErrorCode::token_count_mismatch, "fit: fragments of ",
                          source.token_count(), " and ", target.token_count(),

@@ -53,8 +53,8 @@ struct LatexFree {
 }
 
 inline void collect_free(const LatexTree& tree, std::uint32_t at,
-                              std::vector<const std::string*>& bound, LatexFree& out,
-                              std::vector<std::uint32_t>& symbols) {
+                         std::vector<const std::string*>& bound, LatexFree& out,
+                         std::vector<std::uint32_t>& symbols) {
   const LatexNode& node = tree[at];
   const auto is_name = [&](const std::string* b) { return *b == node.name; };
   if (node.kind == LatexNode::Kind::symbol) {

@@ -76,8 +76,8 @@ struct CellSpread {
 
 /// The cheaper form, for sets of `fewer` and `more` elements of which about `estimate` are on one
 /// side only.
-[[nodiscard]] inline CellPlan plan_cells(std::uint64_t fewer, std::uint64_t more,
-                                              double estimate, bool tags) {
+[[nodiscard]] inline CellPlan plan_cells(std::uint64_t fewer, std::uint64_t more, double estimate,
+                                         bool tags) {
   const auto least = static_cast<double>(more - fewer);
   const double differing = (std::max)({estimate, least, 1.0});
   // Bytes beside the names: a list costs the same whatever differs, a sketch as much as does. The
@@ -295,7 +295,7 @@ namespace detail {
 
 /// Names of elements of a cell, in order of their hashes.
 inline void write_names(extend::ByteWriter& out, const ReconcileStage& stage,
-                             std::span<const ReconcileItem> items, const ReconcileCell& cell) {
+                        std::span<const ReconcileItem> items, const ReconcileCell& cell) {
   const auto elements = stage.cell(cell.index);
   for (const std::uint32_t i : cell.mine) {
     if (stage.tags) {
@@ -308,8 +308,8 @@ inline void write_names(extend::ByteWriter& out, const ReconcileStage& stage,
 
 /// Reads them; false where this side holds one of them, so that somebody's short hashes have met.
 [[nodiscard]] inline bool read_names(extend::ByteReader& in, const ReconcileStage& stage,
-                                          std::span<const ReconcileItem> items, ReconcileCell& cell,
-                                          std::size_t count) {
+                                     std::span<const ReconcileItem> items, ReconcileCell& cell,
+                                     std::size_t count) {
   const auto elements = stage.cell(cell.index);
   bool strange = true;
   const auto bytes = in.bytes(count * stage.name_bytes());
@@ -364,14 +364,14 @@ constexpr void extend(ReconcileCell& cell, std::uint32_t sums) noexcept {
 
 /// Power sums `[first, first + count)` of a cell.
 inline void write_sums(extend::ByteWriter& out, const ReconcileStage& stage,
-                            const ReconcileCell& cell, std::uint32_t first, std::uint32_t count) {
+                       const ReconcileCell& cell, std::uint32_t first, std::uint32_t count) {
   std::vector<std::uint32_t> sums(count);
   sketch_add(short_hashes(stage.cell(cell.index), cell), first, sums);
   out.bytes(std::as_bytes(std::span<const std::uint32_t>(sums)));
 }
 
 inline void write_elements(extend::ByteWriter& out, const ReconcileStage& stage,
-                                const ReconcileCell& cell) {
+                           const ReconcileCell& cell) {
   if (cell.form == CellForm::sketch) return write_sums(out, stage, cell, 0, cell.capacity);
   for (const std::uint32_t low : short_hashes(stage.cell(cell.index), cell)) {
     out.value(static_cast<std::uint16_t>(low));
@@ -382,7 +382,7 @@ inline void write_elements(extend::ByteWriter& out, const ReconcileStage& stage,
 /// Reads which of this side's elements the other one lacks, into `cell.mine`. False where short
 /// hashes have met.
 [[nodiscard]] inline bool read_lacking(extend::ByteReader& in, const ReconcileStage& stage,
-                                            ReconcileCell& cell) {
+                                       ReconcileCell& cell) {
   const auto elements = stage.cell(cell.index);
   if (cell.form == CellForm::list) {
     const auto bits = in.bytes((elements.size() + 7) / 8);
@@ -407,9 +407,8 @@ inline void write_elements(extend::ByteWriter& out, const ReconcileStage& stage,
 /// One cell's answer in, what follows from it out. False when the cell is settled, or the bytes are
 /// bad.
 [[nodiscard]] inline bool tell_cell(extend::ByteReader& in, extend::ByteWriter& out,
-                                         ReconcileStage& stage,
-                                         std::span<const ReconcileItem> items,
-                                         ReconcileCell& cell) {
+                                    ReconcileStage& stage, std::span<const ReconcileItem> items,
+                                    ReconcileCell& cell) {
   using Waits = ReconcileCell::Waits;
   const auto answer = static_cast<CellAnswer>(in.value<std::uint8_t>());
   const bool told = cell.waits == Waits::verdict;
@@ -476,7 +475,7 @@ inline void tell_next(extend::ByteWriter& out, ReconcileStage& stage, std::size_
 
 /// Reads the answers to all open cells, and writes what follows from them; settled cells leave.
 inline void tell(extend::ByteReader& in, extend::ByteWriter& out, ReconcileStage& stage,
-                      std::span<const ReconcileItem> items) {
+                 std::span<const ReconcileItem> items) {
   keep_open(stage, 0,
             [&](ReconcileCell& cell) { return in.ok() && tell_cell(in, out, stage, items, cell); });
 }
@@ -496,8 +495,7 @@ struct CellSolution {
   std::vector<std::uint8_t> lacking_bits{};  ///< or a bit for each element of their list
 };
 
-[[nodiscard]] inline CellSolution solve_sketch(const ReconcileStage& stage,
-                                                    ReconcileCell& cell) {
+[[nodiscard]] inline CellSolution solve_sketch(const ReconcileStage& stage, ReconcileCell& cell) {
   const auto elements = stage.cell(cell.index);
   const std::uint64_t ours = elements.size(), theirs = cell.their_count;
   const std::uint64_t least = ours > theirs ? ours - theirs : theirs - ours;
@@ -532,8 +530,7 @@ struct CellSolution {
   return out;
 }
 
-[[nodiscard]] inline CellSolution solve_list(const ReconcileStage& stage,
-                                                  ReconcileCell& cell) {
+[[nodiscard]] inline CellSolution solve_list(const ReconcileStage& stage, ReconcileCell& cell) {
   const auto keyed = [](std::span<const std::uint32_t> shorts) {
     std::vector<std::uint64_t> out(shorts.size());
     for (std::size_t i = 0; i < shorts.size(); ++i) out[i] = (std::uint64_t{shorts[i]} << 32U) | i;
@@ -571,7 +568,7 @@ struct CellSolution {
 }
 
 inline void read_sums(extend::ByteReader& in, const ReconcileStage& stage, ReconcileCell& cell,
-                           std::uint32_t count) {
+                      std::uint32_t count) {
   const auto bytes = in.bytes(count * sizeof(std::uint32_t));
   if (!in.ok()) return;
   const std::size_t first = cell.described.size();
@@ -582,7 +579,7 @@ inline void read_sums(extend::ByteReader& in, const ReconcileStage& stage, Recon
 }
 
 inline void read_elements(extend::ByteReader& in, const ReconcileStage& stage,
-                               ReconcileCell& cell) {
+                          ReconcileCell& cell) {
   cell.described.clear();
   if (cell.form == CellForm::sketch) return read_sums(in, stage, cell, cell.capacity);
   if (cell.their_count > in.remaining() / 3) return in.fail(ErrorCode::truncated);
@@ -595,7 +592,7 @@ inline void read_elements(extend::ByteReader& in, const ReconcileStage& stage,
 
 /// Another try at a cell. False: this was the last one.
 [[nodiscard]] inline bool ask_again(extend::ByteReader& in, extend::ByteWriter& out,
-                                         ReconcileCell& cell) {
+                                    ReconcileCell& cell) {
   if (!next_attempt(cell)) in.fail(ErrorCode::corrupt);
   out.value(CellAnswer::again);
   return in.ok();
@@ -603,9 +600,8 @@ inline void read_elements(extend::ByteReader& in, const ReconcileStage& stage,
 
 /// Solves a cell as described so far. False when it is settled.
 [[nodiscard]] inline bool solve_cell(extend::ByteReader& in, extend::ByteWriter& out,
-                                          ReconcileStage& stage,
-                                          std::span<const ReconcileItem> items,
-                                          ReconcileCell& cell) {
+                                     ReconcileStage& stage, std::span<const ReconcileItem> items,
+                                     ReconcileCell& cell) {
   using Waits = ReconcileCell::Waits;
   if (!in.ok()) return false;
   if (explains(stage, cell)) {  // nothing differs
@@ -647,9 +643,8 @@ inline void read_elements(extend::ByteReader& in, const ReconcileStage& stage,
 /// What the other side said of one open cell in, the answer out. False when the cell is settled, or
 /// the bytes are bad.
 [[nodiscard]] inline bool hear_cell(extend::ByteReader& in, extend::ByteWriter& out,
-                                         ReconcileStage& stage,
-                                         std::span<const ReconcileItem> items,
-                                         ReconcileCell& cell) {
+                                    ReconcileStage& stage, std::span<const ReconcileItem> items,
+                                    ReconcileCell& cell) {
   using Waits = ReconcileCell::Waits;
   if (cell.waits == Waits::sums) {
     read_sums(in, stage, cell, cell.expected);
@@ -676,7 +671,7 @@ inline void read_elements(extend::ByteReader& in, const ReconcileStage& stage,
 /// Reads what the other side says of all open cells and of those that it opens, and writes the
 /// answers.
 inline void solve(extend::ByteReader& in, extend::ByteWriter& out, ReconcileStage& stage,
-                       std::span<const ReconcileItem> items) {
+                  std::span<const ReconcileItem> items) {
   const bool idle = stage.open.empty();
   keep_open(stage, 0, [&](ReconcileCell& cell) { return hear_cell(in, out, stage, items, cell); });
   const std::uint64_t fresh = in.varint();
@@ -744,8 +739,7 @@ class ReconcileSession {
     return {};
   }
 
-  [[nodiscard]] Status take(ReconcileKind kind, extend::ByteReader& in,
-                                        extend::ByteWriter& out) {
+  [[nodiscard]] Status take(ReconcileKind kind, extend::ByteReader& in, extend::ByteWriter& out) {
     using Kind = ReconcileKind;
     said_ = Kind::none;
     if (kind == Kind::hello && waits_ == Waits::hello) return take_hello(in, out);
@@ -815,7 +809,7 @@ class ReconcileSession {
     return make_plan(in, out, tag_counters);
   }
   [[nodiscard]] Status make_plan(extend::ByteReader& in, extend::ByteWriter& out,
-                                             unsigned counters) {
+                                 unsigned counters) {
     if (stage_.their_count > limits_.items) return too_many("a peer", stage_.their_count);
     stage_.their_fingerprint = in.value<std::uint64_t>();
     const double estimate = estimate_.read(in, stage_.their_count, counters);
@@ -954,8 +948,7 @@ class ReconcileSession {
     their_sum_ = false;
     count_elements();
   }
-  [[nodiscard]] std::vector<FragmentId> ids_of(
-      std::vector<std::uint32_t>& numbers) const {
+  [[nodiscard]] std::vector<FragmentId> ids_of(std::vector<std::uint32_t>& numbers) const {
     std::sort(numbers.begin(), numbers.end());
     std::vector<FragmentId> ids;
     ids.reserve(numbers.size());

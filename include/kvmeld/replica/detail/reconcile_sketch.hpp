@@ -171,7 +171,7 @@ namespace detail {
 /// Smith: Fuzzy Extractors, 2008, section 6.3); a sum over two sets is that of their symmetric
 /// difference. O(elements × sums) products.
 inline void sketch_add(std::span<const std::uint32_t> elements, std::size_t first,
-                            std::span<std::uint32_t> sums) {
+                       std::span<std::uint32_t> sums) {
   with_field_product([&](const auto& product) {
     field_add_odd_powers(product, elements, static_cast<std::uint32_t>(first), sums);
   });

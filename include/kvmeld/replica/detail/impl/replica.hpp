@@ -520,8 +520,8 @@ Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const st
     }
     return manifest ? &*manifest : nullptr;
   };
-  // What rotted in the store is not sent, or the asker would take this replica for a Byzantine peer; what is
-  // in memory takes its place.
+  // What rotted in the store is not sent, or the asker would take this replica for a Byzantine
+  // peer; what is in memory takes its place.
   const auto rotten = [](const Status& loaded) { return proves_damage(loaded.code()); };
   if (fetch->chunks.empty()) {
     const BlobKey key = manifest_key(fetch->id);
@@ -921,9 +921,8 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& d
            *at->second.epoch != dot.epoch;
   };
   const auto may_end = [&](const Removal& removal) {
-    return std::all_of(removal.removed.begin(), removal.removed.end(), [&](const Dot& dot) {
-      return ends(dot) || ended_before(removal, dot);
-    });
+    return std::all_of(removal.removed.begin(), removal.removed.end(),
+                       [&](const Dot& dot) { return ends(dot) || ended_before(removal, dot); });
   };
   const auto holds = [&](const Removal& removal) {
     return !left_out(removal.dot) && may_end(removal);
@@ -998,9 +997,8 @@ Status Replica<Store, Auth, Hash, C>::find_reused(MemberId from, const FragmentS
   std::sort(mine.begin(), mine.end(), [](const Named& a, const Named& b) { return a.dot < b.dot; });
   std::optional<AgentLife> found;
   const auto look = [&](const Named& theirs) {
-    const auto at =
-        std::lower_bound(mine.begin(), mine.end(), theirs.dot,
-                         [](const Named& n, const Dot& dot) { return n.dot < dot; });
+    const auto at = std::lower_bound(mine.begin(), mine.end(), theirs.dot,
+                                     [](const Named& n, const Dot& dot) { return n.dot < dot; });
     if (at == mine.end() || at->dot != theirs.dot ||
         (at->id == theirs.id && at->removal == theirs.removal))
       return;
