@@ -71,8 +71,8 @@ void try_manifest(std::span<const std::byte> bytes) {
 void try_chunk(std::span<const std::byte> bytes) {
   static const BlobKey key =
       kvmeld::replica::chunk_key(replica::raw_chunk(fragments()[0].payloads()[0], 0, cut));
-  const auto got = decode_chunk(bytes, key, 4096, Codec{});
-  if (got) need(chunk_key(*got) == key);
+  const auto got = replica::decode_chunk(bytes, key, 4096, Codec{});
+  if (got) need(kvmeld::replica::chunk_key(*got) == key);
   // Past the key, which a fuzzer never guesses: what the decompressor itself does with it.
   const auto open = replica::detail::open_chunk(bytes, 4096);
   if (!open || open->codec != Codec::codec) return;

@@ -342,6 +342,7 @@ def problem_of(root, figure, word):
 
 
 def run():
+    house.BOUNDS = house.RULES
     repository = pathlib.Path(__file__).resolve().parents[2]
     problems = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1254,9 +1254,17 @@ inline void stream_fence() noexcept { __builtin_ia32_sfence(); }
 
 #else
 
+}  // namespace detail
+
+namespace extend {
+
 inline void stream_copy(std::byte* out, const std::byte* in, std::size_t bytes) noexcept {
   std::memcpy(out, in, bytes);
 }
+
+}  // namespace extend
+
+namespace detail {
 inline void stream_fence() noexcept {}
 
 #endif  // KVMELD_X86_DISPATCH

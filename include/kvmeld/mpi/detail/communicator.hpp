@@ -369,7 +369,7 @@ template <ContentHash Hash>
   if (bytes != nullptr) {
     const std::span<std::byte> all(bytes.get(), static_cast<std::size_t>(head.manifest_bytes));
     route.move(all);
-    auto decoded = decode_manifest<Hash>(all, {max_payload_bytes, max_payload_bytes});
+    auto decoded = replica::decode_manifest<Hash>(all, {max_payload_bytes, max_payload_bytes});
     status = decoded.status();
     if (status) manifest = *std::move(decoded);
   } else {
