@@ -84,10 +84,10 @@ void fetch(benchmark::State& state, std::int64_t mebibytes) {
 void take(benchmark::State& state, std::uint32_t anchors) {
   const auto geometry = bench::small_model(kvmeld::ElementType::f16);
   Pool pool(kvmeld::anchors::AnchorSpace::of(*geometry), {anchors, std::size_t{1} << 40});
-  kvmeld::anchors::AnchorTiers tiers(
-      *kvmeld::stores::FileStore::open(std::filesystem::temp_directory_path() /
-                                       ("kvmeld-takes-" + std::to_string(::getpid()))),
-      {.host_bytes = std::size_t{1} << 40});
+  auto store = kvmeld::stores::FileStore::open(std::filesystem::temp_directory_path() /
+                                               ("kvmeld-takes-" + std::to_string(::getpid())));
+  if (!store) std::abort();
+  kvmeld::anchors::AnchorTiers tiers(*store, {.host_bytes = std::size_t{1} << 40});
   std::vector<kvmeld::Fragment> shells;
   for (std::uint32_t a = 0; a < anchors; ++a) {
     const auto made = anchor(geometry, 1, a);

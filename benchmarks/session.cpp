@@ -1,5 +1,6 @@
 // Safe points: swapping a cache by pointer while a render of 50 MiB runs behind it, against copying
-// the cache; and importing one into llama.cpp, against copying its bytes.
+// the cache; importing one into llama.cpp, against copying its bytes; and publishing fragments into
+// a store, against copying theirs.
 
 #include <algorithm>
 #include <chrono>
@@ -9,7 +10,9 @@
 #include <thread>
 #include <vector>
 
+#include <kvmeld/replica/replica.hpp>
 #include <kvmeld/replica/session_memory.hpp>
+#include <kvmeld/stores/memory.hpp>
 
 #include "caches.hpp"
 #include "paired.hpp"
@@ -94,6 +97,25 @@ void swap_by_pointer(benchmark::State& state, std::int64_t mebibytes) {
   state.counters["behind_a_render"] = static_cast<double>(times.us.size());
 }
 
+/// A thousand fragments of so many tokens, hashed, stored, joined and told.
+void publish(benchmark::State& state, std::int64_t tokens) {
+  constexpr int count = 1000;
+  const auto geometry = bench::small_model(ElementType::f16);
+  const kvmeld::FragmentSet set = bench::agents(geometry, count, tokens);
+  const std::int64_t bytes = count * tokens * bench::token_bytes(*geometry);
+  bench::Copy copy(bytes);
+  bench::paired(
+      state, bytes,
+      [&] {
+        kvmeld::stores::MemoryStore store;
+        kvmeld::replica::Replica replica(
+            store, {.self = 1, .epoch = 1, .merger = kvmeld::replica::does_not_render});
+        for (const auto& entry : set.entries()) (void)replica.insert(entry.fragment);
+        benchmark::DoNotOptimize(replica.take_outbox());
+      },
+      bytes, [&] { copy(); });
+}
+
 #if defined(KVMELD_BENCH_LLAMA)
 
 /// A model and a context with room for old and new tokens; none without KVMELD_BENCH_MODEL.
@@ -173,6 +195,8 @@ const bool registered = [] {
       ->UseManualTime()
       ->Unit(benchmark::kMicrosecond)
       ->Iterations(200);
+  for (const std::int64_t tokens : {1, 4})
+    bench::add(bench::name({"state/publish/tokens:", std::to_string(tokens)}), publish, tokens);
 #if defined(KVMELD_BENCH_LLAMA)
   if (std::getenv("KVMELD_BENCH_MODEL") != nullptr) {
     for (const std::int64_t tokens : {512, 2048}) {

@@ -29,7 +29,7 @@ Bytes noise(std::size_t size) {
 }
 
 // The stored form against one copy; nothing could do with less.
-void kvmeld::replica::encode_chunk(benchmark::State& state) {
+void encode_chunk(benchmark::State& state) {
   const Bytes raw = noise(kvmeld::replica::default_chunk_bytes);
   bench::Copy copy(chunk_bytes);
   bench::paired(
@@ -77,7 +77,7 @@ void decode_manifest(benchmark::State& state) {
   const auto bytes = static_cast<std::int64_t>(wire->size());
   bench::paired(
       state, bytes,
-      [&] { benchmark::DoNotOptimize(kvmeld::replica::decode_manifest(*wire, {}, geometry)); },
+      [&] { benchmark::DoNotOptimize(kvmeld::replica::decode_manifest(*wire, {}, {}, geometry)); },
       bytes,
       [&] {
         benchmark::DoNotOptimize(kvmeld::extend::fragment_id<kvmeld::Xxh3_128>(*fragment->body()));
@@ -100,7 +100,7 @@ void assemble(benchmark::State& state) {
   const auto bytes = static_cast<std::int64_t>(payload.byte_count);
   bench::Copy copy(bytes);
   const auto work = [&] {
-    kvmeld::replica::Assembler assembler(*kvmeld::replica::decode_manifest(wire, {}, geometry));
+    kvmeld::replica::Assembler assembler(*kvmeld::replica::decode_manifest(wire, {}, {}, geometry));
     for (std::size_t c = 0; c < stored.size(); ++c)
       (void)assembler.add(manifest->chunks[0][c], stored[c]);
     benchmark::DoNotOptimize(assembler.finish());
@@ -118,7 +118,9 @@ void sha256(benchmark::State& state) {
   const Bytes raw = noise(kvmeld::replica::default_chunk_bytes);
   bench::paired(
       state, chunk_bytes,
-      [&] { benchmark::DoNotOptimize(kvmeld::replica::chunk_key<kvmeld::replica::Sha256>(raw)); },
+      [&] {
+        benchmark::DoNotOptimize(kvmeld::replica::chunk_key(raw, kvmeld::replica::sha256_set));
+      },
       chunk_bytes,
       [&] {
         unsigned char out[32];
@@ -161,31 +163,24 @@ void compress(benchmark::State& state, ElementType type, bool back) {
   const Bytes raw = channels(type);
   const kvmeld::replica::ChunkForm form{type, 128};
   const kvmeld::BlobKey key = kvmeld::replica::chunk_key(raw);
-  const Bytes split = kvmeld::replica::encode_chunk(raw, kvmeld::replica::Zstd{}, form),
-              plain = kvmeld::replica::encode_chunk(raw, kvmeld::replica::Zstd{});
+  const kvmeld::replica::Zstd zstd;
+  const Bytes split = kvmeld::replica::encode_chunk(raw, &zstd, form),
+              plain = kvmeld::replica::encode_chunk(raw, &zstd);
   if (back) {
     bench::paired(
         state, chunk_bytes,
         [&] {
-          benchmark::DoNotOptimize(
-              kvmeld::replica::decode_chunk(split, key, raw.size(), kvmeld::replica::Zstd{}));
+          benchmark::DoNotOptimize(kvmeld::replica::decode_chunk(split, key, raw.size(), &zstd));
         },
         chunk_bytes,
         [&] {
-          benchmark::DoNotOptimize(
-              kvmeld::replica::decode_chunk(plain, key, raw.size(), kvmeld::replica::Zstd{}));
+          benchmark::DoNotOptimize(kvmeld::replica::decode_chunk(plain, key, raw.size(), &zstd));
         });
   } else {
     bench::paired(
         state, chunk_bytes,
-        [&] {
-          benchmark::DoNotOptimize(
-              kvmeld::replica::encode_chunk(raw, kvmeld::replica::Zstd{}, form));
-        },
-        chunk_bytes,
-        [&] {
-          benchmark::DoNotOptimize(kvmeld::replica::encode_chunk(raw, kvmeld::replica::Zstd{}));
-        });
+        [&] { benchmark::DoNotOptimize(kvmeld::replica::encode_chunk(raw, &zstd, form)); },
+        chunk_bytes, [&] { benchmark::DoNotOptimize(kvmeld::replica::encode_chunk(raw, &zstd)); });
   }
   state.counters["shorter"] = static_cast<double>(raw.size()) / static_cast<double>(split.size());
   state.counters["shorter_alone"] =
@@ -195,7 +190,7 @@ void compress(benchmark::State& state, ElementType type, bool back) {
 
 const bool registered = [] {
   using bench::add;
-  add("codec/encode_chunk", kvmeld::replica::encode_chunk);
+  add("codec/encode_chunk", encode_chunk);
   add("codec/decode_chunk", decode_chunk);
   add("codec/frame", frame);
   add("codec/decode_manifest", decode_manifest);

@@ -90,7 +90,7 @@ int run_agent(const Flags& flags) {
   if (!transport) return fail(transport.error());
 
   const auto merger = kvmeld::merger();
-  kvmeld::replica::Replica<kvmeld::stores::RedisStore>::Options options{
+  kvmeld::replica::Replica::Options options{
       .self = self, .epoch = kvmeld::replica::fresh_epoch(), .merger = merger.digest()};
   options.shared_store = true;
   options.max_message_bytes = transport->max_message_bytes();

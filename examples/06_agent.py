@@ -38,7 +38,7 @@ def messages():
         subprocess.run(["protoc", f"-I{include}", f"--python_out={folder}", "kvmeld/coordinator/coordinator.proto"], check=True)
         sys.path.insert(0, folder)
         try:
-            return importlib.import_module("kvmeld.transport.coordinator_pb2")
+            return importlib.import_module("kvmeld.coordinator.coordinator_pb2")
         finally:
             sys.path.remove(folder)
 

@@ -95,10 +95,10 @@ class Folder {
   std::string path_;
 };
 
-kvmeld::replica::FrameOptions<Auth> frame(const Flags& flags) {
+kvmeld::replica::FrameOptions frame(const Flags& flags) {
   return {kvmeld::replica::frame_namespace(
               "examples", std::filesystem::path(flags.model).filename().string(), ""),
-          std::size_t{1} << 26, Auth(std::string_view(secret))};
+          std::size_t{1} << 26, std::make_shared<Auth>(std::string_view(secret))};
 }
 FactSet facts(const Flags& flags) {
   return make_fact_set(Task::single, 2, flags.seed, 0, flags.questions, flags.questions, 2);
@@ -109,14 +109,14 @@ FactSet facts(const Flags& flags) {
 kvmeld::Status serve(const Flags& flags, const Folder& folder, const std::string& port) {
   auto store = kvmeld::stores::FileStore::open(folder / "store");
   if (!store) return store.error();
-  kvmeld::coordinator::CoordinatorOptions<Auth> options{
+  kvmeld::coordinator::CoordinatorOptions options{
       .replica = {.self = coordinator_member,
                   .epoch = kvmeld::replica::fresh_epoch(),
                   .frame = frame(flags),
                   .merger = kvmeld::merger().digest()}};
   options.members = {cpp_member, python_member};
   options.soft_ms = patience_ms;
-  kvmeld::coordinator::CoordinatorServer<kvmeld::stores::FileStore, Auth> server(*store, options);
+  kvmeld::coordinator::CoordinatorServer server(*store, options);
   if (kvmeld::Status status = server.start(
           "127.0.0.1:" + port,
           {.certificate = folder.read("certificate"), .private_key = folder.read("key")});
@@ -127,14 +127,14 @@ kvmeld::Status serve(const Flags& flags, const Folder& folder, const std::string
   while (true) ::pause();
 }
 
-kvmeld::coordinator::CoordinatorClient<Auth> client(const Flags& flags, const Folder& folder,
-                                                    kvmeld::replica::MemberId self) {
-  kvmeld::coordinator::CoordinatorClientOptions<Auth> options;
+kvmeld::coordinator::CoordinatorClient client(const Flags& flags, const Folder& folder,
+                                              kvmeld::replica::MemberId self) {
+  kvmeld::coordinator::CoordinatorClientOptions options;
   options.self = self;
   options.frame = frame(flags);
   options.tls.root_certificates = folder.read("certificate");
   options.timeout_ms = patience_ms;
-  return kvmeld::coordinator::CoordinatorClient<Auth>("127.0.0.1:" + folder.read("port"), options);
+  return kvmeld::coordinator::CoordinatorClient("127.0.0.1:" + folder.read("port"), options);
 }
 
 kvmeld::Result<kvmeld::FragmentSet> read_notes(NoteAgent& agent,
@@ -207,7 +207,7 @@ kvmeld::Status python_engine(const Flags& flags, const Folder& folder) {
   const FactSet known = facts(flags);
   auto set = read_notes(**opened, known.notes[1], python_member);
   if (!set) return set.error();
-  const auto parcel = kvmeld::coordinator::make_parcel<>(*set);
+  const auto parcel = kvmeld::coordinator::make_parcel(*set);
   if (!parcel) return parcel.error();
   if (!folder.write("parcel", *parcel))
     return {kvmeld::ErrorCode::store_full,

@@ -49,11 +49,9 @@ if(cuda_headers)
     string(APPEND sessions "#include <${header}>\n")
   endforeach()
   file(CONFIGURE OUTPUT "${cuda_dir}/sessions.cu" @ONLY CONTENT "#include <kvmeld/cuda/render.cuh>
-${sessions}template class kvmeld::replica::Replica<kvmeld::stores::FileStore>;
-using Merger = decltype(kvmeld::merger());
+${sessions}using Merger = decltype(kvmeld::merger());
 template class kvmeld::replica::RenderWorker<Merger>;
-template class kvmeld::replica::AgentSession<Merger, kvmeld::stores::FileStore,
-                                             kvmeld::stores::MemoryTransport>;
+template class kvmeld::replica::AgentSession<>;
 ")
   nvcc_object("${cuda_dir}/sessions.cu" "${cuda_dir}/sessions.o" -Werror all-warnings)
   list(APPEND objects "${cuda_dir}/sessions.o")

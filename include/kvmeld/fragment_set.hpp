@@ -56,12 +56,28 @@ struct Digest256 {
   }
 };
 
-/// The hash that names a set's fragments, and the one that its digest sums. A set has one, and
-/// joins no set of another.
+namespace extend {
+
+/// What a content hash does for fragments, as functions: `set_hash_of` makes them of a
+/// `ContentHash`.
+struct ContentFunctions {
+  std::array<std::uint8_t, 31> (*bytes)(std::span<const std::byte>);
+  std::array<std::uint8_t, 31> (*payload)(const Payload&);
+  FragmentId (*fragment)(const Fragment::Body&);
+  Result<Fragment> (*seal)(const KvCacheRef&, const SealOptions&);
+  Result<Fragment> (*with_variant)(const Fragment&, const KvCacheRef&, const SealOptions&);
+};
+
+}  // namespace extend
+
+/// The hash that names a set's fragments, their payloads and chunks, and the one that its digest
+/// sums, chosen at run time. A set has one, and joins no set of another; whoever stores or sends
+/// fragments has that of its sets.
 struct SetHash {
   std::uint8_t tag = Xxh3_128::tag;  ///< byte 0 of its fragments' ids
   /// Null: XXH3-128 with seeds 0 and 1, for XXH3 ids.
   Digest256 (*digest)(std::span<const std::byte>) = nullptr;
+  const extend::ContentFunctions* content = nullptr;  ///< null: those of XXH3-128
 };
 
 namespace detail {
@@ -124,17 +140,69 @@ namespace extend {
 
 }  // namespace extend
 
+namespace detail {
+
+template <class Hash>
+[[nodiscard]] std::array<std::uint8_t, 31> hash_bytes(std::span<const std::byte> bytes) {
+  Hash hash;
+  hash.update(bytes);
+  return hash.finish();
+}
+
+template <class Hash>
+inline constexpr extend::ContentFunctions content_functions{
+    &hash_bytes<Hash>, &extend::payload_digest<Hash>, &extend::fragment_id<Hash>,
+    &kvmeld::seal<Hash>, &kvmeld::with_variant<Hash>};
+
+}  // namespace detail
+
 /// How sets of fragments are hashed that `Hash` names: by the same hash where it gives 32 bytes
 /// (`digest32`), as SHA-256 does.
 template <ContentHash Hash>
 [[nodiscard]] constexpr SetHash set_hash_of() noexcept {
-  if constexpr (requires(const Hash& hash) {
-                  { hash.digest32() } -> std::same_as<std::array<std::uint8_t, 32>>;
-                }) {
-    return {Hash::tag, &detail::digest256_by<Hash>};
+  if constexpr (std::same_as<Hash, Xxh3_128>) {
+    return {};
+  } else if constexpr (requires(const Hash& hash) {
+                         { hash.digest32() } -> std::same_as<std::array<std::uint8_t, 32>>;
+                       }) {
+    return {Hash::tag, &detail::digest256_by<Hash>, &detail::content_functions<Hash>};
   } else {
-    return {Hash::tag, nullptr};
+    return {Hash::tag, nullptr, &detail::content_functions<Hash>};
   }
+}
+
+namespace extend {
+
+/// The hash of raw bytes, without its tag. O(bytes).
+[[nodiscard]] inline std::array<std::uint8_t, 31> content_bytes(const SetHash& hash,
+                                                                std::span<const std::byte> bytes) {
+  return hash.content != nullptr ? hash.content->bytes(bytes) : detail::hash_bytes<Xxh3_128>(bytes);
+}
+/// A payload's digest by a hash that is chosen at run time. O(bytes).
+[[nodiscard]] inline std::array<std::uint8_t, 31> payload_digest(const SetHash& hash,
+                                                                 const Payload& payload) {
+  return hash.content != nullptr ? hash.content->payload(payload)
+                                 : payload_digest<Xxh3_128>(payload);
+}
+/// A body's name by a hash that is chosen at run time. O(tokens).
+[[nodiscard]] inline FragmentId fragment_id(const SetHash& hash, const Fragment::Body& body) {
+  return hash.content != nullptr ? hash.content->fragment(body) : fragment_id<Xxh3_128>(body);
+}
+
+}  // namespace extend
+
+/// `seal` by a hash that is chosen at run time.
+[[nodiscard]] inline Result<Fragment> seal(const KvCacheRef& view, const SealOptions& options,
+                                           const SetHash& hash) {
+  return hash.content != nullptr ? hash.content->seal(view, options)
+                                 : seal<Xxh3_128>(view, options);
+}
+/// `with_variant` by a hash that is chosen at run time.
+[[nodiscard]] inline Result<Fragment> with_variant(const Fragment& fragment, const KvCacheRef& view,
+                                                   const SealOptions& options,
+                                                   const SetHash& hash) {
+  return hash.content != nullptr ? hash.content->with_variant(fragment, view, options)
+                                 : with_variant<Xxh3_128>(fragment, view, options);
 }
 
 /// One removal: its own dot, and the operations that it takes out of force.

@@ -56,9 +56,9 @@ struct Options {
 /// whole, with the same rendered bytes, from which nothing that was acknowledged is missing. What
 /// must be there is worked out from a plain log (`History`).
 ///
-/// @tparam Node a `Replica<SimulatedStore>`, or what behaves like one: tests of the simulation
+/// @tparam Node a `Replica`, or what behaves like one: tests of the simulation
 /// itself break it on purpose.
-template <class Node = replica::Replica<SimulatedStore>>
+template <class Node = replica::Replica>
 class Simulation {
  public:
   explicit Simulation(std::uint64_t seed, Options options = {});
@@ -180,7 +180,7 @@ struct CheckOptions {
 /// With the environment variable KVMELD_SIM_SEED only that seed runs, and every event is written to
 /// standard error.
 /// @tparam Node as for `Simulation`.
-template <class Node = replica::Replica<SimulatedStore>, class... Mergers>
+template <class Node = replica::Replica, class... Mergers>
 [[nodiscard]] Report check_convergence(const CheckOptions& options, const Mergers&... mergers) {
   CheckOptions o = options;
   if (const char* const only = std::getenv("KVMELD_SIM_SEED"); only != nullptr && *only != '\0') {
@@ -195,7 +195,7 @@ template <class Node = replica::Replica<SimulatedStore>, class... Mergers>
   return all;
 }
 /// As above, with the merger under test first.
-template <class Node = replica::Replica<SimulatedStore>, class M>
+template <class Node = replica::Replica, class M>
 requires requires(const M& merger) { merger.digest(); }
 [[nodiscard]] Report check_convergence(const M& merger, const CheckOptions& options = {}) {
   return check_convergence<Node>(options, merger);

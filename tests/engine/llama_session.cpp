@@ -18,8 +18,7 @@ using namespace kvmeld;
 namespace {
 
 const auto merging = merger(ByDot{});
-using Session = replica::AgentSession<std::remove_const_t<decltype(merging)>, stores::MemoryStore,
-                                      stores::MemoryTransport, llama::EngineMemory>;
+using Session = replica::AgentSession<llama::EngineMemory>;
 
 std::vector<TokenId> some_tokens(int count, int salt) {
   std::vector<TokenId> tokens;

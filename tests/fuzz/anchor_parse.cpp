@@ -26,7 +26,7 @@ const std::vector<anchors::Anchor>& sample_anchors() {
   }();
   return all;
 }
-const replica::FragmentFormat<> format{.chunk_bytes = 64, .max_payload_bytes = 1U << 20U};
+const replica::FragmentFormat format{.chunk_bytes = 64, .max_payload_bytes = 1U << 20U};
 
 test::Exchange::Options options(replica::MemberId self) {
   test::Exchange::Options out;

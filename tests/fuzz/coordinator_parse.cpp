@@ -22,7 +22,7 @@ using test::Bytes;
 using test::need;
 using test::need_reason;
 using test::within;
-using Core = coordinator::Coordinator<stores::MemoryStore>;
+using Core = coordinator::Coordinator;
 
 enum Kind : std::uint8_t { calls, context, holdings, token, kinds };
 /// What is done to a coordinator, each with its bytes behind it.
@@ -57,8 +57,8 @@ const std::vector<Fragment>& fragments() {
   return all;
 }
 
-coordinator::CoordinatorOptions<> core_options() {
-  coordinator::CoordinatorOptions<> out{
+coordinator::CoordinatorOptions core_options() {
+  coordinator::CoordinatorOptions out{
       .replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   out.replica.self = 1000;
   out.replica.members = {1, 2, 1000};
@@ -117,9 +117,7 @@ void try_calls(test::Input in) {
   for (int left = 60; left > 0 && !in.empty(); --left) {
     const auto call = in.byte() % call_kinds;
     const Bytes bytes = in.block();
-    if (!update)
-      update.emplace(core.options().replica.set_hash, core.options().replica.format,
-                     core.options().max_update_bytes);
+    if (!update) update.emplace(core.options().replica.format, core.options().max_update_bytes);
     Status status;
     switch (call) {
       case add_set:
@@ -206,8 +204,7 @@ void try_holdings([[maybe_unused]] std::span<const std::byte> bytes) {
 
 #ifdef KVMELD_TEST_GRPC
 constexpr std::int64_t today_s = 1'000'000;
-template <replica::Authenticator Auth>
-void try_token(const replica::FrameOptions<Auth>& frame, std::string_view text, bool mine) {
+void try_token(const replica::FrameOptions& frame, std::string_view text, bool mine) {
   const auto got = coordinator::detail::check_token(
       frame, coordinator::detail::namespace_bytes(frame.scope), text, today_s, 3600, 300);
   need_reason(got);
@@ -221,10 +218,10 @@ void try_token(const replica::FrameOptions<Auth>& frame, std::string_view text, 
 void try_tokens([[maybe_unused]] std::span<const std::byte> bytes) {
 #ifdef KVMELD_TEST_GRPC
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-  try_token(replica::FrameOptions<>{}, text, true);
+  try_token(replica::FrameOptions{}, text, true);
 #ifdef KVMELD_TEST_OPENSSL
-  try_token(replica::FrameOptions<replica::HmacSha256>{.scope = {3, 4},
-                                                       .auth = replica::HmacSha256("a secret")},
+  try_token(replica::FrameOptions{.scope = {3, 4},
+                                  .auth = std::make_shared<replica::HmacSha256>("a secret")},
             text, false);
 #endif
   const auto key = coordinator::detail::fixed_field<BlobKey>(text, "a key");
@@ -308,8 +305,8 @@ const std::vector<Bytes>& test::fuzz_seeds() {
     put_number(plain, 1'000'100, 8);
     add(token, plain);
 #if defined(KVMELD_TEST_GRPC) && defined(KVMELD_TEST_OPENSSL)
-    const replica::FrameOptions<replica::HmacSha256> frame{.scope = {3, 4},
-                                                           .auth = replica::HmacSha256("a secret")};
+    const replica::FrameOptions frame{.scope = {3, 4},
+                                      .auth = std::make_shared<replica::HmacSha256>("a secret")};
     add(token, bytes_of(*coordinator::detail::make_token(frame, 7, today_s + 100)));
 #endif
     return out;

@@ -14,7 +14,7 @@
 namespace {
 
 using namespace kvmeld;
-using Member = replica::Replica<stores::MemoryStore>;
+using Member = replica::Replica;
 
 const std::vector<Fragment>& fragments() {
   static const std::vector<Fragment> all = [] {

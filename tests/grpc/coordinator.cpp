@@ -61,8 +61,8 @@ TEST_CASE("what one member publishes another one gets, byte for byte, and each p
   options.replica.members = {1, 2, 1000};
   test::Server server(options);
   REQUIRE(server.started.ok());
-  CoordinatorClient<> a(server.address(), client_options(1));
-  CoordinatorClient<> b(server.address(), client_options(2));
+  CoordinatorClient a(server.address(), client_options(1));
+  CoordinatorClient b(server.address(), client_options(2));
   const FragmentSet ones = set_of(1, {1, 2});
   const auto published = a.publish(ones);
   REQUIRE(published.ok());
@@ -82,7 +82,7 @@ TEST_CASE("what one member publishes another one gets, byte for byte, and each p
   CHECK(b.traffic().dedup_hits == 2);
 
   kvmeld::stores::MemoryStore store;
-  kvmeld::replica::Replica<kvmeld::stores::MemoryStore> replica(
+  kvmeld::replica::Replica replica(
       store,
       {.self = 5, .epoch = 1, .frame = {test::test_namespace()}, .merger = test::test_merger});
   REQUIRE(a.sync(replica, store).ok());
@@ -118,8 +118,8 @@ TEST_CASE(
   updates.push_back(updates[0]);
   REQUIRE(updates[4].join(updates[2]).ok());
   REQUIRE(updates[4].supersede(fragment(1).id(), fragment(4).id(), Dot{1, 5, 1}).ok());
-  CoordinatorClient<> to_first(first.address(), client_options(1));
-  CoordinatorClient<> to_second(second.address(), client_options(2));
+  CoordinatorClient to_first(first.address(), client_options(1));
+  CoordinatorClient to_second(second.address(), client_options(2));
   for (const FragmentSet& update : updates) REQUIRE(to_first.publish(update).ok());
   for (std::size_t i = updates.size(); i-- > 0;) {
     REQUIRE(to_second.publish(updates[i]).ok());
@@ -149,7 +149,7 @@ TEST_CASE(
   auto process = serve("first");
   const std::string address = test::wait_for_text(folder / "first");
   REQUIRE(!address.empty());
-  CoordinatorClient<> client(address, client_options(1));
+  CoordinatorClient client(address, client_options(1));
   FragmentSet acknowledged;
   for (std::uint64_t i = 0; i < 5; ++i) {
     REQUIRE(acknowledged.insert(fragment(i), Dot{1, i, 1}).ok());
@@ -165,7 +165,7 @@ TEST_CASE(
   {
     auto options = client_options(2);
     options.timeout_ms = 300;
-    CoordinatorClient<> in_vain(address, options);
+    CoordinatorClient in_vain(address, options);
     const auto begun = now_ms();
     const auto refused = in_vain.publish(late);
     CHECK((refused.status().code() == ErrorCode::unavailable ||
@@ -174,7 +174,7 @@ TEST_CASE(
   }
   process = serve("second");
   const std::string again = test::wait_for_text(folder / "second");
-  CoordinatorClient<> other(again, client_options(2));
+  CoordinatorClient other(again, client_options(2));
   FragmentSet all;
   REQUIRE(other.sync(all).ok());
   CHECK(all.digest() == acknowledged.digest());
@@ -200,7 +200,7 @@ TEST_CASE(
   REQUIRE(server.started.ok());
   const auto wait = [&](kvmeld::replica::MemberId self, std::uint64_t round,
                         std::int64_t timeout_ms, kvmeld::Digest128 merger = test::test_merger) {
-    CoordinatorClient<> client(server.address(), client_options(self));
+    CoordinatorClient client(server.address(), client_options(self));
     const FragmentSet mine = set_of(self, {self * 10 + round}, round);
     if (const auto published = client.publish(mine); !published)
       return kvmeld::Result<kvmeld::coordinator::MergedCut>(published.error());
@@ -288,14 +288,14 @@ TEST_CASE(
 
 TEST_CASE("whoever waits for a change is told of the first one") {
   test::Server server(server_options());
-  CoordinatorClient<> waiting(server.address(), client_options(1));
+  CoordinatorClient waiting(server.address(), client_options(1));
   const auto known = waiting.version();
   REQUIRE(known.ok());
   CHECK(waiting.wait_for_change(known->set, {}, 100).status().code() == ErrorCode::timed_out);
   bool published = false;
   std::thread other([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    CoordinatorClient<> client(server.address(), client_options(2));
+    CoordinatorClient client(server.address(), client_options(2));
     published = client.publish(set_of(2, {5})).ok();
   });
   const auto changed = waiting.wait_for_change(known->set, {}, 10'000);
@@ -307,7 +307,7 @@ TEST_CASE("whoever waits for a change is told of the first one") {
 
   // What is superseded, or has no payload, is in the state and in no cut; who passes back what it
   // got waits all the same.
-  CoordinatorClient<> other_client(server.address(), client_options(2));
+  CoordinatorClient other_client(server.address(), client_options(2));
   FragmentSet more = set_of(2, {5, 6});
   REQUIRE(more.supersede(fragment(5).id(), fragment(6).id(), Dot{2, 7, 1}).ok());
   REQUIRE(more.insert(fragment(7), Dot{2, 8, 1}).ok());
@@ -323,15 +323,15 @@ TEST_CASE("whoever waits for a change is told of the first one") {
 
 TEST_CASE("a payload that the coordinator lacked at first reaches a replica with a later sync") {
   test::Server server(server_options());
-  CoordinatorClient<> client(server.address(), client_options(1));
+  CoordinatorClient client(server.address(), client_options(1));
   FragmentSet bare = set_of(1, {1});
   REQUIRE(bare.evict(fragment(1).id()).ok());
   CHECK(client.publish(bare).status().code() == ErrorCode::payload_missing);
   kvmeld::stores::MemoryStore store;
-  kvmeld::replica::Replica<kvmeld::stores::MemoryStore> replica(
+  kvmeld::replica::Replica replica(
       store,
       {.self = 5, .epoch = 1, .frame = {test::test_namespace()}, .merger = test::test_merger});
-  CoordinatorClient<> fifth(server.address(), client_options(5));
+  CoordinatorClient fifth(server.address(), client_options(5));
   REQUIRE(fifth.sync(replica, store).ok());
   CHECK(replica.wanted() == 1);
   REQUIRE(client.publish(set_of(1, {1})).ok());
@@ -344,7 +344,7 @@ TEST_CASE("a payload that the coordinator lacked at first reaches a replica with
 
 TEST_CASE("an entry without provenance is published, though no context tells of it") {
   test::Server server(server_options());
-  CoordinatorClient<> client(server.address(), client_options(1));
+  CoordinatorClient client(server.address(), client_options(1));
   FragmentSet set = set_of(1, {1});
   REQUIRE(client.publish(set).ok());
   REQUIRE(set.insert(fragment(1)).ok());  // the payload is there, and the context is equal
@@ -355,7 +355,7 @@ TEST_CASE("an entry without provenance is published, though no context tells of 
 
 namespace {
 struct SlowStore : kvmeld::stores::MemoryStore {
-  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) override {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     return kvmeld::stores::MemoryStore::put(key, bytes);
   }
@@ -371,7 +371,7 @@ TEST_CASE("a call has one deadline, however many requests it takes") {
   options.timeout_ms = 600;
   // each fragment goes in an update of its own, and takes 60 ms or more
   options.max_update_bytes = 1;
-  CoordinatorClient<> client(server.address(), options);
+  CoordinatorClient client(server.address(), options);
   const auto begun = now_ms();
   CHECK(client.publish(many).status().code() == ErrorCode::timed_out);
   CHECK(now_ms() - begun < 1500);

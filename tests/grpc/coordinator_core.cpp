@@ -17,28 +17,35 @@ using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::FragmentSet;
 using kvmeld::Status;
-using Core = kvmeld::coordinator::Coordinator<kvmeld::stores::MemoryStore>;
+using Core = kvmeld::coordinator::Coordinator;
 
 /// A store that counts how often a blob is looked for.
-class CountingStore {
+class CountingStore final : public kvmeld::replica::ArbiterStore {
  public:
   std::size_t looks = 0;
 
-  auto put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) override {
     return store_.put(key, bytes);
   }
-  auto put_if_absent(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+  kvmeld::Result<bool> put_if_absent(const kvmeld::BlobKey& key,
+                                     std::span<const std::byte> bytes) override {
     return store_.put_if_absent(key, bytes);
   }
-  auto get(const kvmeld::BlobKey& key) {
+  kvmeld::Result<kvmeld::Blob> get(const kvmeld::BlobKey& key) override {
     ++looks;
     return store_.get(key);
   }
-  auto contains(const kvmeld::BlobKey& key) { return store_.contains(key); }
-  auto erase(const kvmeld::BlobKey& key) { return store_.erase(key); }
-  auto add_record(std::span<const std::byte> bytes) { return store_.add_record(bytes); }
-  auto records(std::uint64_t cursor) { return store_.records(cursor); }
-  auto replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
+  kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) override {
+    return store_.contains(key);
+  }
+  kvmeld::Status erase(const kvmeld::BlobKey& key) override { return store_.erase(key); }
+  kvmeld::Status add_record(std::span<const std::byte> bytes) override {
+    return store_.add_record(bytes);
+  }
+  kvmeld::Result<kvmeld::replica::RecordBatch> records(std::uint64_t cursor) override {
+    return store_.records(cursor);
+  }
+  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) override {
     return store_.replace_records(cursor, bytes);
   }
 
@@ -51,8 +58,8 @@ Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
                       {.tokens = test::token_ids(tokens)})
       .fragment;
 }
-kvmeld::coordinator::CoordinatorOptions<> core_options() {
-  kvmeld::coordinator::CoordinatorOptions<> options{
+kvmeld::coordinator::CoordinatorOptions core_options() {
+  kvmeld::coordinator::CoordinatorOptions options{
       .replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = 1000;
   options.replica.epoch = 1;
@@ -162,7 +169,7 @@ TEST_CASE(
   options.replica.members = {2, 3};
   options.members = {2};
   options.soft_ms = 1'000'000;
-  kvmeld::coordinator::Coordinator<CountingStore> core(store, options);
+  kvmeld::coordinator::Coordinator core(store, options);
   REQUIRE(core.open().ok());
   const auto send = [&](const FragmentSet& set) {
     auto update = core.begin_update();

@@ -42,7 +42,7 @@ struct Raw {
     context.AddMetadata(
         "kvmeld-token-bin",
         *kvmeld::coordinator::detail::make_token(
-            kvmeld::replica::FrameOptions<>{test::test_namespace()}, 1, std::time(nullptr) + 60));
+            kvmeld::replica::FrameOptions{test::test_namespace()}, 1, std::time(nullptr) + 60));
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(30));
   }
   grpc::Status update(const std::vector<rpc::UpdateRequest>& items, bool end = true) {
@@ -137,7 +137,7 @@ TEST_CASE(
   options.timeout_ms = 1500;
   const auto asked = [&](const kvmeld::coordinator::TlsOptions& with) {
     options.tls = with;
-    CoordinatorClient<> client(server.address(), options);
+    CoordinatorClient client(server.address(), options);
     return client.publish(set_of(1, fragment(1))).status();
   };
   CHECK(asked({.root_certificates = pem("coordinator.pem"),
@@ -155,18 +155,19 @@ TEST_CASE(
     "another namespace, another key, no token, an old token: unauthenticated, and nothing is told "
     "or changed") {
   using Auth = kvmeld::replica::HmacSha256;
-  kvmeld::coordinator::CoordinatorOptions<Auth> options{
+  kvmeld::coordinator::CoordinatorOptions options{
       .replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = 1000;
-  options.replica.frame = {test::test_namespace(), 1 << 26, Auth("a secret of the session")};
-  test::Server<kvmeld::stores::MemoryStore, Auth> server(options);
+  options.replica.frame = {test::test_namespace(), 1 << 26,
+                           std::make_shared<Auth>("a secret of the session")};
+  test::Server<> server(options);
   REQUIRE(server.started.ok());
   const auto publish = [&](const kvmeld::Digest128& scope, const char* key) {
-    kvmeld::coordinator::CoordinatorClientOptions<Auth> mine;
+    kvmeld::coordinator::CoordinatorClientOptions mine;
     mine.self = 1;
     mine.timeout_ms = 10'000;
-    mine.frame = {scope, 1 << 26, Auth(std::string_view(key))};
-    CoordinatorClient<Auth> client(server.address(), mine);
+    mine.frame = {scope, 1 << 26, std::make_shared<Auth>(std::string_view(key))};
+    CoordinatorClient client(server.address(), mine);
     return client.publish(set_of(1, fragment(1))).status();
   };
   CHECK(publish(kvmeld::replica::frame_namespace("other tenant", "test model", "test tokenizer"),
@@ -197,15 +198,15 @@ TEST_CASE(
   CHECK(publish(test::test_namespace(), "a secret of the session").ok());
   CHECK(server.server.core().set().size() == 1);
   // A token is one member's: it brings no operation of another.
-  kvmeld::coordinator::CoordinatorClientOptions<Auth> mine;
+  kvmeld::coordinator::CoordinatorClientOptions mine;
   mine.self = 1;
   mine.frame = options.replica.frame;
-  CoordinatorClient<Auth> client(server.address(), mine);
+  CoordinatorClient client(server.address(), mine);
   CHECK(client.publish(set_of(2, fragment(2))).status().code() == ErrorCode::unauthenticated);
   CHECK(server.server.core().refusals().unauthenticated == 1);
   CHECK(server.server.core().set().size() == 1);
   mine.self = 2;
-  CHECK(CoordinatorClient<Auth>(server.address(), mine).publish(set_of(2, fragment(2))).ok());
+  CHECK(CoordinatorClient(server.address(), mine).publish(set_of(2, fragment(2))).ok());
 }
 
 TEST_CASE(
@@ -267,7 +268,7 @@ TEST_CASE(
   items = good;
   items.pop_back();  // one chunk lacks: the operation is taken, the answer says what it lacks
   {
-    CoordinatorClient<> client(fresh.address(), client_options(1));
+    CoordinatorClient client(fresh.address(), client_options(1));
     FragmentSet bare = set_of(1, f);
     REQUIRE(bare.evict(f.id()).ok());
     CHECK(client.publish(bare).status().code() == ErrorCode::payload_missing);
@@ -305,7 +306,7 @@ TEST_CASE("too much: one message, one update, one author's operations and bytes,
   rpc::UpdateRequest huge;
   huge.set_set(std::string(1 << 17, 'x'));
   CHECK(raw.update({huge}).error_code() == grpc::StatusCode::RESOURCE_EXHAUSTED);
-  CoordinatorClient<> client(server.address(), client_options(1));
+  CoordinatorClient client(server.address(), client_options(1));
   // 60 tokens of 1 KiB
   CHECK(client.publish(set_of(1, fragment(1, 60))).status().code() == ErrorCode::quota_exceeded);
   CHECK(client.publish(set_of(1, fragment(1, 5), 10)).status().code() == ErrorCode::quota_exceeded);
@@ -313,7 +314,7 @@ TEST_CASE("too much: one message, one update, one author's operations and bytes,
   REQUIRE(client.publish(set_of(1, fragment(1, 40))).ok());
   CHECK(client.publish(set_of(1, fragment(2, 40), 1)).status().code() == ErrorCode::quota_exceeded);
   CHECK(server.server.core().set().size() == 1);
-  CoordinatorClient<> second(server.address(), client_options(2));
+  CoordinatorClient second(server.address(), client_options(2));
   REQUIRE(second.publish(set_of(2, fragment(2, 40))).ok());  // another author
   {
     // More than one update may carry goes in several.
@@ -321,10 +322,10 @@ TEST_CASE("too much: one message, one update, one author's operations and bytes,
     for (std::uint64_t i = 0; i < 5; ++i)
       REQUIRE(many.insert(fragment(30 + i, 11), Dot{3, i, 1}).ok());
     auto mine = client_options(3);
-    CHECK(CoordinatorClient<>(server.address(), mine).publish(many).status().code() ==
+    CHECK(CoordinatorClient(server.address(), mine).publish(many).status().code() ==
           ErrorCode::quota_exceeded);
     mine.max_update_bytes = 30'000;
-    CoordinatorClient<> third(server.address(), mine);
+    CoordinatorClient third(server.address(), mine);
     const auto published = third.publish(many);
     REQUIRE(published.ok());
     CHECK(third.traffic().fragments_sent == 5);
@@ -336,7 +337,7 @@ TEST_CASE("too much: one message, one update, one author's operations and bytes,
   std::vector<std::thread> waiting;
   for (int i = 0; i < 12; ++i) {
     waiting.emplace_back([&] {
-      CoordinatorClient<> one(server.address(), client_options(5));
+      CoordinatorClient one(server.address(), client_options(5));
       (void)one.wait_for_change(server.server.core().version().set, {}, 2500);
     });
   }
@@ -356,7 +357,7 @@ TEST_CASE("a member that claims to have seen very much is refused before it is l
   auto options = server_options();
   options.max_ranges = 100;
   test::Server server(options);
-  CoordinatorClient<> client(server.address(), client_options(1));
+  CoordinatorClient client(server.address(), client_options(1));
   kvmeld::CausalContext much;
   for (std::uint64_t i = 0; i < 101; ++i) much.add(Dot{9, 2 * i, 1});
   CHECK(client.wait_for_change({}, much, 1000).status().code() == ErrorCode::oversized);
@@ -372,7 +373,7 @@ TEST_CASE("clients that stop in the middle of a call hold up nobody, and are cut
   options.replica.format.chunk_bytes = 1 << 16;
   test::Server server(options);
   Raw raw(server.address());
-  CoordinatorClient<> client(server.address(), client_options(1));
+  CoordinatorClient client(server.address(), client_options(1));
   const Fragment large = fragment(1, 1000);  // 1 MiB: more than HTTP/2's windows
   REQUIRE(client.publish(set_of(1, large)).ok());
   constexpr int count = 40;

@@ -37,8 +37,8 @@ inline kvmeld::Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {
       .fragment;
 }
 
-inline kvmeld::coordinator::CoordinatorOptions<> server_options() {
-  kvmeld::coordinator::CoordinatorOptions<> options{
+inline kvmeld::coordinator::CoordinatorOptions server_options() {
+  kvmeld::coordinator::CoordinatorOptions options{
       .replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = 1000;
   options.replica.epoch = 1;
@@ -47,9 +47,9 @@ inline kvmeld::coordinator::CoordinatorOptions<> server_options() {
   options.soft_ms = 200;
   return options;
 }
-inline kvmeld::coordinator::CoordinatorClientOptions<> client_options(
+inline kvmeld::coordinator::CoordinatorClientOptions client_options(
     kvmeld::replica::MemberId self) {
-  kvmeld::coordinator::CoordinatorClientOptions<> options;
+  kvmeld::coordinator::CoordinatorClientOptions options;
   options.self = self;
   options.frame.scope = test_namespace();
   options.format.chunk_bytes = 1000;
@@ -61,9 +61,9 @@ inline kvmeld::coordinator::CoordinatorClientOptions<> client_options(
 }
 
 /// A server on any loopback port.
-template <class Store = kvmeld::stores::MemoryStore, class... Policies>
+template <class Store = kvmeld::stores::MemoryStore>
 struct Server {
-  explicit Server(kvmeld::coordinator::CoordinatorOptions<Policies...> options, Store s = Store(),
+  explicit Server(kvmeld::coordinator::CoordinatorOptions options, Store s = Store(),
                   const kvmeld::coordinator::TlsOptions& tls = {})
       : store(std::move(s)),
         server(store, std::move(options)),
@@ -71,7 +71,7 @@ struct Server {
   [[nodiscard]] std::string address() const { return "127.0.0.1:" + std::to_string(server.port()); }
 
   Store store;
-  kvmeld::coordinator::CoordinatorServer<Store, Policies...> server;
+  kvmeld::coordinator::CoordinatorServer server;
   kvmeld::Status started;
 };
 

@@ -53,21 +53,22 @@ TEST_CASE(
         "no python3 with grpc and protobuf, or no protoc (Debian: python3-grpcio, "
         "python3-protobuf, protobuf-compiler)");
   }
-  kvmeld::coordinator::CoordinatorOptions<Auth> options{
+  kvmeld::coordinator::CoordinatorOptions options{
       .replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = 1000;
-  options.replica.frame = {test::test_namespace(), 1 << 26, Auth("the session's secret")};
+  options.replica.frame = {test::test_namespace(), 1 << 26,
+                           std::make_shared<Auth>("the session's secret")};
   options.replica.format.chunk_bytes = 1000;
   options.members = {1, 2};
   options.soft_ms = 60'000;
-  test::Server<kvmeld::stores::MemoryStore, Auth> server(options);
+  test::Server<> server(options);
   REQUIRE(server.started.ok());
 
   const test::TempFolder folder;
   kvmeld::FragmentSet theirs;
   REQUIRE(theirs.insert(test::fragment(2, 33), kvmeld::Dot{2, 0, 1}, 0.25F, 1234).ok());
   REQUIRE(theirs.insert(test::fragment(4, 0), kvmeld::Dot{2, 1, 1}).ok());
-  const auto parcel = kvmeld::coordinator::make_parcel<>(theirs, {.chunk_bytes = 700});
+  const auto parcel = kvmeld::coordinator::make_parcel(theirs, {.chunk_bytes = 700});
   REQUIRE(parcel.ok());
   REQUIRE(test::write_text(folder / "parcel", *parcel));
   const auto agent = [&](const std::string& key) {
@@ -88,10 +89,10 @@ TEST_CASE(
   CHECK(server.server.core().set().empty());
 
   auto other = agent("the session's secret");
-  kvmeld::coordinator::CoordinatorClientOptions<Auth> mine;
+  kvmeld::coordinator::CoordinatorClientOptions mine;
   mine.self = 1;
   mine.frame = options.replica.frame;
-  kvmeld::coordinator::CoordinatorClient<Auth> client(server.address(), mine);
+  kvmeld::coordinator::CoordinatorClient client(server.address(), mine);
   kvmeld::FragmentSet set;
   REQUIRE(set.insert(test::fragment(1, 50), kvmeld::Dot{1, 0, 1}).ok());
   REQUIRE(client.publish(set).ok());

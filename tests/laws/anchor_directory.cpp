@@ -329,17 +329,16 @@ TEST_CASE("every bit of a namespace is compared") {
   const kvmeld::Digest128 mine{0x0123456789ABCDEF, 0xFEDCBA9876543210};
   const std::vector<std::byte> records = kvmeld::anchors::encode_records(mine, {});
   const auto frame =
-      kvmeld::replica::encode_frame(9, records, kvmeld::replica::FrameOptions<>{.scope = mine});
+      kvmeld::replica::encode_frame(9, records, kvmeld::replica::FrameOptions{.scope = mine});
   REQUIRE(kvmeld::anchors::decode_records(records, mine).ok());
-  REQUIRE(
-      kvmeld::replica::decode_frame(*frame, kvmeld::replica::FrameOptions<>{.scope = mine}).ok());
+  REQUIRE(kvmeld::replica::decode_frame(*frame, kvmeld::replica::FrameOptions{.scope = mine}).ok());
   for (unsigned bit = 0; bit < 128; ++bit) {
     kvmeld::Digest128 other = mine;
     (bit < 64 ? other.low : other.high) ^= std::uint64_t{1} << bit % 64;
     CAPTURE(bit);
     CHECK(kvmeld::anchors::decode_records(records, other).error().code() ==
           ErrorCode::geometry_mismatch);
-    CHECK(kvmeld::replica::decode_frame(*frame, kvmeld::replica::FrameOptions<>{.scope = other})
+    CHECK(kvmeld::replica::decode_frame(*frame, kvmeld::replica::FrameOptions{.scope = other})
               .error()
               .code() == ErrorCode::unauthenticated);
   }

@@ -57,7 +57,7 @@ TEST_CASE("what was sealed is what arrives") {
     const std::size_t cut =
         *rc::gen::element<std::size_t>(1, 7, 64, 1000, kvmeld::replica::default_chunk_bytes);
     RC_PRE(payload.byte_count / cut < 2000);
-    const kvmeld::replica::FrameOptions<> options{
+    const kvmeld::replica::FrameOptions options{
         .scope = kvmeld::replica::frame_namespace(fragment.geometry().tenant, "m", "t")};
     const auto wire = kvmeld::replica::encode_manifest(fragment, cut);
     RC_ASSERT(wire.ok());

@@ -88,7 +88,7 @@ void merges_everything(std::size_t message_bytes) {
     if (rank_number > 0) CHECK_OK(set.insert(fragment(2), dot(2)));
     if (rank_number == 0) CHECK_OK(set.insert(fragment(3, 0), dot(3)));  // no tokens, no bytes
   }
-  kvmeld::mpi::AllMergeOptions<> options;
+  kvmeld::mpi::AllMergeOptions options;
   options.message_bytes = message_bytes;
   const auto report = kvmeld::mpi::all_merge(MPI_COMM_WORLD, set, {4, 2}, options);
   CHECK_OK(report.status());
@@ -142,7 +142,7 @@ void fails_everywhere(ErrorCode code, const Prepare& prepare, const char* what) 
   FragmentSet set;
   CHECK_OK(set.insert(fragment(10 + static_cast<std::uint64_t>(rank_number)), dot(0)));
   Digest128 merger{4, 2};
-  kvmeld::mpi::AllMergeOptions<> options;
+  kvmeld::mpi::AllMergeOptions options;
   prepare(set, merger, options);
   const kvmeld::Digest256 before = set.digest();
   const auto report = kvmeld::mpi::all_merge(MPI_COMM_WORLD, set, merger, options);
@@ -233,8 +233,7 @@ void absurd_sizes() {
       kvmeld::mpi::AllMergeReport report;
       if (route.sends()) route.move(kvmeld::mpi::detail::raw_of(head));
       if (route.receives())
-        status = kvmeld::mpi::detail::take_fragment<kvmeld::Xxh3_128>(route, fragment(1).id(),
-                                                                      1 << 20, report)
+        status = kvmeld::mpi::detail::take_fragment(route, fragment(1).id(), 1 << 20, {}, report)
                      .status();
       CHECK(route.receives() == (status.code() == ErrorCode::oversized));
       CHECK(comm.agree(status).code() == ErrorCode::oversized);
@@ -251,16 +250,16 @@ void absurd_sizes() {
 
 void replicas() {
   kvmeld::stores::MemoryStore store(rank_number == 1 ? 40'000 : ~std::size_t{0});
-  kvmeld::replica::ReplicaOptions<> options{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
+  kvmeld::replica::ReplicaOptions options{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
   options.self = static_cast<std::uint64_t>(rank_number) + 1;
   options.epoch = 1;
-  kvmeld::replica::Replica<kvmeld::stores::MemoryStore> replica(store, options);
+  kvmeld::replica::Replica replica(store, options);
   CHECK_OK(replica.insert(fragment(20 + static_cast<std::uint64_t>(rank_number), 10)).status());
   const auto report = kvmeld::mpi::all_merge(MPI_COMM_WORLD, replica, store);
   // 10 KiB each: rank 1's store is full with the fourth.
   CHECK(report.status().code() == ErrorCode::store_full);
   kvmeld::stores::MemoryStore larger;
-  kvmeld::replica::Replica<kvmeld::stores::MemoryStore> second(larger, options);
+  kvmeld::replica::Replica second(larger, options);
   CHECK_OK(second.insert(fragment(20 + static_cast<std::uint64_t>(rank_number), 10)).status());
   CHECK_OK(kvmeld::mpi::all_merge(MPI_COMM_WORLD, second, larger).status());
   CHECK_OK(second.tick(1));

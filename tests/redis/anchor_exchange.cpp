@@ -20,7 +20,7 @@ struct Peer {
   Store store;
   RedisTransport transport;
   test::Pool pool{kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()), {}};
-  kvmeld::anchors::AnchorExchange<Store> exchange;
+  kvmeld::anchors::AnchorExchange exchange;
   std::vector<kvmeld::anchors::PulledAnchor> pulled;
 
   Peer(const Peer&) = delete;  // the exchange points to the store
@@ -30,9 +30,8 @@ struct Peer {
         transport(std::move(carrier)),
         exchange(store, options(self, shared)) {}
 
-  static typename kvmeld::anchors::AnchorExchange<Store>::Options options(MemberId self,
-                                                                          bool shared) {
-    typename kvmeld::anchors::AnchorExchange<Store>::Options out;
+  static kvmeld::anchors::AnchorExchange::Options options(MemberId self, bool shared) {
+    kvmeld::anchors::AnchorExchange::Options out;
     out.self = self;
     out.members = {1, 2, 3};
     out.frame.scope = kvmeld::anchors::anchor_namespace(

@@ -30,7 +30,7 @@ template <class Store>
 struct Member {
   Store store;
   RedisTransport transport;
-  kvmeld::replica::Replica<Store> replica;
+  kvmeld::replica::Replica replica;
 
   Member(const Member&) = delete;  // the replica points to the store
   Member& operator=(const Member&) = delete;
@@ -39,10 +39,9 @@ struct Member {
         transport(std::move(carrier)),
         replica(store, options(transport, self, shared)) {}
 
-  static typename kvmeld::replica::Replica<Store>::Options options(const RedisTransport& transport,
-                                                                   MemberId self, bool shared) {
-    typename kvmeld::replica::Replica<Store>::Options options{.epoch = 1,
-                                                              .merger = kvmeld::Digest128{1, 1}};
+  static kvmeld::replica::Replica::Options options(const RedisTransport& transport, MemberId self,
+                                                   bool shared) {
+    kvmeld::replica::Replica::Options options{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
     options.self = self;
     options.epoch = 1;
     options.members = {1, 2, 3};

@@ -533,30 +533,32 @@ TEST_CASE(
 namespace {
 
 /// A store that can be out of reach for those who read, or full for those who write.
-struct Moody {
+struct Moody final : kvmeld::replica::BlobStore {
   kvmeld::stores::MemoryStore inner{};
   bool away = false;
   bool full = false;
 
   static kvmeld::Status gone() { return kvmeld::Status(ErrorCode::unavailable, "out of reach"); }
-  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) override {
     if (full) return kvmeld::Status(ErrorCode::store_full, "full");
     return inner.put(key, bytes);
   }
-  kvmeld::Result<kvmeld::Blob> get(const kvmeld::BlobKey& key) {
+  kvmeld::Result<kvmeld::Blob> get(const kvmeld::BlobKey& key) override {
     if (away) return gone();
     return inner.get(key);
   }
-  kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) {
+  kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) override {
     if (away) return gone();
     return inner.contains(key);
   }
-  kvmeld::Status erase(const kvmeld::BlobKey& key) { return inner.erase(key); }
-  kvmeld::Status add_record(std::span<const std::byte> bytes) { return inner.add_record(bytes); }
-  kvmeld::Result<kvmeld::replica::RecordBatch> records(std::uint64_t cursor) {
+  kvmeld::Status erase(const kvmeld::BlobKey& key) override { return inner.erase(key); }
+  kvmeld::Status add_record(std::span<const std::byte> bytes) override {
+    return inner.add_record(bytes);
+  }
+  kvmeld::Result<kvmeld::replica::RecordBatch> records(std::uint64_t cursor) override {
     return inner.records(cursor);
   }
-  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
+  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) override {
     return inner.replace_records(cursor, bytes);
   }
 };
@@ -565,7 +567,7 @@ struct Moody {
 struct Two {
   Moody store;
   kvmeld::stores::MemoryStore theirs;
-  kvmeld::anchors::AnchorExchange<Moody> one;
+  kvmeld::anchors::AnchorExchange one;
   test::Exchange two;
   std::int64_t now = 0;
 
@@ -580,7 +582,7 @@ struct Two {
     return out;
   }
   Two()
-      : one(store, options<kvmeld::anchors::AnchorExchange<Moody>>(1)),
+      : one(store, options<kvmeld::anchors::AnchorExchange>(1)),
         two(theirs, options<test::Exchange>(2)) {}
 
   void to_two() {
@@ -763,8 +765,8 @@ TEST_CASE(
     for (const auto& piece : pieces) REQUIRE(net.one.receive(2, piece.bytes).ok());
     REQUIRE(net.store.inner.blob_count() == 4);
 
-    net.one = kvmeld::anchors::AnchorExchange<Moody>(
-        net.store, Two::options<kvmeld::anchors::AnchorExchange<Moody>>(1));
+    net.one = kvmeld::anchors::AnchorExchange(net.store,
+                                              Two::options<kvmeld::anchors::AnchorExchange>(1));
     for (int i = 0; i < 20 && net.one.directory().find(key) == nullptr; ++i) net.run(500);
     REQUIRE(net.one.directory().find(key) != nullptr);
     CHECK_FALSE(net.one.holds(key));

@@ -19,7 +19,7 @@ using kvmeld::testing::SimulatedStore;
 
 // A replica that joins something else than it was sent.
 template <class Change>
-class Tampered : public kvmeld::replica::Replica<SimulatedStore> {
+class Tampered : public kvmeld::replica::Replica {
  public:
   using Replica::Replica;
 
@@ -91,33 +91,39 @@ struct LastWriterWins {
 };
 
 // Says that every seventh record is written, and does not write it.
-struct LazyStore {
-  SimulatedStore* store;
-  int records_added = 0;
+class LazyStore final : public kvmeld::replica::BlobStore {
+ public:
+  explicit LazyStore(SimulatedStore& under) : store(&under) {}
 
-  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) override {
     return store->put(key, bytes);
   }
-  kvmeld::Result<kvmeld::Blob> get(const kvmeld::BlobKey& key) { return store->get(key); }
-  kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) { return store->contains(key); }
-  kvmeld::Status erase(const kvmeld::BlobKey& key) { return store->erase(key); }
-  kvmeld::Status add_record(std::span<const std::byte> bytes) {
+  kvmeld::Result<kvmeld::Blob> get(const kvmeld::BlobKey& key) override { return store->get(key); }
+  kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) override {
+    return store->contains(key);
+  }
+  kvmeld::Status erase(const kvmeld::BlobKey& key) override { return store->erase(key); }
+  kvmeld::Status add_record(std::span<const std::byte> bytes) override {
     return ++records_added % 7 == 0 ? kvmeld::Status() : store->add_record(bytes);
   }
-  kvmeld::Result<kvmeld::replica::RecordBatch> records(std::uint64_t cursor) {
+  kvmeld::Result<kvmeld::replica::RecordBatch> records(std::uint64_t cursor) override {
     return store->records(cursor);
   }
-  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
+  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) override {
     return store->replace_records(cursor, bytes);
   }
+
+ private:
+  SimulatedStore* store;
+  int records_added = 0;
 };
 struct HasLazyStore {
   LazyStore lazy;
 };
-class Lazy : HasLazyStore, public kvmeld::replica::Replica<LazyStore> {
+class Lazy : HasLazyStore, public kvmeld::replica::Replica {
  public:
   Lazy(SimulatedStore& store, Options options)
-      : HasLazyStore{{&store}}, Replica(lazy, std::move(options)) {}
+      : HasLazyStore{LazyStore(store)}, Replica(lazy, std::move(options)) {}
 };
 
 // An order that depends on where the bytes lie, so that every member has its own.

@@ -19,7 +19,7 @@
 namespace test {
 
 using Pool = kvmeld::anchors::AnchorPool<kvmeld::anchors::SimHash, kvmeld::anchors::LRU>;
-using Exchange = kvmeld::anchors::AnchorExchange<kvmeld::stores::MemoryStore>;
+using Exchange = kvmeld::anchors::AnchorExchange;
 
 inline const std::shared_ptr<const kvmeld::Geometry>& anchor_geometry() {
   static const std::shared_ptr<const kvmeld::Geometry> shape =

@@ -51,7 +51,7 @@ std::size_t drain(To& to, std::int64_t quiet_ms) {
 }
 
 /// @param quiet_ms after which nothing more of what was sent arrives.
-template <kvmeld::replica::Transport T>
+template <class T>
 void transport_laws(T& a, T& b, T& c, std::int64_t quiet_ms = 20) {
   using Clock = std::chrono::steady_clock;
   const auto quiet = [&] {

@@ -23,7 +23,7 @@ using kvmeld::ErrorCode;
 using kvmeld::anchors::AnchorRecord;
 
 const kvmeld::Digest128 space{3, 4};
-const kvmeld::replica::FragmentFormat<> format{.chunk_bytes = 64, .max_payload_bytes = 1U << 20U};
+const kvmeld::replica::FragmentFormat format{.chunk_bytes = 64, .max_payload_bytes = 1U << 20U};
 
 std::vector<AnchorRecord> some_records() {
   std::vector<AnchorRecord> out;
@@ -389,7 +389,7 @@ TEST_CASE("hostile bodies in frames that are right change no directory, and the 
   CHECK(refused > 200);
   CHECK(types.size() >= 5);
   // A frame of another namespace, and one that is none.
-  kvmeld::replica::FrameOptions<> stranger;
+  kvmeld::replica::FrameOptions stranger;
   stranger.scope = {1, 1};
   const std::vector<std::byte> nothing;
   CHECK(a.receive(2, *kvmeld::replica::encode_frame(65, nothing, stranger)).code() ==
@@ -404,7 +404,7 @@ TEST_CASE("a list that announces gigabytes and names small chunks costs no more 
       test::geometry({.layers = 8, .heads = 8, .channels = 512});
   for (const bool first_is_whole : {false, true}) {
     kvmeld::stores::MemoryStore store;
-    kvmeld::replica::FragmentFormat<> wide_format;
+    kvmeld::replica::FragmentFormat wide_format;
     wide_format.chunk_bytes = 1U << 16U;
     kvmeld::anchors::AnchorList list;
     list.anchor = test::anchor(1, {}, 4096);
@@ -419,7 +419,7 @@ TEST_CASE("a list that announces gigabytes and names small chunks costs no more 
     list.chunk_bytes = wide_format.chunk_bytes;
     const auto put = [&](std::size_t size) {
       const std::vector<std::byte> raw(size, std::byte{1});
-      const kvmeld::BlobKey key = kvmeld::replica::chunk_key<kvmeld::Xxh3_128>(raw);
+      const kvmeld::BlobKey key = kvmeld::replica::chunk_key(raw);
       REQUIRE(store.put(key, kvmeld::replica::encode_chunk(raw)).ok());
       return key;
     };
@@ -427,7 +427,7 @@ TEST_CASE("a list that announces gigabytes and names small chunks costs no more 
                              put(1));
     if (first_is_whole) list.chunks[0][0] = put(list.chunk_bytes);
     const auto raw = kvmeld::anchors::encode_anchor_list(list);
-    const kvmeld::BlobKey key = kvmeld::replica::chunk_key<kvmeld::Xxh3_128>(raw);
+    const kvmeld::BlobKey key = kvmeld::replica::chunk_key(raw);
     REQUIRE(store.put(key, kvmeld::replica::encode_chunk(raw)).ok());
     const AnchorRecord record{list.anchor.id,
                               {},

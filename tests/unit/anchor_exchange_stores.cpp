@@ -25,17 +25,19 @@ using kvmeld::replica::MemberId;
 using kvmeld::stores::MemoryStore;
 
 /// Members 1 to n over the stores given, in simulated time; `forge` may change a frame on its way.
-template <class Store, class Hash = kvmeld::Xxh3_128, class C = kvmeld::replica::NoCompression>
+template <class Store>
 struct Net {
-  using Exchange = kvmeld::anchors::AnchorExchange<Store, kvmeld::replica::NoAuth, Hash, C>;
+  using Exchange = kvmeld::anchors::AnchorExchange;
   std::deque<Exchange> peers;
   std::vector<kvmeld::anchors::PulledAnchor> pulled;
   std::int64_t now = 0;
   std::size_t forged = 0;
 
-  Net(const std::vector<Store*>& stores, bool shared, std::size_t chunk_bytes = 64) {
-    typename Exchange::Options options;
+  Net(const std::vector<Store*>& stores, bool shared, std::size_t chunk_bytes = 64,
+      kvmeld::replica::FragmentFormat format = {}) {
+    Exchange::Options options;
     for (std::size_t i = 0; i < stores.size(); ++i) options.members.push_back(i + 1);
+    options.format = std::move(format);
     options.format.chunk_bytes = chunk_bytes;
     options.shared_store = shared;
     options.round_ms = 50;
@@ -114,15 +116,14 @@ void rot(MemoryStore& store, const BlobKey& blob) {
 
 /// Every form: K/V goes over as it was, forged pieces are refused and asked for again, what rotted
 /// in a store goes to nobody.
-template <class Hash, class C>
-void go_over() {
+void go_over(const kvmeld::replica::FragmentFormat& format) {
   MemoryStore one, two;
-  Net<MemoryStore, Hash, C> net({&one, &two}, false, 4096);
+  Net<MemoryStore> net({&one, &two}, false, 4096, format);
   const kvmeld::anchors::Anchor anchor = owned_by(net.peer(1), 1, 300);
   const FragmentId key = publish(net.peer(1), anchor);
   const auto record = *net.peer(1).directory().find(key);
-  CHECK(record.payload.bytes[0] == (Hash::tag | 0x80U));
-  if (C::codec != 0) CHECK(one.used_bytes() < record.bytes);
+  CHECK(record.payload.bytes[0] == (format.hash.tag | 0x80U));
+  if (format.compressor != nullptr) CHECK(one.used_bytes() < record.bytes);
   net.run(20);
   REQUIRE(net.peer(2).directory().find(key) != nullptr);
   // The first pieces are forged: each is told from its key.
@@ -161,18 +162,16 @@ void go_over() {
 
 }  // namespace
 
-TEST_CASE("K/V goes over as it was, and what is forged or rotted does not") {
-  go_over<kvmeld::Xxh3_128, kvmeld::replica::NoCompression>();
-}
+TEST_CASE("K/V goes over as it was, and what is forged or rotted does not") { go_over({}); }
 
 #ifdef KVMELD_TEST_OPENSSL
 TEST_CASE("K/V goes over under SHA-256 names; who knows other names only takes nothing") {
-  go_over<kvmeld::replica::Sha256, kvmeld::replica::NoCompression>();
+  go_over({.hash = kvmeld::replica::sha256_set});
   MemoryStore one, two;
-  Net<MemoryStore, kvmeld::replica::Sha256> net({&one, &two}, true);
+  Net<MemoryStore> net({&one, &two}, true, 64, {.hash = kvmeld::replica::sha256_set});
   const kvmeld::anchors::Anchor anchor = owned_by(net.peer(1), 1);
   const auto record = *net.peer(1).directory().find(publish(net.peer(1), anchor));
-  kvmeld::replica::FragmentFormat<> other;
+  kvmeld::replica::FragmentFormat other;
   CHECK(kvmeld::anchors::load_anchor(one, record, other).status().code() ==
         ErrorCode::hash_mismatch);
   // and it is still there
@@ -184,13 +183,14 @@ TEST_CASE("K/V goes over under SHA-256 names") { test::skip("no OpenSSL (Debian:
 
 #ifdef KVMELD_TEST_ZSTD
 TEST_CASE("K/V goes over compressed; who cannot read that says so, and keeps it") {
-  go_over<kvmeld::Xxh3_128, kvmeld::replica::Zstd>();
+  go_over({.compressor = std::make_shared<kvmeld::replica::Zstd>()});
   MemoryStore store;
-  Net<MemoryStore, kvmeld::Xxh3_128, kvmeld::replica::Zstd> net({&store}, false, 4096);
+  Net<MemoryStore> net({&store}, false, 4096,
+                       {.compressor = std::make_shared<kvmeld::replica::Zstd>()});
   const kvmeld::anchors::Anchor anchor = test::anchor(1, {2}, 300);
   const auto record = *net.peer(1).directory().find(publish(net.peer(1), anchor));
   const std::size_t blobs = store.blob_count();
-  kvmeld::replica::FragmentFormat<> plain;
+  kvmeld::replica::FragmentFormat plain;
   CHECK(kvmeld::anchors::load_anchor(store, record, plain).status().code() ==
         ErrorCode::unsupported);
   CHECK(store.blob_count() == blobs);
@@ -201,7 +201,8 @@ TEST_CASE("K/V goes over compressed") { test::skip("no zstd (Debian: libzstd-dev
 
 #if defined(KVMELD_TEST_OPENSSL) && defined(KVMELD_TEST_ZSTD)
 TEST_CASE("K/V goes over compressed under SHA-256 names") {
-  go_over<kvmeld::replica::Sha256, kvmeld::replica::Zstd>();
+  go_over({.compressor = std::make_shared<kvmeld::replica::Zstd>(),
+           .hash = kvmeld::replica::sha256_set});
 }
 #endif
 

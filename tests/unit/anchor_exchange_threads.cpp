@@ -49,7 +49,7 @@ void live(test::Exchange& exchange, MemoryTransport& transport, const std::atomi
 }
 
 /// Answers every request for a blob with bytes that are not the blob's.
-void lie(MemoryTransport& transport, const kvmeld::replica::FrameOptions<>& frame,
+void lie(MemoryTransport& transport, const kvmeld::replica::FrameOptions& frame,
          const std::atomic<bool>& stop, std::atomic<int>& lies) {
   while (!stop) {
     const auto got = transport.receive(2);

@@ -60,7 +60,8 @@ bool ask_others(Exchange& exchange, std::uint64_t signature, std::int64_t tokens
 TEST_CASE("offsets are at hand from memory, come back from a store by steps, and are used again") {
   test::Pool pool(kvmeld::anchors::AnchorSpace::of(*test::anchor_geometry()), {});
   const kvmeld::anchors::Anchor first = test::anchor(1, {1}, 40), second = test::anchor(2, {1}, 40);
-  kvmeld::anchors::AnchorTiers tiers(kvmeld::stores::MemoryStore(),
+  kvmeld::stores::MemoryStore tiers_store;
+  kvmeld::anchors::AnchorTiers tiers(tiers_store,
                                      {.host_bytes = first.bytes() - 8, .file_bytes = 1 << 20});
   REQUIRE(tiers.commit(pool, first).ok());
   REQUIRE(tiers.commit(pool, second).ok());

@@ -95,7 +95,7 @@ struct Device {
 };
 
 /// A store that fails, stands still, takes no more, or keeps everything, when it is told to.
-struct Moody {
+struct Moody : kvmeld::replica::BlobStore {
   kvmeld::stores::MemoryStore inner{};
   // that it still takes
   std::shared_ptr<std::atomic<int>> puts = std::make_shared<std::atomic<int>>(1 << 30);
@@ -108,25 +108,27 @@ struct Moody {
     while (waits->load()) std::this_thread::yield();
     return fails->load() ? kvmeld::Status(ErrorCode::unavailable, "moody") : kvmeld::Status{};
   }
-  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) override {
     if (auto bad = mood(); !bad.ok()) return bad;
     if (puts->fetch_sub(1) <= 0) return kvmeld::Status(ErrorCode::store_full, "moody");
     return inner.put(key, bytes);
   }
-  kvmeld::Result<kvmeld::Blob> get(const kvmeld::BlobKey& key) {
+  kvmeld::Result<kvmeld::Blob> get(const kvmeld::BlobKey& key) override {
     if (auto bad = mood(); !bad.ok()) return bad;
     return inner.get(key);
   }
-  kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) { return inner.contains(key); }
-  kvmeld::Status erase(const kvmeld::BlobKey& key) {
+  kvmeld::Result<bool> contains(const kvmeld::BlobKey& key) override { return inner.contains(key); }
+  kvmeld::Status erase(const kvmeld::BlobKey& key) override {
     if (fails->load() || keeps->load()) return {ErrorCode::unavailable, "moody"};
     return inner.erase(key);
   }
-  kvmeld::Status add_record(std::span<const std::byte> bytes) { return inner.add_record(bytes); }
-  kvmeld::Result<kvmeld::replica::RecordBatch> records(std::uint64_t cursor) {
+  kvmeld::Status add_record(std::span<const std::byte> bytes) override {
+    return inner.add_record(bytes);
+  }
+  kvmeld::Result<kvmeld::replica::RecordBatch> records(std::uint64_t cursor) override {
     return inner.records(cursor);
   }
-  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
+  kvmeld::Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) override {
     return inner.replace_records(cursor, bytes);
   }
 };
@@ -134,7 +136,7 @@ struct Moody {
 /// A store beside which somebody does something each time before it takes a payload.
 struct Meanwhile : Moody {
   std::shared_ptr<std::function<void()>> what = std::make_shared<std::function<void()>>();
-  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) {
+  kvmeld::Result<bool> put(const kvmeld::BlobKey& key, std::span<const std::byte> bytes) override {
     if (*what) (*what)();
     return Moody::put(key, bytes);
   }
@@ -226,7 +228,8 @@ TEST_CASE("hits promote, bytes by age over frequency demote") {
   const auto all = anchors(4);
   Pool pool = pool_for(10);
   const Device device;
-  AnchorTiers tiers(kvmeld::stores::MemoryStore(),
+  kvmeld::stores::MemoryStore tiers_store;
+  AnchorTiers tiers(tiers_store,
                     {.device_bytes = delta_bytes,
                      .host_bytes = 2 * (base_bytes + delta_bytes),
                      .file_bytes = 1 << 20,
@@ -290,9 +293,9 @@ TEST_CASE("bytes, age and frequency each decide who leaves") {
                           std::int64_t third_tokens) {
     const Anchor first = bare(1, first_tokens), second = bare(2, 2), third = bare(3, third_tokens);
     Pool pool = pool_for(4);
-    AnchorTiers tiers(
-        kvmeld::stores::MemoryStore(),
-        {.host_bytes = first.base.payloads()[0].byte_count + base_bytes, .file_bytes = 1 << 20});
+    kvmeld::stores::MemoryStore tiers_store;
+    AnchorTiers tiers(tiers_store, {.host_bytes = first.base.payloads()[0].byte_count + base_bytes,
+                                    .file_bytes = 1 << 20});
     Fragment out;
     bool good = tiers.commit(pool, first).ok() && tiers.commit(pool, second).ok();
     for (int i = 0; i < first_takes; ++i)
@@ -401,20 +404,23 @@ TEST_CASE("what is missing, damaged or too large is refused, and outputs stay") 
   Anchor bare = all[2];
   bare.base = kvmeld::anchors::detail::with_bytes(bare.base, nullptr);
   REQUIRE(tiers.commit(pool, bare).status().code() == ErrorCode::payload_missing);
-  AnchorTiers small(kvmeld::stores::MemoryStore(), {.host_bytes = base_bytes + delta_bytes - 1});
+  kvmeld::stores::MemoryStore small_store;
+  AnchorTiers small(small_store, {.host_bytes = base_bytes + delta_bytes - 1});
   Pool other = pool_for(4);
   REQUIRE(small.commit(other, all[2]).status().code() == ErrorCode::store_full);
   REQUIRE(small.bytes(Tier::host) == 0);
   REQUIRE(other.size() == 0);
   // A refusal of the pool takes the payloads out again.
   Pool none(kvmeld::anchors::AnchorSpace::of(*shape), {0, 1 << 20});
-  AnchorTiers large(kvmeld::stores::MemoryStore(), {});
+  kvmeld::stores::MemoryStore large_store;
+  AnchorTiers large(large_store, {});
   REQUIRE(large.commit(none, all[2]).status().code() == ErrorCode::store_full);
   REQUIRE(large.commit(none, all[2].id, all[2].offsets[0]).status().code() == ErrorCode::not_found);
   REQUIRE(large.bytes(Tier::host) == 0);
   REQUIRE(tiers.bytes(Tier::host) + tiers.bytes(Tier::file) == held);
   // Without a file, what falls is lost and said to be.
-  AnchorTiers host_only(kvmeld::stores::MemoryStore(), {.host_bytes = base_bytes + delta_bytes});
+  kvmeld::stores::MemoryStore host_only_store;
+  AnchorTiers host_only(host_only_store, {.host_bytes = base_bytes + delta_bytes});
   Pool lossy = pool_for(4);
   REQUIRE(host_only.commit(lossy, all[0]).ok());
   REQUIRE(host_only.commit(lossy, all[1]).ok());
@@ -439,8 +445,8 @@ TEST_CASE("a commit does not make room for itself by its own payloads") {
   };
   // Without a file: the base is fresh, and by bytes · age / frequency soon the first to go.
   Pool pool = pool_for(20);
-  AnchorTiers host_only(kvmeld::stores::MemoryStore(),
-                        {.host_bytes = 8 * (base_bytes + delta_bytes)});
+  kvmeld::stores::MemoryStore host_only_store;
+  AnchorTiers host_only(host_only_store, {.host_bytes = 8 * (base_bytes + delta_bytes)});
   for (std::size_t i = 0; i < 8; ++i) REQUIRE(host_only.commit(pool, used[i]).ok());
   use_all(host_only);
   REQUIRE(host_only.commit(pool, large).ok());
@@ -451,10 +457,10 @@ TEST_CASE("a commit does not make room for itself by its own payloads") {
   // By way of a full file: host memory has room for the base or the Δ, and all in the file are
   // worth more.
   Pool filed = pool_for(20);
-  AnchorTiers tiers(kvmeld::stores::MemoryStore(),
-                    {.host_bytes = large.base.payloads()[0].byte_count,
-                     .file_bytes = large_bytes,
-                     .host_hits = 1U << 30U});
+  kvmeld::stores::MemoryStore tiers_store;
+  AnchorTiers tiers(tiers_store, {.host_bytes = large.base.payloads()[0].byte_count,
+                                  .file_bytes = large_bytes,
+                                  .host_hits = 1U << 30U});
   for (const Anchor& a : used) REQUIRE(tiers.commit(filed, a).ok());
   use_all(tiers);
   REQUIRE(tiers.commit(filed, large).ok());
@@ -470,7 +476,8 @@ TEST_CASE("a commit does not make room for itself by its own payloads") {
 TEST_CASE(
     "whether an anchor fits is decided with what is there of it, before anything is dropped") {
   Pool pool = pool_for(10);
-  AnchorTiers tiers(kvmeld::stores::MemoryStore(), {.host_bytes = 2 * (base_bytes + delta_bytes)});
+  kvmeld::stores::MemoryStore tiers_store;
+  AnchorTiers tiers(tiers_store, {.host_bytes = 2 * (base_bytes + delta_bytes)});
   const Anchor first = anchor(1), second = anchor(2), four = anchor(1, 2, 4),
                five = anchor(1, 2, 5);
   REQUIRE(base_bytes + 4 * delta_bytes == 2 * (base_bytes + delta_bytes));
@@ -494,7 +501,8 @@ TEST_CASE(
   twice.offsets.push_back(twice.offsets[0]);
   twice.offsets[1].context.low += 1;
   Pool other = pool_for(4);
-  AnchorTiers exact(kvmeld::stores::MemoryStore(), {.host_bytes = base_bytes + delta_bytes});
+  kvmeld::stores::MemoryStore exact_store;
+  AnchorTiers exact(exact_store, {.host_bytes = base_bytes + delta_bytes});
   REQUIRE(exact.commit(other, twice).ok());
   REQUIRE(exact.bytes(Tier::host) == base_bytes + delta_bytes);
 }
@@ -648,7 +656,8 @@ TEST_CASE("what the pool lets go of for a newcomer is room for it") {
   const auto all = anchors(5);
   constexpr std::size_t one = base_bytes + delta_bytes;
   Pool pool = pool_for(4);
-  AnchorTiers tiers(kvmeld::stores::MemoryStore(), {.host_bytes = 4 * one});
+  kvmeld::stores::MemoryStore tiers_store;
+  AnchorTiers tiers(tiers_store, {.host_bytes = 4 * one});
   for (std::size_t i = 0; i < 4; ++i) REQUIRE(tiers.commit(pool, all[i]).ok());
   Fragment out;
   // to the tiers the first is worth most, to the pool, in which nobody looked for it, least
@@ -813,7 +822,8 @@ TEST_CASE("an upload for which there is no room does not hold up what is behind 
   // The device is full of an only copy, and host memory of what is wanted there most.
   for (const std::size_t ahead_bytes : {std::size_t{0}, base_bytes}) {
     Pool pool = pool_for(4);
-    AnchorTiers tiers(kvmeld::stores::MemoryStore(),
+    kvmeld::stores::MemoryStore tiers_store;
+    AnchorTiers tiers(tiers_store,
                       {.device_bytes = base_bytes,
                        .host_bytes = base_bytes,
                        .file_bytes = 1 << 20,
@@ -856,8 +866,9 @@ TEST_CASE("an upload that stays impossible displaces nothing in host memory") {
   {  // What fills the device would have to go down beside what is wanted there, and host memory is
      // too small for both.
     Pool pool = pool_for(4);
+    kvmeld::stores::MemoryStore tiers_store;
     AnchorTiers tiers(
-        kvmeld::stores::MemoryStore(),
+        tiers_store,
         {.device_bytes = 2 * base_bytes, .host_bytes = 2 * base_bytes, .file_bytes = 1 << 20},
         Device{});
     REQUIRE(tiers.commit(pool, below).ok());
@@ -875,7 +886,8 @@ TEST_CASE("an upload that stays impossible displaces nothing in host memory") {
   {  // What is wanted there is in the file: it does not come to host memory for nothing, but it
      // does for who wants it there.
     Pool pool = pool_for(4);
-    AnchorTiers tiers(kvmeld::stores::MemoryStore(),
+    kvmeld::stores::MemoryStore tiers_store;
+    AnchorTiers tiers(tiers_store,
                       {.device_bytes = base_bytes, .host_bytes = base_bytes, .file_bytes = 1 << 20},
                       Device{});
     REQUIRE(tiers.commit(pool, small).ok());
@@ -902,7 +914,8 @@ TEST_CASE("an upload that stays impossible displaces nothing in host memory") {
 TEST_CASE("an anchor without a Δ for the context is not gone") {
   const Anchor a = anchor(1);
   Pool pool = pool_for(4);
-  AnchorTiers tiers(kvmeld::stores::MemoryStore(), {});
+  kvmeld::stores::MemoryStore tiers_store;
+  AnchorTiers tiers(tiers_store, {});
   REQUIRE(tiers.commit(pool, a).ok());
   const auto shell = pool.snapshot()->table.anchor(0);
   const auto got = tiers.take({&shell, 1}, {context.low + 9, context.high});

@@ -103,7 +103,7 @@ void for_each_host_reader(const std::shared_ptr<Geometry>& g, const KvCacheRef& 
   answer("soft_update fused", kvmeld::soft_update(seq, view, at, mine.ref(), at, 0.5F, out.out()));
   answer("soft_update local", kvmeld::soft_update(seq, mine.ref(), at, view, at, 0.5F, out.out()));
   answer("read_row", kvmeld::read_row(view, {}).status());
-  kvmeld::replica::SpanBuffer<> span(g, {});
+  kvmeld::replica::SpanBuffer span(g, {});
   answer("append", span.append(view));
   kvmeld::FragmentSet set;
   REQUIRE(set.insert(test::sealed(g, n, 2).fragment, {1, 0}).ok());
@@ -340,7 +340,7 @@ TEST_CASE("scales that a plane declares and does not give are refused by all tha
   refused(kvmeld::seal(integers.ref()).status());
   refused(kvmeld::content_digest(integers.ref()).status());
   refused(kvmeld::read_row(integers.ref(), {.plane = 1}).status());
-  refused(kvmeld::replica::SpanBuffer<>(scaled, {}).append(integers.ref()));
+  refused(kvmeld::replica::SpanBuffer(scaled, {}).append(integers.ref()));
   CHECK(kvmeld::read_row(integers.ref(), {.plane = 0}).ok());
 }
 

@@ -21,7 +21,7 @@ using kvmeld::ErrorCode;
 using kvmeld::replica::HmacSha256;
 using kvmeld::replica::Sha256;
 using kvmeld::stores::MemoryStore;
-using Replica = kvmeld::replica::Replica<MemoryStore, HmacSha256, Sha256>;
+using Replica = kvmeld::replica::Replica;
 
 namespace {
 
@@ -33,7 +33,8 @@ Replica::Options options(kvmeld::replica::MemberId self, unsigned char secret) {
   Replica::Options out{.epoch = 1, .merger = kvmeld::Digest128{1, 1}};
   out.self = self;
   out.epoch = 1;
-  out.frame.auth = HmacSha256(key(secret));
+  out.frame.auth = std::make_shared<HmacSha256>(key(secret));
+  out.format.hash = kvmeld::replica::sha256_set;
   return out;
 }
 

@@ -19,7 +19,7 @@ using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::replica::MemberId;
 using kvmeld::stores::MemoryStore;
-using Replica = kvmeld::replica::Replica<MemoryStore>;
+using Replica = kvmeld::replica::Replica;
 
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 3) {
   return test::sealed(test::geometry({.layers = 2, .heads = 2, .channels = 32}), tokens, seed,
@@ -724,9 +724,9 @@ TEST_CASE(
     }
   };
   Away away;
-  kvmeld::replica::Replica<Away>::Options options{.epoch = 1, .merger = merger_digest};
+  kvmeld::replica::Replica::Options options{.epoch = 1, .merger = merger_digest};
   options.max_operations = 8;
-  kvmeld::replica::Replica<Away> waiting(away, options);
+  kvmeld::replica::Replica waiting(away, options);
   for (int i = 0; i < 100; ++i) CHECK(waiting.insert(f).status().code() == ErrorCode::unavailable);
 }
 
@@ -788,7 +788,7 @@ TEST_CASE("an agent that started thousands of times is still heard, and nobody s
 TEST_CASE("a blob that only another build can read is not destroyed") {
   MemoryStore store;
   const Fragment f = fragment(3);
-  kvmeld::replica::FragmentFormat<> format;
+  kvmeld::replica::FragmentFormat format;
   REQUIRE(store_fragment(store, f, format).ok());
   const auto key = kvmeld::replica::make_manifest(f)->chunks[0][0];
   auto other = store.get(key)->bytes();

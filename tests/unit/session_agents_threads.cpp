@@ -21,21 +21,25 @@ const auto g = test::geometry({.type = ElementType::f16, .layers = 2, .heads = 2
 const auto merging = merger(ByDot{});
 
 /// Counts what really crosses, and stops for good at a given send: a process that was killed there.
-struct CountingTransport {
+struct CountingTransport final : replica::Transport {
+  explicit CountingTransport(stores::MemoryTransport hub) : inner(std::move(hub)) {}
+
   stores::MemoryTransport inner;
   std::shared_ptr<std::atomic<std::int64_t>> sends_left =
       std::make_shared<std::atomic<std::int64_t>>(INT64_MAX);
   replica::Traffic sent{}, received{};
 
-  [[nodiscard]] replica::MemberId self() const noexcept { return inner.self(); }
-  [[nodiscard]] std::size_t max_message_bytes() const noexcept { return inner.max_message_bytes(); }
-  Status send(replica::MemberId to, std::span<const std::byte> bytes) {
+  [[nodiscard]] replica::MemberId self() const noexcept override { return inner.self(); }
+  [[nodiscard]] std::size_t max_message_bytes() const noexcept override {
+    return inner.max_message_bytes();
+  }
+  Status send(replica::MemberId to, std::span<const std::byte> bytes) override {
     if (sends_left->fetch_sub(1) <= 0) return Status(ErrorCode::unavailable, "killed");
     KVMELD_TRY(inner.send(to, bytes));
     sent.add(bytes.size());
     return {};
   }
-  Result<std::optional<replica::Envelope>> receive(std::int64_t timeout_ms) {
+  Result<std::optional<replica::Envelope>> receive(std::int64_t timeout_ms) override {
     auto got = inner.receive(timeout_ms);
     if (got && *got) received.add((*got)->bytes.size());
     return got;
@@ -57,8 +61,7 @@ struct Gate {
   }
 };
 
-using Session = replica::AgentSession<std::remove_const_t<decltype(merging)>, stores::MemoryStore,
-                                      CountingTransport>;
+using Session = replica::AgentSession<>;
 
 struct Agent {
   stores::MemoryStore store;
@@ -67,7 +70,7 @@ struct Agent {
   std::uint64_t said = 0;
 
   Agent(replica::MemberId self, stores::MemoryHub& hub, const Session::Options& options)
-      : transport{*hub.join(self)},
+      : transport(*hub.join(self)),
         session(merging, store, transport, g, options, replica::HostMemory({.spare_tokens = 256})) {
   }
 

@@ -24,11 +24,14 @@ struct OtherHash : Xxh3_128 {
   OtherHash() noexcept : Xxh3_128(7) {}
 };
 
-template <class Options = replica::AgentSessionOptions<>>
-Options options_for(replica::MemberId self, std::vector<replica::MemberId> members) {
-  Options options{.replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
+replica::AgentSessionOptions options_for(replica::MemberId self,
+                                         std::vector<replica::MemberId> members,
+                                         const SetHash& hash = {}) {
+  replica::AgentSessionOptions options{
+      .replica = {.epoch = 1, .merger = kvmeld::replica::does_not_render}};
   options.replica.self = self;
   options.replica.epoch = 1;
+  options.replica.format.hash = hash;
   options.replica.members = members;
   options.replica.news_interval_ms = 10;
   options.replica.retry_ms = 5;
@@ -77,9 +80,8 @@ TEST_CASE("words with ids of any content hash are carried over a swap") {
   stores::MemoryHub hub;
   stores::MemoryStore store;
   auto transport = hub.join(1);
-  replica::AgentSession session(
-      merging, store, *transport, g,
-      options_for<replica::AgentSessionOptions<replica::NoAuth, OtherHash>>(1, {1}));
+  replica::AgentSession session(merging, store, *transport, g,
+                                options_for(1, {1}, set_hash_of<OtherHash>()));
   REQUIRE(say(session, 5, 1).ok());
   REQUIRE(session.poll(now_ms()).ok());
   REQUIRE(say(session, 3, 2).ok());  // said since the snapshot

@@ -24,9 +24,9 @@ namespace {
 using kvmeld::ErrorCode;
 using kvmeld::Fragment;
 using kvmeld::stores::FileStore;
-using Replica = kvmeld::replica::Replica<FileStore>;
+using Replica = kvmeld::replica::Replica;
 
-constexpr kvmeld::replica::FragmentFormat<> format{};
+const kvmeld::replica::FragmentFormat format{};
 
 /// Of 32 KiB and more, so that it is worth mapping.
 Fragment fragment(std::uint64_t seed, std::int64_t tokens = 20) {

@@ -257,7 +257,7 @@ TEST_CASE("memory follows the chunks that came, and a few of them make no payloa
   const auto fragment = kvmeld::seal(flat.ref());
   REQUIRE(fragment.ok());
   kvmeld::stores::MemoryStore store;
-  kvmeld::replica::FragmentFormat<> format;
+  kvmeld::replica::FragmentFormat format;
   format.chunk_bytes = 128;
   format.max_repeated_bytes = 1000;
   CHECK(kvmeld::replica::store_fragment(store, *fragment, format).error().code() ==
@@ -422,9 +422,9 @@ TEST_CASE("a manifest that lies is found out, at the latest when its bytes are t
 TEST_CASE("fragments of one model share its geometry") {
   const Bytes wire = bytes_of(kvmeld::replica::encode_manifest(rich()));
   const auto known = std::make_shared<const kvmeld::Geometry>(rich().geometry());
-  CHECK(kvmeld::replica::decode_manifest(wire, {}, known)->fragment.shared_geometry() == known);
+  CHECK(kvmeld::replica::decode_manifest(wire, {}, {}, known)->fragment.shared_geometry() == known);
   const std::shared_ptr<const kvmeld::Geometry> other = test::geometry();
-  CHECK(kvmeld::replica::decode_manifest(wire, {}, other)->fragment.geometry() ==
+  CHECK(kvmeld::replica::decode_manifest(wire, {}, {}, other)->fragment.geometry() ==
         rich().geometry());
 }
 
@@ -458,7 +458,7 @@ TEST_CASE("stored chunks declare what they hold") {
 }
 
 TEST_CASE("every prefix and every flipped bit of a message is an error") {
-  const kvmeld::replica::FrameOptions<> options{
+  const kvmeld::replica::FrameOptions options{
       .scope = kvmeld::replica::frame_namespace("tenant", "model", "tokenizer")};
   const Bytes manifest = bytes_of(kvmeld::replica::encode_manifest(rich(), 256));
   const Bytes frame = bytes_of(kvmeld::replica::encode_frame(3, manifest, options));
@@ -513,7 +513,7 @@ TEST_CASE("every prefix and every flipped bit of a message is an error") {
 }
 
 TEST_CASE("frames of newer versions, other namespaces and hostile lengths") {
-  const kvmeld::replica::FrameOptions<> options{
+  const kvmeld::replica::FrameOptions options{
       .scope = kvmeld::replica::frame_namespace("a", "b", "c"), .max_body_bytes = 100};
   const Bytes body(100, std::byte{1});
   const Bytes frame = bytes_of(kvmeld::replica::encode_frame(9, body, options));
@@ -536,7 +536,7 @@ TEST_CASE("frames of newer versions, other namespaces and hostile lengths") {
   CHECK(
       kvmeld::replica::decode_frame(newer, options).error().message() ==
       "frame of wire version 3.0; this build reads version 2: update the older of the two members");
-  CHECK(kvmeld::replica::decode_frame(frame, kvmeld::replica::FrameOptions<>{}).error().code() ==
+  CHECK(kvmeld::replica::decode_frame(frame, kvmeld::replica::FrameOptions{}).error().code() ==
         ErrorCode::unauthenticated);
   CHECK(kvmeld::replica::frame_namespace("ab", "", "c") !=
         kvmeld::replica::frame_namespace("a", "b", "c"));
@@ -556,7 +556,7 @@ TEST_CASE("the bytes stay what docs/wire.md says") {
   REQUIRE(made.ok());
   const Bytes manifest = bytes_of(kvmeld::replica::encode_manifest(*made, 16));
   const Bytes frame = bytes_of(kvmeld::replica::encode_frame(1, std::span(manifest).first(4),
-                                                             kvmeld::replica::FrameOptions<>{}));
+                                                             kvmeld::replica::FrameOptions{}));
   CHECK(hex(manifest) ==
         "4b564d4d"
         "02"

@@ -40,15 +40,13 @@ enum class AnchorMessage : std::uint8_t {
 };
 
 /// Who a peer is, whom it exchanges with, and how patient it is.
-template <replica::Authenticator Auth = replica::NoAuth, ContentHash Hash = Xxh3_128,
-          replica::Compressor C = replica::NoCompression>
 struct AnchorExchangeOptions {
   replica::MemberId self = 0;
   std::vector<replica::MemberId>
-      members{};                        ///< who lives, this one included; `set_members` changes it
-  replica::FrameOptions<Auth> frame{};  ///< `name_space`: of `anchor_namespace`
-  replica::FragmentFormat<Hash, C> format{};  ///< a stored chunk must fit into a message
-  bool shared_store = false;  ///< others write to the same store: nothing is erased there
+      members{};                     ///< who lives, this one included; `set_members` changes it
+  replica::FrameOptions frame{};     ///< `scope`: of `anchor_namespace`
+  replica::FragmentFormat format{};  ///< a stored chunk must fit into a message
+  bool shared_store = false;         ///< others write to the same store: nothing is erased there
   std::size_t max_message_bytes = std::size_t{1} << 24U;
   std::size_t max_records = std::size_t{1} << 20U;
   std::size_t max_tombstones = 4096;      ///< kept longest, the youngest
@@ -158,15 +156,12 @@ class AnchorTombstones {
 /// those blobs stay in the store and harm nobody, since their names are their bytes' hashes and
 /// every one is verified when it is read. A later pull takes them up, asks for the rest, and they
 /// go when the anchor goes; to be rid of the others start with an empty store.
-///
-/// @tparam Store a `BlobStore`, which holds published and pulled K/V. It must outlive the exchange.
-template <replica::BlobStore Store, replica::Authenticator Auth = replica::NoAuth,
-          ContentHash Hash = Xxh3_128, replica::Compressor C = replica::NoCompression>
 class AnchorExchange {
  public:
-  using Options = AnchorExchangeOptions<Auth, Hash, C>;
+  using Options = AnchorExchangeOptions;
 
-  AnchorExchange(Store& store, Options options)
+  /// @param store holds published and pulled K/V. It must outlive the exchange.
+  AnchorExchange(replica::BlobStore& store, Options options)
       : store_(&store),
         options_(std::move(options)),
         directory_(options_.max_records),
@@ -323,7 +318,7 @@ class AnchorExchange {
     return ms + static_cast<std::int64_t>(random_() % static_cast<std::uint64_t>(ms / 4 + 1));
   }
   Status post(replica::MemberId to, AnchorMessage type, std::span<const std::byte> body) {
-    auto frame = encode_frame(static_cast<std::uint8_t>(type), body, options_.frame);
+    auto frame = replica::encode_frame(static_cast<std::uint8_t>(type), body, options_.frame);
     if (!frame) return frame.error();
     ++counters_.sent[static_cast<std::uint8_t>(type)];
     counters_.sent_bytes[static_cast<std::uint8_t>(type)] += frame->size();
@@ -411,7 +406,7 @@ class AnchorExchange {
   Status on_lacking(replica::MemberId from, std::span<const std::byte> body);
   void strike(replica::MemberId member);
 
-  Store* store_;
+  replica::BlobStore* store_;
   Options options_;
   AnchorDirectory directory_;
   std::minstd_rand random_;
@@ -445,9 +440,8 @@ class AnchorExchange {
 /// withdrawn. One pool for one exchange, whose namespace is `anchor_namespace` of the pool's space
 /// and signature policy. O(bytes) for what is new, O(anchors) else. Errors: those of `publish`;
 /// what was published before stays, and a retry goes on from there.
-template <class Signature, class Eviction, replica::BlobStore Store, replica::Authenticator Auth,
-          ContentHash Hash, replica::Compressor C>
-[[nodiscard]] Result<std::size_t> publish_pool(AnchorExchange<Store, Auth, Hash, C>& exchange,
+template <class Signature, class Eviction>
+[[nodiscard]] Result<std::size_t> publish_pool(AnchorExchange& exchange,
                                                const AnchorPool<Signature, Eviction>& pool) {
   const auto now = pool.snapshot();
   std::set<FragmentId> here;
@@ -506,10 +500,7 @@ namespace detail {
 
 }  // namespace detail
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::receive(replica::MemberId from,
-                                                     std::span<const std::byte> bytes) {
+inline Status AnchorExchange::receive(replica::MemberId from, std::span<const std::byte> bytes) {
   const auto frame = replica::decode_frame(bytes, options_.frame, from);
   Status status = frame.status();
   if (status.ok() && from != options_.self) {
@@ -540,9 +531,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::receive(replica::MemberId from,
   return status;
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::tick(std::int64_t now_ms) {
+inline Status AnchorExchange::tick(std::int64_t now_ms) {
   elapsed_ = clock_.advance(now_ms);
   Status status;
   const auto also = [&status](Status other) {
@@ -568,10 +557,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::tick(std::int64_t now_ms) {
 }
 
 /// What follows from a record that is news here.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-void AnchorExchange<Store, Auth, Hash, C>::heard(const FragmentId& key,
-                                                 const AnchorRecord& record) {
+inline void AnchorExchange::heard(const FragmentId& key, const AnchorRecord& record) {
   rumours_[key] = round_;
   if (record.removed)
     tombstones_.dig(key);
@@ -586,10 +572,7 @@ void AnchorExchange<Store, Auth, Hash, C>::heard(const FragmentId& key,
 /// A record that says that this peer has something, and this peer does not know of it: an earlier
 /// life of it wrote that. What the store kept is held again, and what it did not keep is buried, so
 /// that nobody asks for it in vain.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::reclaim(const FragmentId& key,
-                                                     const AnchorRecord& record) {
+inline Status AnchorExchange::reclaim(const FragmentId& key, const AnchorRecord& record) {
   const auto missing = missing_blobs(record);
   if (!missing && missing.error().code() == ErrorCode::unavailable) return missing.error();
   if (missing && missing->empty() && may_adopt(record.bytes)) {
@@ -602,10 +585,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::reclaim(const FragmentId& key,
 }
 
 /// Joins records of a peer, all or none, and sends back what is newer here.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::take(replica::MemberId from,
-                                                  std::span<const std::byte> records) {
+inline Status AnchorExchange::take(replica::MemberId from, std::span<const std::byte> records) {
   const auto decoded = decode_records(records, options_.frame.scope);
   if (!decoded) return decoded.error();
   AnchorDirectory batch(decoded->size());
@@ -635,10 +615,8 @@ Status AnchorExchange<Store, Auth, Hash, C>::take(replica::MemberId from,
 
 /// Sends records in messages that are not too long. The last one is of the type given: `gossip` has
 /// the digest before its records.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::tell(replica::MemberId to, AnchorMessage last,
-                                                  std::vector<AnchorRecord> records) {
+inline Status AnchorExchange::tell(replica::MemberId to, AnchorMessage last,
+                                   std::vector<AnchorRecord> records) {
   const std::size_t room =
       options_.max_message_bytes > 512 ? options_.max_message_bytes - 256 : 256;
   const std::size_t most = (std::max)(room / detail::max_record_bytes, std::size_t{1});
@@ -656,9 +634,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::tell(replica::MemberId to, AnchorMe
 }
 
 /// One round: one message to one neighbour.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::gossip() {
+inline Status AnchorExchange::gossip() {
   const std::size_t n = options_.members.size();
   if (n < 2) return {};
   const auto self = static_cast<std::size_t>(
@@ -676,10 +652,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::gossip() {
   return tell(to, AnchorMessage::gossip, std::move(fresh));
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::on_gossip(replica::MemberId from,
-                                                       std::span<const std::byte> body) {
+inline Status AnchorExchange::on_gossip(replica::MemberId from, std::span<const std::byte> body) {
   extend::ByteReader r(body);
   Digest256 theirs;
   for (std::uint64_t& word : theirs.words) word = r.value<std::uint64_t>();
@@ -697,9 +670,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::on_gossip(replica::MemberId from,
   return {};
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::begin_session(replica::MemberId with) {
+inline Status AnchorExchange::begin_session(replica::MemberId with) {
   // One of this peer's own at a time, and none with whom one is under way already.
   const auto running = std::any_of(sessions_.begin(), sessions_.end(), [&](const auto& s) {
     return (s.first.second || s.first.first == with) && !s.second.done;
@@ -722,10 +693,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::begin_session(replica::MemberId wit
   return send_step(with, true, placed);
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::send_step(replica::MemberId to, bool from_starter,
-                                                       Session& session) {
+inline Status AnchorExchange::send_step(replica::MemberId to, bool from_starter, Session& session) {
   session.next = elapsed_ + jitter(session.patience);
   session.until = elapsed_ + 20 * options_.retry_ms;
   extend::ByteWriter w;
@@ -735,10 +703,8 @@ Status AnchorExchange<Store, Auth, Hash, C>::send_step(replica::MemberId to, boo
   return post(to, AnchorMessage::reconcile, w.written());
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::on_reconcile(replica::MemberId from,
-                                                          std::span<const std::byte> body) {
+inline Status AnchorExchange::on_reconcile(replica::MemberId from,
+                                           std::span<const std::byte> body) {
   extend::ByteReader r(body);
   const auto salt = r.value<std::uint64_t>();
   const bool from_starter = extend::read_bool(r);
@@ -778,9 +744,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::on_reconcile(replica::MemberId from
 }
 
 /// Sends again what was not answered; forgets sessions that nobody goes on with.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::run_sessions() {
+inline Status AnchorExchange::run_sessions() {
   std::erase_if(sessions_, [&](const auto& s) { return s.second.until <= elapsed_; });
   for (auto& [who, session] : sessions_) {
     if (session.done || !who.second || session.next > elapsed_) continue;
@@ -792,9 +756,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::run_sessions() {
   return {};
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-void AnchorExchange<Store, Auth, Hash, C>::drop_tombstones() {
+inline void AnchorExchange::drop_tombstones() {
   tombstones_.date(elapsed_);
   while (tombstones_.size() > 0 &&
          (tombstones_.size() > options_.max_tombstones ||
@@ -807,9 +769,7 @@ void AnchorExchange<Store, Auth, Hash, C>::drop_tombstones() {
 
 // How K/V follows records: asked for by whoever needs it, blob by blob, verified before it counts.
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::pull(const FragmentId& key) {
+inline Status AnchorExchange::pull(const FragmentId& key) {
   const AnchorRecord* const record = directory_.find(key);
   if (record == nullptr)
     return extend::error(ErrorCode::not_found, "no record under ", key.hex(),
@@ -823,10 +783,8 @@ Status AnchorExchange<Store, Auth, Hash, C>::pull(const FragmentId& key) {
 
 /// What the store lacks of an anchor: the blob that lists its chunks, or else some of those. A list
 /// that is not the record's is an error.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Result<std::vector<BlobKey>> AnchorExchange<Store, Auth, Hash, C>::missing_blobs(
-    const AnchorRecord& record, Pull* pull) {
+inline Result<std::vector<BlobKey>> AnchorExchange::missing_blobs(const AnchorRecord& record,
+                                                                  Pull* pull) {
   const auto list = detail::load_list(*store_, record, options_.format);
   if (!list) {
     const ErrorCode code = list.error().code();
@@ -856,10 +814,8 @@ Result<std::vector<BlobKey>> AnchorExchange<Store, Auth, Hash, C>::missing_blobs
   return out;
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::begin_pull(const FragmentId& key,
-                                                        const AnchorRecord& record, bool asked) {
+inline Status AnchorExchange::begin_pull(const FragmentId& key, const AnchorRecord& record,
+                                         bool asked) {
   Pull& pull = pulls_[key];
   pull.asked = asked;
   aim(key, record, pull);
@@ -878,10 +834,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::begin_pull(const FragmentId& key,
 }
 
 /// From the first candidate on, for the version of a record.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-void AnchorExchange<Store, Auth, Hash, C>::aim(const FragmentId& key, const AnchorRecord& record,
-                                               Pull& pull) {
+inline void AnchorExchange::aim(const FragmentId& key, const AnchorRecord& record, Pull& pull) {
   drop_uses(std::exchange(pull.uses, {}));
   pull.missing.clear();
   pull.at = pull.in_flight = 0;
@@ -903,9 +856,7 @@ void AnchorExchange<Store, Auth, Hash, C>::aim(const FragmentId& key, const Anch
 
 /// Goes on with what is missing, and ends where nothing is. Errors: `unavailable`, behind which the
 /// pull stays and the next tick goes on.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::pursue(const FragmentId& key, Pull& pull) {
+inline Status AnchorExchange::pursue(const FragmentId& key, Pull& pull) {
   const AnchorRecord* const record = directory_.find(key);
   if (record == nullptr)
     return fail(key, extend::error(ErrorCode::not_found, "the record under ", key.hex(),
@@ -943,9 +894,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::pursue(const FragmentId& key, Pull&
   return ask(key, pull);
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::ask(const FragmentId& key, Pull& pull) {
+inline Status AnchorExchange::ask(const FragmentId& key, Pull& pull) {
   replica::messages::Fetch fetch{key, {}};
   const std::size_t room =
       (std::max<std::size_t>)(1, options_.max_message_bytes / (options_.format.chunk_bytes + 1));
@@ -959,9 +908,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::ask(const FragmentId& key, Pull& pu
 }
 
 /// The next candidate that is trusted and did not say that it lacks the anchor.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-bool AnchorExchange<Store, Auth, Hash, C>::next_candidate(Pull& pull) {
+inline bool AnchorExchange::next_candidate(Pull& pull) {
   for (std::size_t tries = 0; tries < pull.candidates.size(); ++tries) {
     pull.at = (pull.at + 1) % pull.candidates.size();
     if (pull.at == 0) {
@@ -975,9 +922,7 @@ bool AnchorExchange<Store, Auth, Hash, C>::next_candidate(Pull& pull) {
   return false;
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::step_on(const FragmentId& key, Pull& pull) {
+inline Status AnchorExchange::step_on(const FragmentId& key, Pull& pull) {
   const AnchorRecord* const record = directory_.find(key);
   // what they lack is not what is told of now
   if (record == nullptr || record->payload != pull.payload) return pursue(key, pull);
@@ -1001,12 +946,8 @@ Status AnchorExchange<Store, Auth, Hash, C>::step_on(const FragmentId& key, Pull
   return {};
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::complete(const FragmentId& key,
-                                                      const AnchorRecord& record,
-                                                      const AnchorList& list, Anchor anchor,
-                                                      bool asked) {
+inline Status AnchorExchange::complete(const FragmentId& key, const AnchorRecord& record,
+                                       const AnchorList& list, Anchor anchor, bool asked) {
   AnchorRecord now = record;
   const auto pull = pulls_.find(key);
   const std::set<BlobKey> uses = std::move(pull->second.uses);
@@ -1029,9 +970,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::complete(const FragmentId& key,
   return {};
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::fail(const FragmentId& key, Status why) {
+inline Status AnchorExchange::fail(const FragmentId& key, Status why) {
   const auto at = pulls_.find(key);
   ++counters_.pulls_failed;
   const AnchorRecord* const record = directory_.newest(key);
@@ -1042,10 +981,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::fail(const FragmentId& key, Status 
   return {};
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::on_fetch(replica::MemberId from,
-                                                      std::span<const std::byte> body) {
+inline Status AnchorExchange::on_fetch(replica::MemberId from, std::span<const std::byte> body) {
   auto fetch = replica::messages::decode_fetch(body);
   if (!fetch) return fetch.error();
   std::sort(fetch->chunks.begin(), fetch->chunks.end());
@@ -1079,9 +1015,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::on_fetch(replica::MemberId from,
   return adopts ? begin_pull(fetch->id, AnchorRecord(*record), false) : Status();
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-void AnchorExchange<Store, Auth, Hash, C>::strike(replica::MemberId member) {
+inline void AnchorExchange::strike(replica::MemberId member) {
   ++counters_.strikes;
   if (!lives(member)) return;
   Peer& peer = peers_[member];
@@ -1090,10 +1024,7 @@ void AnchorExchange<Store, Auth, Hash, C>::strike(replica::MemberId member) {
   peer.trusted_from = elapsed_ + options_.max_retry_ms;
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::on_piece(replica::MemberId from,
-                                                      std::span<const std::byte> body) {
+inline Status AnchorExchange::on_piece(replica::MemberId from, std::span<const std::byte> body) {
   const auto piece = replica::messages::decode_piece(body);
   if (!piece) return piece.error();
   const auto at = pulls_.find(piece->id);
@@ -1102,8 +1033,8 @@ Status AnchorExchange<Store, Auth, Hash, C>::on_piece(replica::MemberId from,
   const auto wanted = std::lower_bound(pull.missing.begin(), pull.missing.end(), piece->key);
   if (wanted == pull.missing.end() || *wanted != piece->key) return {};
   const FragmentId key = piece->id;
-  const Status whole = decode_chunk<Hash>(piece->bytes, piece->key, replica::max_chunk_bytes,
-                                          options_.format.compressor)
+  const Status whole = replica::decode_chunk(piece->bytes, piece->key, replica::max_chunk_bytes,
+                                             options_.format.compressor.get(), options_.format.hash)
                            .status();
   if (!whole) {
     strike(from);
@@ -1121,10 +1052,7 @@ Status AnchorExchange<Store, Auth, Hash, C>::on_piece(replica::MemberId from,
   return pursue(key, pull);
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status AnchorExchange<Store, Auth, Hash, C>::on_lacking(replica::MemberId from,
-                                                        std::span<const std::byte> body) {
+inline Status AnchorExchange::on_lacking(replica::MemberId from, std::span<const std::byte> body) {
   const auto piece = replica::messages::decode_piece(body);
   if (!piece) return piece.error();
   const auto at = pulls_.find(piece->id);

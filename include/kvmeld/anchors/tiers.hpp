@@ -37,6 +37,7 @@ struct TierOptions {
   /// `step` writes what falls next to the file until so much host memory is free or can be had at
   /// once.
   std::size_t ahead_bytes = 0;
+  SetHash hash{};  ///< names the bytes in the store
 };
 
 /// What became of payloads so far.
@@ -97,21 +98,22 @@ struct TierStep {
 /// and do not count. The store is theirs alone: payloads lie in it under the digest of their bytes,
 /// verified when they come back, and a later process does not find them. One `AnchorTiers` serves
 /// one pool.
-/// @tparam Store  models `BlobStore`; payloads lie in one piece, also where it is a `PayloadStore`.
 /// @tparam Device models `DeviceMemory`.
-/// @tparam Hash   names the bytes in the store.
-template <replica::BlobStore Store, DeviceMemory Device = NoDevice, ContentHash Hash = Xxh3_128>
+template <DeviceMemory Device = NoDevice>
 class AnchorTiers {
-  using Moves = detail::TierMoves<Store, Device, Hash>;
+  using Moves = detail::TierMoves<Device>;
   using Cell = typename Moves::Cell;
   using CellPtr = typename Moves::CellPtr;
   using Kind = typename Moves::Kind;
 
  public:
-  explicit AnchorTiers(Store store, const TierOptions& options = {}, Device device = {})
+  /// @param store payloads lie in it in one piece, also where it is no `PayloadStore`. It must
+  /// outlive the tiers.
+  explicit AnchorTiers(replica::BlobStore& store, const TierOptions& options = {},
+                       Device device = {})
       : options_(options),
-        moves_(std::move(store), std::move(device),
-               {options.device_bytes, options.host_bytes, options.file_bytes}) {}
+        moves_(store, std::move(device),
+               {options.device_bytes, options.host_bytes, options.file_bytes}, options.hash) {}
 
   [[nodiscard]] const TierOptions& options() const noexcept { return options_; }
   /// Bytes of payloads that a tier holds, with those on their way to it; while that is under way
@@ -136,7 +138,7 @@ class AnchorTiers {
   [[nodiscard]] Result<CommitResult> commit(Pool& pool, const Anchor& anchor) {
     const std::lock_guard lock(commits_);
     detail::TierIntake<Moves> intake(moves_);
-    const auto shell = detail::hold<Hash>(intake, anchor);
+    const auto shell = detail::hold(intake, anchor);
     return finish(pool, shell ? pool.commit(*shell) : Result<CommitResult>(shell.error()), intake);
   }
   /// The same for another Δ of an anchor in the pool.
@@ -145,7 +147,7 @@ class AnchorTiers {
                                             const ContextOffset& offset) {
     const std::lock_guard lock(commits_);
     detail::TierIntake<Moves> intake(moves_);
-    const auto shell = detail::hold<Hash>(intake, offset);
+    const auto shell = detail::hold(intake, offset);
     return finish(pool, shell ? pool.commit(id, *shell) : Result<CommitResult>(shell.error()),
                   intake);
   }

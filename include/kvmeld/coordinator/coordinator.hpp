@@ -28,13 +28,11 @@ KVMELD_NAMESPACE_BEGIN
 namespace coordinator {
 
 /// What a coordinator takes from its members, and what it waits for.
-template <replica::Authenticator Auth = replica::NoAuth, ContentHash Hash = Xxh3_128,
-          replica::Compressor C = replica::NoCompression>
 struct CoordinatorOptions {
   /// Identity, namespace, secret, chunk size, hash, merger and quota of operations. Where that
   /// `does_not_render`, each round's merger is the one that the first member at its barrier names.
   /// Its `members`, where given, let removals be forgotten once all have seen them.
-  replica::ReplicaOptions<Auth, Hash, C> replica;
+  replica::ReplicaOptions replica;
   /// Who may be at a barrier, and is waited for; empty: whoever asks, `quorum` of them.
   std::vector<replica::MemberId> members{};
   std::size_t quorum = 0;  ///< members that are enough once `soft_ms` has passed; 0: a majority
@@ -96,7 +94,6 @@ class UpdateBudget {
 
 /// One update on its way in: sets, manifests and chunks, checked as they come, and taken over
 /// together or not at all.
-template <ContentHash Hash = Xxh3_128, replica::Compressor C = replica::NoCompression>
 class CoordinatorUpdate {
  public:
   /// What updates may take together; this one gives back what it took.
@@ -106,11 +103,10 @@ class CoordinatorUpdate {
   };
 
   /// @param member  whose update it is; `everyone`: the caller's, who vouches for what others did.
-  CoordinatorUpdate(const SetHash& hash, const replica::FragmentFormat<Hash, C>& format,
-                    std::uint64_t max_bytes, replica::MemberId member = replica::everyone,
-                    Budgets budgets = {})
+  CoordinatorUpdate(const replica::FragmentFormat& format, std::uint64_t max_bytes,
+                    replica::MemberId member = replica::everyone, Budgets budgets = {})
       : format_(format),
-        sets_(hash),
+        sets_(format.hash),
         left_bytes_(max_bytes),
         member_(member),
         budgets_(std::move(budgets)) {}
@@ -130,7 +126,7 @@ class CoordinatorUpdate {
   /// Errors: those of `decode_manifest`, `id_mismatch` for another fragment's, `quota_exceeded`.
   Status add_manifest(const FragmentId& id, std::span<const std::byte> bytes) {
     KVMELD_TRY(spend(bytes.size(), manifest_expansion, "a manifest"));
-    auto manifest = decode_manifest<Hash>(bytes, format_.limits());
+    auto manifest = replica::decode_manifest(bytes, format_.limits(), format_.hash);
     if (!manifest) return manifest.error();
     if (manifest->fragment.id() != id) {
       return extend::error(ErrorCode::id_mismatch, "manifest of fragment ",
@@ -142,7 +138,8 @@ class CoordinatorUpdate {
         if (owners.empty() || owners.back() != id) owners.push_back(id);
       }
     }
-    parts_.insert_or_assign(id, replica::Assembler<Hash>(*std::move(manifest)));
+    parts_.insert_or_assign(id,
+                            replica::Assembler(*std::move(manifest), std::nullopt, format_.hash));
     ++items_;
     return {};
   }
@@ -155,7 +152,7 @@ class CoordinatorUpdate {
                            " of no manifest that came before it");
     for (const FragmentId& id : at->second) {
       KVMELD_TRY(spend(parts_.at(id).bytes_of(key), 1, "a chunk"));
-      if (const auto added = parts_.at(id).add(key, stored, format_.compressor); !added)
+      if (const auto added = parts_.at(id).add(key, stored, format_.compressor.get()); !added)
         return added.error();
     }
     ++items_;
@@ -173,8 +170,7 @@ class CoordinatorUpdate {
   /// The fragments that are whole, by what came and what a store has.
   ///
   /// Errors: those of `Assembler::finish`, `quota_exceeded`, the store's.
-  template <replica::BlobStore S>
-  [[nodiscard]] Result<std::vector<Fragment>> finish(S& store) {
+  [[nodiscard]] Result<std::vector<Fragment>> finish(replica::BlobStore& store) {
     std::vector<Fragment> out;
     for (auto& [id, part] : parts_) {
       const std::uint64_t came = part.held_bytes();
@@ -199,7 +195,7 @@ class CoordinatorUpdate {
   [[nodiscard]] bool ended() const noexcept { return ended_; }
   [[nodiscard]] std::uint64_t items() const noexcept { return items_; }
   [[nodiscard]] const FragmentSet& set() const noexcept { return sets_; }
-  [[nodiscard]] const std::map<FragmentId, replica::Assembler<Hash>>& parts() const noexcept {
+  [[nodiscard]] const std::map<FragmentId, replica::Assembler>& parts() const noexcept {
     return parts_;
   }
 
@@ -236,9 +232,9 @@ class CoordinatorUpdate {
     if (budgets_.all != nullptr) budgets_.all->give(bytes);
   }
 
-  replica::FragmentFormat<Hash, C> format_;
+  replica::FragmentFormat format_;
   FragmentSet sets_;
-  std::map<FragmentId, replica::Assembler<Hash>> parts_;
+  std::map<FragmentId, replica::Assembler> parts_;
   std::map<BlobKey, std::vector<FragmentId>> owners_;
   std::uint64_t left_bytes_;
   replica::MemberId member_;
@@ -359,23 +355,18 @@ struct CoordinatorCounters {
 /// order, have the same version. No network is in here (`coordinator/grpc_server.hpp` is one); the
 /// caller gives the time. All calls are thread-safe; none waits for a client.
 ///
-/// @tparam Store a thread-safe `ArbiterStore`; it must outlive the coordinator. What `apply`
-/// acknowledged is in it.
-template <replica::BlobStore Store, replica::Authenticator Auth = replica::NoAuth,
-          ContentHash Hash = Xxh3_128, replica::Compressor C = replica::NoCompression>
 class Coordinator {
-  static_assert(replica::ArbiterStore<Store>, "a round has one cut: the store needs put_if_absent");
-
  public:
-  using Options = CoordinatorOptions<Auth, Hash, C>;
-  using Update = CoordinatorUpdate<Hash, C>;
+  using Options = CoordinatorOptions;
+  using Update = CoordinatorUpdate;
 
   struct Applied {
     StateVersion version;
     std::vector<FragmentId> lacking;  ///< fragments of the update whose payload is not here
   };
 
-  Coordinator(Store& store, Options options)
+  /// @param store thread-safe; it must outlive the coordinator. What `apply` acknowledged is in it.
+  Coordinator(replica::ArbiterStore& store, Options options)
       : store_(&store), options_(std::move(options)), replica_(store, options_.replica) {}
 
   /// Takes up what the store has. Errors: the store's; `invalid_argument` for options that
@@ -405,8 +396,8 @@ class Coordinator {
   /// operations, and others' only where the
   ///                state has seen them; `everyone`: the caller vouches for all of them.
   [[nodiscard]] Update begin_update(replica::MemberId member = replica::everyone) const {
-    return Update(options_.replica.set_hash, options_.replica.format, options_.max_update_bytes,
-                  member, {updates_, budget_of(member)});
+    return Update(options_.replica.format, options_.max_update_bytes, member,
+                  {updates_, budget_of(member)});
   }
 
   /// Takes an update over: payloads first, then the operations. Durable, as far as the store is,
@@ -524,7 +515,7 @@ class Coordinator {
     const std::lock_guard lock(mutex_);
     return counts_;
   }
-  [[nodiscard]] Store& store() const noexcept { return *store_; }
+  [[nodiscard]] replica::ArbiterStore& store() const noexcept { return *store_; }
 
   /// That an envelope may add to what it carries.
   static constexpr std::size_t message_overhead = 1024;
@@ -610,10 +601,10 @@ class Coordinator {
   Result<const MergeAnswer*> cut_of(detail::CoordinatorSession& session, const MergeAsk& ask);
   [[nodiscard]] std::vector<replica::MemberId> absent(const detail::Barrier& barrier) const;
 
-  Store* store_;
+  replica::ArbiterStore* store_;
   Options options_;
   mutable std::mutex mutex_;
-  replica::Replica<Store, Auth, Hash, C> replica_;
+  replica::Replica replica_;
   std::map<std::uint64_t, detail::CoordinatorSession> sessions_;
   replica::Elapsed clock_{options_.max_wait_ms};
   std::int64_t clock_ms_ = 0;  // the replica's
@@ -631,9 +622,7 @@ class Coordinator {
 
 /// Refuses a whole update where a replica would leave out a part of it, so that what is answered is
 /// what happened.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status Coordinator<Store, Auth, Hash, C>::admit_quotas(const Update& update) {
+inline Status Coordinator::admit_quotas(const Update& update) {
   const FragmentSet& set = update.set();
   const FragmentSet& state = replica_.set();
   if (const std::size_t n = set.size() + set.removals().size(); n > options_.max_update_entries) {
@@ -715,9 +704,7 @@ Status Coordinator<Store, Auth, Hash, C>::admit_quotas(const Update& update) {
 
 /// Refuses what is not the member's to say: operations of other agents that the state has not seen,
 /// and others than it has seen.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status Coordinator<Store, Auth, Hash, C>::admit_speaker(const Update& update) {
+inline Status Coordinator::admit_speaker(const Update& update) {
   const replica::MemberId member = update.member();
   const auto& relays = options_.relays;
   if (member == replica::everyone ||
@@ -761,9 +748,7 @@ Status Coordinator<Store, Auth, Hash, C>::admit_speaker(const Update& update) {
   return {};
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status Coordinator<Store, Auth, Hash, C>::admit(const Update& update) {
+inline Status Coordinator::admit(const Update& update) {
   Status status = admit_speaker(update);
   counts_.unauthenticated += status ? 0U : 1U;
   if (!status) return status;
@@ -773,9 +758,7 @@ Status Coordinator<Store, Auth, Hash, C>::admit(const Update& update) {
 }
 
 /// What an update's authors gain by it.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-auto Coordinator<Store, Auth, Hash, C>::fresh_of(const Update& update) const -> Accounts {
+inline auto Coordinator::fresh_of(const Update& update) const -> Accounts {
   Accounts out;
   for (const FragmentSet::Entry& entry : update.set().entries()) {
     if (replica_.set().find(entry.id) != nullptr) continue;
@@ -789,9 +772,7 @@ auto Coordinator<Store, Auth, Hash, C>::fresh_of(const Update& update) const -> 
   return out;
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-auto Coordinator<Store, Auth, Hash, C>::count_account(std::uint64_t agent) const -> Account {
+inline auto Coordinator::count_account(std::uint64_t agent) const -> Account {
   Accounts out;
   for (const FragmentSet::Entry& entry : replica_.set().entries()) {
     const auto& marks = entry.metadata.marks;
@@ -803,9 +784,7 @@ auto Coordinator<Store, Auth, Hash, C>::count_account(std::uint64_t agent) const
   return out[agent];
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-std::shared_ptr<detail::UpdateBudget> Coordinator<Store, Auth, Hash, C>::budget_of(
+inline std::shared_ptr<detail::UpdateBudget> Coordinator::budget_of(
     replica::MemberId member) const {
   constexpr std::size_t most = 1024;  // that have nothing on its way are forgotten beyond
   const std::lock_guard lock(budgets_mutex_);
@@ -817,9 +796,7 @@ std::shared_ptr<detail::UpdateBudget> Coordinator<Store, Auth, Hash, C>::budget_
   return budget;
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-detail::CoordinatorSession& Coordinator<Store, Auth, Hash, C>::session(std::uint64_t number) {
+inline detail::CoordinatorSession& Coordinator::session(std::uint64_t number) {
   constexpr std::size_t most = 256;
   detail::CoordinatorSession& out = sessions_[number];
   out.used = ++uses_;
@@ -838,10 +815,8 @@ detail::CoordinatorSession& Coordinator<Store, Auth, Hash, C>::session(std::uint
 
 /// Reads the oldest round of a session, and raises it: what is below never gets a cut again, by
 /// whichever coordinator on this store.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status Coordinator<Store, Auth, Hash, C>::forget_rounds(detail::CoordinatorSession& session,
-                                                        std::uint64_t number, std::uint64_t below) {
+inline Status Coordinator::forget_rounds(detail::CoordinatorSession& session, std::uint64_t number,
+                                         std::uint64_t below) {
   std::uint64_t least = ~std::uint64_t{0};
   std::uint64_t place = 0;
   for (std::uint64_t p = 0; p < 2; ++p) {
@@ -881,10 +856,7 @@ Status Coordinator<Store, Auth, Hash, C>::forget_rounds(detail::CoordinatorSessi
 
 /// Whether a round that has no cut may get one. Errors: `not_found` for one that is over and
 /// forgotten; the store's.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status Coordinator<Store, Auth, Hash, C>::may_begin(detail::CoordinatorSession& session,
-                                                    const MergeAsk& ask) {
+inline Status Coordinator::may_begin(detail::CoordinatorSession& session, const MergeAsk& ask) {
   KVMELD_TRY(forget_rounds(session, ask.session, 0));
   if (ask.round >= session.oldest) return {};
   return extend::error(ErrorCode::not_found, "round ", ask.round,
@@ -892,10 +864,8 @@ Status Coordinator<Store, Auth, Hash, C>::may_begin(detail::CoordinatorSession& 
 }
 
 /// A round's cut, here or in the store; null where there is none yet.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Result<const MergeAnswer*> Coordinator<Store, Auth, Hash, C>::cut_of(
-    detail::CoordinatorSession& session, const MergeAsk& ask) {
+inline Result<const MergeAnswer*> Coordinator::cut_of(detail::CoordinatorSession& session,
+                                                      const MergeAsk& ask) {
   if (const auto at = session.cuts.find(ask.round); at != session.cuts.end()) return &at->second;
   // looked for in the store when the first member came
   if (session.barriers.count(ask.round) != 0) return nullptr;
@@ -905,7 +875,7 @@ Result<const MergeAnswer*> Coordinator<Store, Auth, Hash, C>::cut_of(
     KVMELD_TRY(may_begin(session, ask));
     return nullptr;
   }
-  auto cut = replica::decode_cut(stored->bytes(), options_.replica.set_hash);
+  auto cut = replica::decode_cut(stored->bytes(), options_.replica.format.hash);
   if (!cut) return cut.error();
   const auto here =
       session.cuts.insert_or_assign(ask.round, MergeAnswer{*std::move(cut), {}, {}}).first;
@@ -915,10 +885,7 @@ Result<const MergeAnswer*> Coordinator<Store, Auth, Hash, C>::cut_of(
   return &here->second;
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-std::vector<replica::MemberId> Coordinator<Store, Auth, Hash, C>::absent(
-    const detail::Barrier& barrier) const {
+inline std::vector<replica::MemberId> Coordinator::absent(const detail::Barrier& barrier) const {
   std::vector<replica::MemberId> out;
   for (const replica::MemberId member : options_.members) {
     if (barrier.ready.count(member) == 0) out.push_back(member);
@@ -926,9 +893,7 @@ std::vector<replica::MemberId> Coordinator<Store, Auth, Hash, C>::absent(
   return out;
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-Status Coordinator<Store, Auth, Hash, C>::arrive(const MergeAsk& ask, std::int64_t now_ms) {
+inline Status Coordinator::arrive(const MergeAsk& ask, std::int64_t now_ms) {
   const std::lock_guard lock(mutex_);
   const std::int64_t now = waited(ask, now_ms);
   if (ask.round == 0) return {};
@@ -964,9 +929,7 @@ Status Coordinator<Store, Auth, Hash, C>::arrive(const MergeAsk& ask, std::int64
   return {};
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-void Coordinator<Store, Auth, Hash, C>::leave(const MergeAsk& ask) {
+inline void Coordinator::leave(const MergeAsk& ask) {
   if (ask.round == 0) return;
   const std::lock_guard lock(mutex_);
   const auto at = sessions_.find(ask.session);
@@ -979,10 +942,8 @@ void Coordinator<Store, Auth, Hash, C>::leave(const MergeAsk& ask) {
   if (barrier->second.ready.empty()) at->second.barriers.erase(barrier);
 }
 
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-std::optional<Result<MergeAnswer>> Coordinator<Store, Auth, Hash, C>::poll(const MergeAsk& ask,
-                                                                           std::int64_t now_ms) {
+inline std::optional<Result<MergeAnswer>> Coordinator::poll(const MergeAsk& ask,
+                                                            std::int64_t now_ms) {
   using Answer = Result<MergeAnswer>;
   const std::lock_guard lock(mutex_);
   const FragmentSet& set = replica_.set();
@@ -1028,7 +989,7 @@ std::optional<Result<MergeAnswer>> Coordinator<Store, Auth, Hash, C>::poll(const
     if (!fresh) return Answer(fresh.error());
     if (!*fresh) {
       const auto theirs = store_->get(detail::coordinator_cut_key(ask.session, ask.round));
-      made = theirs ? replica::decode_cut(theirs->bytes(), options_.replica.set_hash)
+      made = theirs ? replica::decode_cut(theirs->bytes(), options_.replica.format.hash)
                     : Result<replica::RoundCut>(theirs.error());
       if (!made) return Answer(made.error());
     }

@@ -30,13 +30,10 @@ namespace coordinator {
 // The members' side of a coordinator (CMake component kvmeld::grpc).
 
 /// How a member reaches its coordinator, and how long it tries.
-template <replica::Authenticator Auth = replica::NoAuth, ContentHash Hash = Xxh3_128,
-          replica::Compressor C = replica::NoCompression>
 struct CoordinatorClientOptions {
   replica::MemberId self = 0;
-  replica::FrameOptions<Auth> frame{};  ///< namespace and secret, as the coordinator's
-  replica::FragmentFormat<Hash, C> format{};
-  SetHash set_hash = set_hash_of<Hash>();
+  replica::FrameOptions frame{};  ///< namespace and secret, as the coordinator's
+  replica::FragmentFormat format{};
   TlsOptions tls{};
   std::size_t max_message_bytes = std::size_t{1} << 24;
   /// Raw payloads that one update carries; more of them take several.
@@ -76,11 +73,9 @@ struct MergedCut {
 ///
 /// Repeating is safe: joins and payloads are idempotent. What comes is verified against the ids
 /// before it is believed. Not thread-safe; a thread that waits for merges has a client of its own.
-template <replica::Authenticator Auth = replica::NoAuth, ContentHash Hash = Xxh3_128,
-          replica::Compressor C = replica::NoCompression>
 class CoordinatorClient {
  public:
-  using Options = CoordinatorClientOptions<Auth, Hash, C>;
+  using Options = CoordinatorClientOptions;
 
   /// @param address "HOST:PORT" or "unix:PATH". Nothing is connected before the first call.
   explicit CoordinatorClient(const std::string& address, Options options = {})
@@ -123,8 +118,7 @@ class CoordinatorClient {
   /// stays evicted, and is no error.
   Result<StateVersion> sync(FragmentSet& set);
   /// As `sync`, into a replica and the store that it stands on.
-  template <replica::BlobStore Store>
-  Result<StateVersion> sync(replica::Replica<Store, Auth, Hash, C>& replica, Store& store);
+  Result<StateVersion> sync(replica::Replica& replica, replica::BlobStore& store);
 
   /// Waits at the barrier of a round, from 1 on, for its cut.
   ///
@@ -164,7 +158,7 @@ class CoordinatorClient {
     std::optional<StateVersion> version;
     std::vector<FragmentSet> deltas;
     std::vector<FragmentId> lacking;
-    std::map<FragmentId, replica::Assembler<Hash>> parts;
+    std::map<FragmentId, replica::Assembler> parts;
     std::optional<FragmentId> current;  // whose chunks come
   };
 
@@ -222,14 +216,13 @@ class CoordinatorClient {
 ///
 /// Errors: those of `make_manifest`; `oversized` for a set of more than 2^31 bytes with its
 /// payloads, protobuf's bound.
-template <ContentHash Hash = Xxh3_128, replica::Compressor C = replica::NoCompression>
-[[nodiscard]] Result<std::string> make_parcel(const FragmentSet& set,
-                                              const replica::FragmentFormat<Hash, C>& format = {}) {
+[[nodiscard]] inline Result<std::string> make_parcel(const FragmentSet& set,
+                                                     const replica::FragmentFormat& format = {}) {
   detail::rpc::Parcel out;
   out.set_set(detail::to_field(std::span<const std::byte>(replica::encode_set(set))));
   for (const FragmentSet::Entry& entry : set.entries()) {
     if (!entry.complete()) continue;
-    const auto manifest = replica::make_manifest<Hash>(entry.fragment, format.chunk_bytes);
+    const auto manifest = replica::make_manifest(entry.fragment, format.chunk_bytes, format.hash);
     if (!manifest) return manifest.error();
     auto& sent = *out.add_manifests();
     sent.set_id(detail::to_field(entry.id));
@@ -241,7 +234,7 @@ template <ContentHash Hash = Xxh3_128, replica::Compressor C = replica::NoCompre
         auto& chunk = *out.add_chunks();
         chunk.set_key(detail::to_field(manifest->chunks[p][c]));
         chunk.set_stored(detail::to_field(std::span<const std::byte>(replica::encode_chunk(
-            replica::raw_chunk(payload, c, format.chunk_bytes), format.compressor,
+            replica::raw_chunk(payload, c, format.chunk_bytes), format.compressor.get(),
             replica::chunk_form(entry.fragment.geometry(), payload, c, format.chunk_bytes)))));
       }
     }
@@ -256,9 +249,7 @@ template <ContentHash Hash = Xxh3_128, replica::Compressor C = replica::NoCompre
 
 // How a member gives its coordinator what that lacks, and gets what it lacks itself.
 
-template <replica::Authenticator Auth, ContentHash Hash, replica::Compressor C>
-Status CoordinatorClient<Auth, Hash, C>::take(const detail::rpc::StateReply& reply,
-                                              Received& into) {
+inline Status CoordinatorClient::take(const detail::rpc::StateReply& reply, Received& into) {
   using Item = detail::rpc::StateReply;
   switch (reply.item_case()) {
     case Item::kVersion: {
@@ -268,17 +259,19 @@ Status CoordinatorClient<Auth, Hash, C>::take(const detail::rpc::StateReply& rep
       return {};
     }
     case Item::kDelta: {
-      auto delta = replica::decode_set(detail::as_bytes(reply.delta()), options_.set_hash);
+      auto delta = replica::decode_set(detail::as_bytes(reply.delta()), options_.format.hash);
       if (!delta) return delta.error();
       into.deltas.push_back(*std::move(delta));
       return {};
     }
     case Item::kManifest: {
-      auto manifest = decode_manifest<Hash>(detail::as_bytes(reply.manifest().encoded()),
-                                            options_.format.limits());
+      auto manifest = replica::decode_manifest(detail::as_bytes(reply.manifest().encoded()),
+                                               options_.format.limits(), options_.format.hash);
       if (!manifest) return manifest.error();
       into.current = manifest->fragment.id();
-      into.parts.insert_or_assign(*into.current, replica::Assembler<Hash>(*std::move(manifest)));
+      into.parts.insert_or_assign(
+          *into.current,
+          replica::Assembler(*std::move(manifest), std::nullopt, options_.format.hash));
       return {};
     }
     case Item::kChunk: {
@@ -288,7 +281,7 @@ Status CoordinatorClient<Auth, Hash, C>::take(const detail::rpc::StateReply& rep
         return extend::error(ErrorCode::corrupt, "chunk ", key->hex(), " came before any manifest");
       traffic_.payload_bytes += reply.chunk().stored().size();
       return into.parts.at(*into.current)
-          .add(*key, detail::as_bytes(reply.chunk().stored()), options_.format.compressor)
+          .add(*key, detail::as_bytes(reply.chunk().stored()), options_.format.compressor.get())
           .status();
     }
     case Item::kLacking: {
@@ -303,9 +296,8 @@ Status CoordinatorClient<Auth, Hash, C>::take(const detail::rpc::StateReply& rep
   return {};  // of a newer minor version
 }
 
-template <replica::Authenticator Auth, ContentHash Hash, replica::Compressor C>
-Status CoordinatorClient<Auth, Hash, C>::get(const detail::rpc::StateRequest& request,
-                                             Received& into, Deadline until) {
+inline Status CoordinatorClient::get(const detail::rpc::StateRequest& request, Received& into,
+                                     Deadline until) {
   const Status status = attempt(until, [&](grpc::ClientContext& context) {
     into.version.reset();
     into.deltas.clear();
@@ -330,13 +322,13 @@ Status CoordinatorClient<Auth, Hash, C>::get(const detail::rpc::StateRequest& re
   return {};
 }
 
-template <replica::Authenticator Auth, ContentHash Hash, replica::Compressor C>
-Status CoordinatorClient<Auth, Hash, C>::send(const FragmentSet& delta,
-                                              const std::vector<Fragment>& payloads,
-                                              detail::rpc::UpdateReply& reply, Deadline until) {
+inline Status CoordinatorClient::send(const FragmentSet& delta,
+                                      const std::vector<Fragment>& payloads,
+                                      detail::rpc::UpdateReply& reply, Deadline until) {
   std::vector<replica::Manifest> manifests;
   for (const Fragment& fragment : payloads) {
-    auto manifest = replica::make_manifest<Hash>(fragment, options_.format.chunk_bytes);
+    auto manifest =
+        replica::make_manifest(fragment, options_.format.chunk_bytes, options_.format.hash);
     if (!manifest) return manifest.error();
     manifests.push_back(*std::move(manifest));
   }
@@ -378,7 +370,7 @@ Status CoordinatorClient<Auth, Hash, C>::send(const FragmentSet& delta,
         for (std::size_t c = 0; open && c < manifests[f].chunks[p].size(); ++c) {
           const auto stored = replica::encode_chunk(
               replica::raw_chunk(payload, c, options_.format.chunk_bytes),
-              options_.format.compressor,
+              options_.format.compressor.get(),
               replica::chunk_form(payloads[f].geometry(), payload, c, options_.format.chunk_bytes));
           request.mutable_chunk()->set_key(detail::to_field(manifests[f].chunks[p][c]));
           request.mutable_chunk()->set_stored(detail::to_field(std::span<const std::byte>(stored)));
@@ -398,8 +390,7 @@ Status CoordinatorClient<Auth, Hash, C>::send(const FragmentSet& delta,
   });
 }
 
-template <replica::Authenticator Auth, ContentHash Hash, replica::Compressor C>
-Result<StateVersion> CoordinatorClient<Auth, Hash, C>::publish(const FragmentSet& set) {
+inline Result<StateVersion> CoordinatorClient::publish(const FragmentSet& set) {
   const Deadline until = deadline();
   std::vector<const FragmentSet::Entry*> complete;
   for (const FragmentSet::Entry& entry : set.entries()) {
@@ -464,9 +455,8 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::publish(const FragmentSet
 }
 
 /// A payload by id, whole and verified; none where the coordinator has not got it.
-template <replica::Authenticator Auth, ContentHash Hash, replica::Compressor C>
-Result<std::optional<Fragment>> CoordinatorClient<Auth, Hash, C>::fetch(const FragmentId& id,
-                                                                        Deadline until) {
+inline Result<std::optional<Fragment>> CoordinatorClient::fetch(const FragmentId& id,
+                                                                Deadline until) {
   using Fetched = std::optional<Fragment>;
   detail::rpc::StateRequest request;
   auto& want = *request.add_wants();
@@ -487,9 +477,8 @@ Result<std::optional<Fragment>> CoordinatorClient<Auth, Hash, C>::fetch(const Fr
   return Fetched(*std::move(fragment));
 }
 
-template <replica::Authenticator Auth, ContentHash Hash, replica::Compressor C>
-Result<StateVersion> CoordinatorClient<Auth, Hash, C>::pull(const CausalContext& seen,
-                                                            FragmentSet& into, Deadline until) {
+inline Result<StateVersion> CoordinatorClient::pull(const CausalContext& seen, FragmentSet& into,
+                                                    Deadline until) {
   detail::rpc::StateRequest request;
   request.set_context(detail::to_field(seen));
   Received got;
@@ -498,8 +487,7 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::pull(const CausalContext&
   return *std::move(got.version);
 }
 
-template <replica::Authenticator Auth, ContentHash Hash, replica::Compressor C>
-Result<StateVersion> CoordinatorClient<Auth, Hash, C>::sync(FragmentSet& set) {
+inline Result<StateVersion> CoordinatorClient::sync(FragmentSet& set) {
   const Deadline until = deadline();
   FragmentSet after = set;
   auto version = pull(set.context(), after, until);
@@ -517,10 +505,8 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::sync(FragmentSet& set) {
   return version;
 }
 
-template <replica::Authenticator Auth, ContentHash Hash, replica::Compressor C>
-template <replica::BlobStore Store>
-Result<StateVersion> CoordinatorClient<Auth, Hash, C>::sync(
-    replica::Replica<Store, Auth, Hash, C>& replica, Store& store) {
+inline Result<StateVersion> CoordinatorClient::sync(replica::Replica& replica,
+                                                    replica::BlobStore& store) {
   const Deadline until = deadline();
   FragmentSet news(replica.set().hash());
   auto version = pull(replica.set().context(), news, until);
@@ -542,12 +528,10 @@ Result<StateVersion> CoordinatorClient<Auth, Hash, C>::sync(
   return version;
 }
 
-template <replica::Authenticator Auth, ContentHash Hash, replica::Compressor C>
-Result<MergedCut> CoordinatorClient<Auth, Hash, C>::wait(detail::rpc::MergeRequest& request,
-                                                         std::uint64_t session,
-                                                         const Digest128& merger,
-                                                         const CausalContext& seen,
-                                                         std::int64_t timeout_ms) {
+inline Result<MergedCut> CoordinatorClient::wait(detail::rpc::MergeRequest& request,
+                                                 std::uint64_t session, const Digest128& merger,
+                                                 const CausalContext& seen,
+                                                 std::int64_t timeout_ms) {
   request.set_session(session);
   request.set_merger(detail::to_field(merger));
   request.set_context(detail::to_field(seen));
@@ -563,7 +547,7 @@ Result<MergedCut> CoordinatorClient<Auth, Hash, C>::wait(detail::rpc::MergeReque
   traffic_.received_bytes += reply.ByteSizeLong();
   auto version = detail::read_version(reply.version());
   if (!version) return version.error();
-  auto set = replica::decode_set(detail::as_bytes(reply.set()), options_.set_hash);
+  auto set = replica::decode_set(detail::as_bytes(reply.set()), options_.format.hash);
   if (!set) return set.error();
   if (set->digest() != version->set) {
     return extend::error(ErrorCode::id_mismatch, "the cut of round ", reply.round(), " is of set ",

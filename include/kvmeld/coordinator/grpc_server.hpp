@@ -32,15 +32,14 @@ namespace coordinator {
 /// Calls are callbacks: a client that is slow, or gone, holds one message and no thread, and is
 /// cancelled at `max_call_ms`. Barriers are looked at by one thread, some hundred times a second
 /// while anybody waits.
-/// @tparam Store as for `Coordinator`, and durable where a restart shall lose nothing.
-template <replica::BlobStore Store, replica::Authenticator Auth = replica::NoAuth,
-          ContentHash Hash = Xxh3_128, replica::Compressor C = replica::NoCompression>
 class CoordinatorServer {
  public:
-  using Core = Coordinator<Store, Auth, Hash, C>;
-  using Options = typename Core::Options;
+  using Core = Coordinator;
+  using Options = CoordinatorOptions;
 
-  CoordinatorServer(Store& store, Options options) : core_(store, std::move(options)) {}
+  /// @param store as for `Coordinator`, and durable where a restart shall lose nothing.
+  CoordinatorServer(replica::ArbiterStore& store, Options options)
+      : core_(store, std::move(options)) {}
   CoordinatorServer(const CoordinatorServer&) = delete;
   CoordinatorServer& operator=(const CoordinatorServer&) = delete;
   ~CoordinatorServer() { stop(); }
@@ -219,7 +218,7 @@ class CoordinatorServer {
       this->Finish(grpc::Status::OK);
     }
 
-    typename Core::Update update_;
+    Core::Update update_;
     detail::rpc::UpdateRequest request_;
     detail::rpc::UpdateReply* reply_;
   };
@@ -235,14 +234,10 @@ class CoordinatorServer {
       return new UpdateCall(server_, context, reply);
     }
     grpc::ServerWriteReactor<detail::rpc::StateReply>* GetGlobalState(
-        grpc::CallbackServerContext* context, const detail::rpc::StateRequest* request) override {
-      return new StateCall(server_, context, request);
-    }
+        grpc::CallbackServerContext* context, const detail::rpc::StateRequest* request) override;
     grpc::ServerUnaryReactor* WaitForMerge(grpc::CallbackServerContext* context,
                                            const detail::rpc::MergeRequest* request,
-                                           detail::rpc::MergeReply* reply) override {
-      return new MergeCall(server_, context, request, reply);
-    }
+                                           detail::rpc::MergeReply* reply) override;
 
    private:
     CoordinatorServer& server_;
@@ -270,11 +265,8 @@ class CoordinatorServer {
 
 /// Streams deltas and payloads; one message exists at a time, made when the client has taken the
 /// one before.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-class CoordinatorServer<Store, Auth, Hash, C>::StateCall final
-    : public grpc::ServerWriteReactor<detail::rpc::StateReply>,
-      Call {
+class CoordinatorServer::StateCall final : public grpc::ServerWriteReactor<detail::rpc::StateReply>,
+                                           Call {
  public:
   StateCall(CoordinatorServer& server, grpc::CallbackServerContext* context,
             const detail::rpc::StateRequest* request)
@@ -353,7 +345,7 @@ class CoordinatorServer<Store, Auth, Hash, C>::StateCall final
       auto manifest = fragment ? load_manifest(this->server_.core_.store(), *id, format)
                                : Result<replica::Manifest>(fragment.error());
       if (fragment && !manifest)
-        manifest = replica::make_manifest<Hash>(*fragment, format.chunk_bytes);
+        manifest = replica::make_manifest(*fragment, format.chunk_bytes, format.hash);
       if (!manifest) {
         if (step_++ > 0) return false;
         reply_.set_lacking(want.id());
@@ -383,7 +375,7 @@ class CoordinatorServer<Store, Auth, Hash, C>::StateCall final
       const std::size_t bytes = manifest_->chunk_bytes;
       reply_.mutable_chunk()->set_stored(detail::to_field(std::span<const std::byte>(
           replica::encode_chunk(replica::raw_chunk(of, chunk, bytes),
-                                this->server_.core_.options().replica.format.compressor,
+                                this->server_.core_.options().replica.format.compressor.get(),
                                 replica::chunk_form(fragment_.geometry(), of, chunk, bytes)))));
     }
     return true;
@@ -431,10 +423,7 @@ class CoordinatorServer<Store, Auth, Hash, C>::StateCall final
 
 /// Waits without a thread: `watch` looks whether there is an answer. Whoever takes the call out of
 /// `waiting_` ends it.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-class CoordinatorServer<Store, Auth, Hash, C>::MergeCall final : public grpc::ServerUnaryReactor,
-                                                                 Call {
+class CoordinatorServer::MergeCall final : public grpc::ServerUnaryReactor, Call {
  public:
   MergeCall(CoordinatorServer& server, grpc::CallbackServerContext* context,
             const detail::rpc::MergeRequest* request, detail::rpc::MergeReply* reply)
@@ -506,10 +495,19 @@ class CoordinatorServer<Store, Auth, Hash, C>::MergeCall final : public grpc::Se
   bool arrived_ = false;
 };
 
+inline grpc::ServerWriteReactor<detail::rpc::StateReply>*
+CoordinatorServer::Service::GetGlobalState(grpc::CallbackServerContext* context,
+                                           const detail::rpc::StateRequest* request) {
+  return new StateCall(server_, context, request);
+}
+inline grpc::ServerUnaryReactor* CoordinatorServer::Service::WaitForMerge(
+    grpc::CallbackServerContext* context, const detail::rpc::MergeRequest* request,
+    detail::rpc::MergeReply* reply) {
+  return new MergeCall(server_, context, request, reply);
+}
+
 /// Ends calls that have waited or lasted long enough.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-void CoordinatorServer<Store, Auth, Hash, C>::watch() {
+inline void CoordinatorServer::watch() {
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   while (!stopping_) {
     const std::int64_t now = now_ms();

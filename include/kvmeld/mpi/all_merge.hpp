@@ -20,7 +20,6 @@ KVMELD_NAMESPACE_BEGIN
 namespace mpi {
 
 /// What all ranks of an all-merge give alike.
-template <ContentHash Hash = Xxh3_128>
 struct AllMergeOptions {
   Digest128 scope{};  ///< of `frame_namespace`: other tenants' and models' ranks are refused
   std::uint64_t max_payload_bytes = std::uint64_t{1} << 34;
@@ -42,10 +41,9 @@ struct AllMergeOptions {
 /// fails.
 /// @param comm   duplicated for the call; messages of the caller's own meet none of these.
 /// @param merger `Merger::digest()` of what this rank renders with.
-template <ContentHash Hash = Xxh3_128>
-[[nodiscard]] Result<AllMergeReport> all_merge(MPI_Comm comm, FragmentSet& set,
-                                               const Digest128& merger,
-                                               const AllMergeOptions<Hash>& options = {}) {
+[[nodiscard]] inline Result<AllMergeReport> all_merge(MPI_Comm comm, FragmentSet& set,
+                                                      const Digest128& merger,
+                                                      const AllMergeOptions& options = {}) {
   using extend::error;
   detail::MpiComm ranks(comm, options.message_bytes);
   AllMergeReport report;
@@ -54,7 +52,7 @@ template <ContentHash Hash = Xxh3_128>
 
   const std::vector<std::byte> mine = detail::encode_holdings(set);
   detail::MergeHello hello{mine.size(), merger, options.scope, options.message_bytes,
-                           std::uint64_t{set.hash().tag} << 8U | Hash::tag};
+                           std::uint64_t{set.hash().tag} << 8U | set.hash().tag};
   const auto greetings = ranks.all_gather(detail::raw_of(hello));
   KVMELD_TRY(ranks.status());
   std::vector<std::uint64_t> sizes;
@@ -73,10 +71,9 @@ template <ContentHash Hash = Xxh3_128>
     } else if (theirs.merger != first.merger) {
       status = extend::error(ErrorCode::merger_mismatch, "rank ", r, " merges by ",
                              theirs.merger.hex(), ", rank 0 by ", first.merger.hex());
-    } else if (theirs.hash != first.hash || theirs.hash >> 8U != (theirs.hash & 0xFFU)) {
+    } else if (theirs.hash != first.hash) {
       status = extend::error(ErrorCode::hash_mismatch, "rank ", r, " has a set of hash tag ",
-                             theirs.hash >> 8U, " and merges by tag ", theirs.hash & 0xFFU,
-                             ", rank 0 by ", first.hash & 0xFFU);
+                             theirs.hash & 0xFFU, ", rank 0 of ", first.hash & 0xFFU);
     } else if (theirs.message_bytes != first.message_bytes) {
       status = extend::error(ErrorCode::invalid_argument, "rank ", r, " sends messages of ",
                              theirs.message_bytes, " bytes, rank 0 of ", first.message_bytes);
@@ -121,12 +118,12 @@ template <ContentHash Hash = Xxh3_128>
     if (holders.owner < 0 || holders.lacking.empty()) continue;
     detail::PieceRoute route(ranks, holders.owner, holders.lacking);
     if (route.sends()) {
-      const Status given =
-          detail::give_fragment<Hash>(route, after.payload(id), holders.lacking.size(), report);
+      const Status given = detail::give_fragment(route, after.payload(id), holders.lacking.size(),
+                                                 set.hash(), report);
       if (status) status = given;
     } else if (route.receives()) {
       const auto fragment =
-          detail::take_fragment<Hash>(route, id, options.max_payload_bytes, report);
+          detail::take_fragment(route, id, options.max_payload_bytes, set.hash(), report);
       if (status) status = fragment ? after.restore(*fragment) : fragment.status();
     }
   }
@@ -140,11 +137,9 @@ template <ContentHash Hash = Xxh3_128>
 ///
 /// Errors also of the store and of `Replica::join`, on all ranks; what the others have taken up by
 /// then stays, and a repeated call moves nothing twice.
-template <replica::BlobStore Store, replica::Authenticator Auth, ContentHash Hash,
-          replica::Compressor C>
-[[nodiscard]] Result<AllMergeReport> all_merge(MPI_Comm comm,
-                                               replica::Replica<Store, Auth, Hash, C>& replica,
-                                               Store& store, AllMergeOptions<Hash> options = {}) {
+[[nodiscard]] inline Result<AllMergeReport> all_merge(MPI_Comm comm, replica::Replica& replica,
+                                                      replica::BlobStore& store,
+                                                      AllMergeOptions options = {}) {
   options.scope = replica.options().frame.scope;
   options.max_payload_bytes = replica.options().format.max_payload_bytes;
   FragmentSet merged = replica.set();

@@ -74,16 +74,14 @@ class Sha256 {
 
 // Message authentication by OpenSSL (CMake component kvmeld::openssl).
 
-/// Models `Authenticator`: HMAC-SHA-256 (RFC 2104) of a frame's header and body under a secret that
+/// HMAC-SHA-256 (RFC 2104) of a frame's header and body under a secret that
 /// all members share.
 ///
 /// Says that a member wrote the frame, not which one (`Ed25519` does) nor when: a frame sent again
 /// is valid again. Joins are idempotent, so a replay changes nothing; rounds carry numbers. An
 /// empty key signs nothing and verifies nothing.
-class HmacSha256 {
+class HmacSha256 final : public Authenticator {
  public:
-  static constexpr std::size_t tag_bytes = 32;
-
   HmacSha256() = default;
   /// @param key  32 bytes from a random source; shorter keys are weaker, longer ones are hashed
   /// first.
@@ -91,9 +89,10 @@ class HmacSha256 {
   explicit HmacSha256(std::string_view key)
       : HmacSha256(std::as_bytes(std::span(key.data(), key.size()))) {}
 
+  [[nodiscard]] std::size_t tag_bytes() const noexcept override { return tag_size; }
   [[nodiscard]] bool sign(std::span<const std::byte> header, std::span<const std::byte> body,
-                          std::span<std::byte> tag) const {
-    if (key_.empty() || tag.size() != tag_bytes) return false;
+                          std::span<std::byte> tag) const override {
+    if (key_.empty() || tag.size() != tag_size) return false;
     EVP_PKEY* const key = EVP_PKEY_new_raw_private_key(
         EVP_PKEY_HMAC, nullptr, reinterpret_cast<const unsigned char*>(key_.data()), key_.size());
     EVP_MD_CTX* const context = EVP_MD_CTX_new();
@@ -105,40 +104,42 @@ class HmacSha256 {
         EVP_DigestSignUpdate(context, header.data(), header.size()) == 1 &&
         (body.empty() || EVP_DigestSignUpdate(context, body.data(), body.size()) == 1) &&
         EVP_DigestSignFinal(context, reinterpret_cast<unsigned char*>(tag.data()), &bytes) == 1 &&
-        bytes == tag_bytes;
+        bytes == tag_size;
     EVP_MD_CTX_free(context);
     EVP_PKEY_free(key);
     return done;
   }
   [[nodiscard]] bool verify(MemberId, std::span<const std::byte> header,
-                            std::span<const std::byte> body, std::span<const std::byte> tag) const {
-    std::byte own[tag_bytes];
-    return tag.size() == tag_bytes && sign(header, body, own) &&
-           CRYPTO_memcmp(own, tag.data(), tag_bytes) == 0;
+                            std::span<const std::byte> body,
+                            std::span<const std::byte> tag) const override {
+    std::byte own[tag_size];
+    return tag.size() == tag_size && sign(header, body, own) &&
+           CRYPTO_memcmp(own, tag.data(), tag_size) == 0;
   }
 
  private:
+  static constexpr std::size_t tag_size = 32;
+
   std::vector<std::byte> key_;
 };
 
 /// The hash of sets whose writers do not trust each other: fragments are named by SHA-256, and so
 /// is what the digest sums.
 ///
-/// `FragmentSet set(sha256_set)` takes what `seal<Sha256>` made; a `Replica<Store, Auth, Sha256>`
-/// has it by default. Needs OpenSSL (component `kvmeld::openssl`).
+/// `FragmentSet set(sha256_set)` takes what `seal<Sha256>` made, and a `Replica` whose
+/// `FragmentFormat::hash` it is. Needs OpenSSL (component `kvmeld::openssl`).
 inline constexpr SetHash sha256_set = set_hash_of<Sha256>();
 
 // Frames that prove their sender, by OpenSSL (CMake component kvmeld::openssl).
 
-/// Models `Authenticator`: each member signs with a key of its own (Ed25519, RFC 8032, over the
+/// Each member signs with a key of its own (Ed25519, RFC 8032, over the
 /// SHA-256 of header and body), and all know the public halves. A member cannot speak in another's
 /// name, as it can where all share one secret (`HmacSha256`).
 ///
 /// A frame from a member whose public key is not named is refused, as is one that says no sender. A
 /// replay is valid again, as everywhere.
-class Ed25519 {
+class Ed25519 final : public Authenticator {
  public:
-  static constexpr std::size_t tag_bytes = 64;
   using Key = std::array<std::byte, 32>;
 
   /// Signs nothing and verifies nothing.
@@ -172,25 +173,27 @@ class Ed25519 {
     return out;
   }
 
+  [[nodiscard]] std::size_t tag_bytes() const noexcept override { return tag_size; }
   [[nodiscard]] bool sign(std::span<const std::byte> header, std::span<const std::byte> body,
-                          std::span<std::byte> tag) const {
+                          std::span<std::byte> tag) const override {
     unsigned char said[32];
-    if (own_ == nullptr || tag.size() != tag_bytes || !digest(header, body, said)) return false;
+    if (own_ == nullptr || tag.size() != tag_size || !digest(header, body, said)) return false;
     EVP_MD_CTX* const context = EVP_MD_CTX_new();
     std::size_t size = tag.size();
     const bool done = context != nullptr &&
                       EVP_DigestSignInit(context, nullptr, nullptr, nullptr, own_.get()) == 1 &&
                       EVP_DigestSign(context, reinterpret_cast<unsigned char*>(tag.data()), &size,
                                      said, sizeof said) == 1 &&
-                      size == tag_bytes;
+                      size == tag_size;
     EVP_MD_CTX_free(context);
     return done;
   }
   [[nodiscard]] bool verify(MemberId from, std::span<const std::byte> header,
-                            std::span<const std::byte> body, std::span<const std::byte> tag) const {
+                            std::span<const std::byte> body,
+                            std::span<const std::byte> tag) const override {
     const auto at = members_.find(from);
     unsigned char said[32];
-    if (at == members_.end() || at->second == nullptr || tag.size() != tag_bytes ||
+    if (at == members_.end() || at->second == nullptr || tag.size() != tag_size ||
         !digest(header, body, said))
       return false;
     EVP_MD_CTX* const context = EVP_MD_CTX_new();
@@ -204,6 +207,8 @@ class Ed25519 {
   }
 
  private:
+  static constexpr std::size_t tag_size = 64;
+
   struct Free {
     void operator()(EVP_PKEY* key) const noexcept { EVP_PKEY_free(key); }
   };

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <compare>
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -29,16 +28,14 @@ KVMELD_NAMESPACE_BEGIN
 namespace replica {
 
 /// Who a replica is, what it trusts, and how patient it is.
-template <Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 struct ReplicaOptions {
   MemberId self = 0;  ///< the agent
   Epoch epoch;        ///< of this life of it: `claim_epoch` at every start
   /// Everybody, this one included: removals are compacted once all know them, and nobody else may
   /// act for another. Empty: whoever speaks is a member, and nothing is compacted.
   std::vector<MemberId> members{};
-  FrameOptions<Auth> frame{};
-  FragmentFormat<Hash, C> format{};
-  SetHash set_hash = set_hash_of<Hash>();
+  FrameOptions frame{};
+  FragmentFormat format{};
   MergerDigest merger;  ///< `Merger::digest()`, or `does_not_render`
   /// Other replicas write to the same store: its records are read at every tick.
   bool shared_store = false;
@@ -274,10 +271,9 @@ struct Piece {
 /// A frame as replicas exchange them, for whoever speaks to one without being one.
 ///
 /// Errors: those of `encode_frame`.
-template <Authenticator Auth = NoAuth>
-[[nodiscard]] Result<std::vector<std::byte>> encode_replica_frame(
+[[nodiscard]] inline Result<std::vector<std::byte>> encode_replica_frame(
     ReplicaMessage type, const MergerDigest& merger, std::span<const std::byte> rest,
-    const FrameOptions<Auth>& options = {}) {
+    const FrameOptions& options = {}) {
   return encode_frame(static_cast<std::uint8_t>(type), detail::encode_body(merger, rest), options);
 }
 
@@ -344,19 +340,15 @@ class DueQueue {
 /// An agent's operations are its own to tell. Members give on what others did; what a member says
 /// of another's dots goes no further than their author vouches for, and a stranger's word on them
 /// counts for nothing (docs/convergence.md, "Whose word counts").
-///
-/// @tparam Store a `BlobStore`: what was written there survives this object. It must outlive the
-/// replica.
-template <BlobStore Store, Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128,
-          Compressor C = NoCompression>
 class Replica {
  public:
-  using Options = ReplicaOptions<Auth, Hash, C>;
+  using Options = ReplicaOptions;
 
-  Replica(Store& store, Options options)
+  /// @param store what was written there survives this object. It must outlive the replica.
+  Replica(BlobStore& store, Options options)
       : store_(&store),
         options_(std::move(options)),
-        set_(options_.set_hash),
+        set_(options_.format.hash),
         random_(options_.seed),
         clock_(options_.max_retry_ms) {}
 
@@ -388,12 +380,12 @@ class Replica {
   /// set is unchanged then.
   Result<Dot> insert(const Fragment& fragment, std::optional<float> confidence = std::nullopt,
                      std::int64_t time_ms = 0) {
-    KVMELD_TRY(FragmentSet(options_.set_hash)
+    KVMELD_TRY(FragmentSet(options_.format.hash)
                    .insert(fragment, {options_.self, 0, options_.epoch}, confidence));
     KVMELD_TRY(check_life());
     const auto stored = store_fragment(*store_, fragment, options_.format);
     if (!stored) return stored.error();
-    FragmentSet operation(options_.set_hash);
+    FragmentSet operation(options_.format.hash);
     const Dot dot = next_dot();  // not before: a store that is away uses up no dots
     KVMELD_TRY(operation.insert(fragment, dot, confidence, time_ms));
     counters_.stored.bytes += stored->bytes;
@@ -569,7 +561,7 @@ class Replica {
   };
   /// A fragment whose bytes are on their way.
   struct Want {
-    std::unique_ptr<Assembler<Hash>> assembler;
+    std::unique_ptr<Assembler> assembler;
     std::uint64_t author = 0;    // in whose turn it is looked for
     bool member = false;         // whether that is a named member
     std::uint64_t charged = 0;   // bytes of memory, to the peer of its manifest
@@ -691,7 +683,7 @@ class Replica {
   void rotation(Want& want);
   void strike(MemberId member);
 
-  Store* store_;
+  BlobStore* store_;
   Options options_;
   FragmentSet set_;
   std::minstd_rand random_;

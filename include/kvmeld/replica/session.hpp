@@ -131,9 +131,8 @@ enum class SessionMessage : std::uint8_t { round_ready = 32, round_cut = 33, app
 
 /// Who an agent is in a session, how it cuts its words into fragments, and when it takes over what
 /// the others said.
-template <Authenticator Auth = NoAuth, ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 struct AgentSessionOptions {
-  ReplicaOptions<Auth, Hash, C> replica;  ///< the session's own merger takes the place of `merger`
+  ReplicaOptions replica;  ///< the session's own merger takes the place of `merger`
   SpanOptions spans{};
   SpanStart start{};      ///< of the first span: prefix, lead-in, position
   RoundOptions rounds{};  ///< without members: no synchronous rounds
@@ -180,30 +179,30 @@ struct RoundReport {
 /// this agent said since the snapshot is rotated to its new place behind what is swapped in, so no
 /// word is lost from its view.
 ///
-/// @tparam M a `Merger`; @tparam S an `ArbiterStore`; @tparam T a `Transport`;
-/// @tparam Memory where the cache lies (`SwapMemory`);
-/// @tparam E the executor of the rendering worker. Store and transport outlive the session.
-template <class M, BlobStore S, Transport T, SwapMemory Memory = HostMemory,
-          ExecutionPolicy E = exec::Sequential, Authenticator Auth = NoAuth,
-          ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
+/// @tparam Memory where the cache lies (`SwapMemory`).
+template <SwapMemory Memory = HostMemory>
 class AgentSession {
-  static_assert(ArbiterStore<S>, "a round has one cut: the store needs put_if_absent");
-
  public:
-  using Options = AgentSessionOptions<Auth, Hash, C>;
+  using Options = AgentSessionOptions;
   using Buffer = typename Memory::Backing::Buffer;
 
-  AgentSession(M merger, S& store, T& transport, const std::shared_ptr<const Geometry>& geometry,
-               AgentSessionOptions<Auth, Hash, C> options, Memory memory = Memory(), E exec = E{})
-      : options_(complete(std::move(options), merger, *geometry)),
+  /// @param merger a `Merger`, what caches are rendered by; @param exec the executor of the worker
+  /// that renders them. Store and transport outlive the session.
+  template <class M, ExecutionPolicy E = exec::Sequential>
+  AgentSession(M merger, ArbiterStore& store, Transport& transport,
+               const std::shared_ptr<const Geometry>& geometry, AgentSessionOptions options,
+               Memory memory = Memory(), E exec = E{})
+      : options_(complete(std::move(options), merger.digest(), *geometry)),
         store_(&store),
         transport_(&transport),
         memory_(std::move(memory)),
-        span_(geometry, options_.spans, options_.start),
+        span_(geometry, options_.spans, options_.start, options_.replica.format.hash),
         replica_(store, options_.replica),
         clock_((std::max)(options_.rounds.timeout_ms, options_.replica.max_retry_ms)),
-        worker_(std::move(merger), memory_.backing(), std::move(exec),
-                RunOptions{options_.content_digest}) {
+        worker_(std::make_unique<RenderWorker<M, typename Memory::Backing, E>>(
+            std::move(merger), memory_.backing(), std::move(exec),
+            typename RenderWorker<M, typename Memory::Backing, E>::Options{
+                options_.content_digest})) {
     if (!options_.rounds.members.empty()) round_.emplace(options_.replica.self, options_.rounds);
   }
 
@@ -304,7 +303,7 @@ class AgentSession {
   }
 
   /// The set and its messages. Of the network thread.
-  [[nodiscard]] Replica<S, Auth, Hash, C>& replica() noexcept { return replica_; }
+  [[nodiscard]] Replica& replica() noexcept { return replica_; }
   [[nodiscard]] const FragmentSet& set() const noexcept { return replica_.set(); }
   /// Frames of types from `SessionMessage::application` on that came in, oldest first; each once.
   /// At most `AgentSessionOptions::max_application_bytes` wait; `Accounting::application_dropped`
@@ -330,10 +329,10 @@ class AgentSession {
     bool refused = false;  // by everybody, for good
   };
 
-  [[nodiscard]] static Options complete(Options options, const M& merger,
+  [[nodiscard]] static Options complete(Options options, const Digest128& merger,
                                         const Geometry& geometry) {
-    options.replica.merger = merger.digest();
-    options.rounds.set_hash = options.replica.set_hash;
+    options.replica.merger = merger;
+    options.rounds.set_hash = options.replica.format.hash;
     if (options.target.geometry.layers.empty()) options.target.geometry = geometry;
     return options;
   }
@@ -368,16 +367,16 @@ class AgentSession {
   }
 
   Options options_;
-  S* store_;
-  T* transport_;
+  ArbiterStore* store_;
+  Transport* transport_;
 
   // Of the generating thread.
   Memory memory_;
-  SpanBuffer<Hash> span_;
+  SpanBuffer span_;
   std::optional<RenderOutcome<Buffer>> ready_;  // taken, and not installed yet
 
   // Of the network thread.
-  Replica<S, Auth, Hash, C> replica_;
+  Replica replica_;
   std::optional<Round> round_;
   Elapsed clock_;
   std::int64_t next_cut_want_ms_ = 0;  // by `clock_`
@@ -411,18 +410,8 @@ class AgentSession {
   Accounting counted_;
 
   // last: it stops before anything that it uses goes
-  RenderWorker<M, typename Memory::Backing, E> worker_;
+  std::unique_ptr<detail::CacheWorker<Buffer>> worker_;
 };
-
-template <class M, class S, class T, class Auth, class Hash, class C>
-AgentSession(M, S&, T&, const std::shared_ptr<const Geometry>&, AgentSessionOptions<Auth, Hash, C>)
-    -> AgentSession<M, S, T, HostMemory, exec::Sequential, Auth, Hash, C>;
-template <class M, class S, class T, class Auth, class Hash, class C, class Memory>
-AgentSession(M, S&, T&, const std::shared_ptr<const Geometry>&, AgentSessionOptions<Auth, Hash, C>,
-             Memory) -> AgentSession<M, S, T, Memory, exec::Sequential, Auth, Hash, C>;
-template <class M, class S, class T, class Auth, class Hash, class C, class Memory, class E>
-AgentSession(M, S&, T&, const std::shared_ptr<const Geometry>&, AgentSessionOptions<Auth, Hash, C>,
-             Memory, E) -> AgentSession<M, S, T, Memory, E, Auth, Hash, C>;
 
 // What an agent's session does on the network: store, tell, hear, rounds, and what the worker is
 // asked for.
@@ -441,12 +430,8 @@ namespace detail {
 
 }  // namespace detail
 
-#define KVMELD_SESSION_MEMBER(...)                                                   \
-  template <class M, BlobStore S, Transport T, SwapMemory Memory, ExecutionPolicy E, \
-            Authenticator Auth, ContentHash Hash, Compressor C>                      \
-  __VA_ARGS__ AgentSession<M, S, T, Memory, E, Auth, Hash, C>
-
-KVMELD_SESSION_MEMBER(Status)::poll(std::int64_t now_ms, std::int64_t wait_ms) {
+template <SwapMemory Memory>
+Status AgentSession<Memory>::poll(std::int64_t now_ms, std::int64_t wait_ms) {
   Status first;
   const auto note = [&](Status status) {
     if (first && !status) first = std::move(status);
@@ -470,7 +455,8 @@ KVMELD_SESSION_MEMBER(Status)::poll(std::int64_t now_ms, std::int64_t wait_ms) {
 
 /// Stores what was sealed, in order. What the store cannot take now waits, with all behind it; what
 /// nobody would take is refused for good.
-KVMELD_SESSION_MEMBER(Status)::insert_said() {
+template <SwapMemory Memory>
+Status AgentSession<Memory>::insert_said() {
   std::vector<Fragment> fragments;
   {
     const std::lock_guard lock(mutex_);
@@ -498,7 +484,8 @@ KVMELD_SESSION_MEMBER(Status)::insert_said() {
 }
 
 /// Keeps words that nobody takes in this agent's view only, the newest of them. The lock is held.
-KVMELD_SESSION_MEMBER(void)::refuse(const FragmentId& id) {
+template <SwapMemory Memory>
+void AgentSession<Memory>::refuse(const FragmentId& id) {
   ++counted_.fragments_refused;
   std::int64_t tokens = 0;
   for (std::size_t i = said_.size(); i-- > 0;) {
@@ -510,8 +497,9 @@ KVMELD_SESSION_MEMBER(void)::refuse(const FragmentId& id) {
   }
 }
 
-KVMELD_SESSION_MEMBER(void)::keep_application(MemberId from, std::uint8_t type,
-                                              std::span<const std::byte> body) {
+template <SwapMemory Memory>
+void AgentSession<Memory>::keep_application(MemberId from, std::uint8_t type,
+                                            std::span<const std::byte> body) {
   constexpr std::size_t each = 64;  // an empty frame takes room, too
   application_.emplace_back(from,
                             Outgoing{options_.replica.self, type, {body.begin(), body.end()}});
@@ -524,7 +512,8 @@ KVMELD_SESSION_MEMBER(void)::keep_application(MemberId from, std::uint8_t type,
   }
 }
 
-KVMELD_SESSION_MEMBER(Status)::hear(std::int64_t wait_ms, std::int64_t now_ms) {
+template <SwapMemory Memory>
+Status AgentSession<Memory>::hear(std::int64_t wait_ms, std::int64_t now_ms) {
   constexpr int most = 256;  // a poll ends, however much the others say
   for (int i = 0; i < most; ++i) {
     auto envelope = transport_->receive(i == 0 ? wait_ms : 0);
@@ -555,7 +544,8 @@ KVMELD_SESSION_MEMBER(Status)::hear(std::int64_t wait_ms, std::int64_t now_ms) {
   return {};
 }
 
-KVMELD_SESSION_MEMBER(Status)::begin_round(std::int64_t now_ms) {
+template <SwapMemory Memory>
+Status AgentSession<Memory>::begin_round(std::int64_t now_ms) {
   if (!round_)
     return extend::error(ErrorCode::unsupported, "agent ", options_.replica.self,
                          " has no members to synchronize with: set RoundOptions::members");
@@ -575,7 +565,8 @@ KVMELD_SESSION_MEMBER(Status)::begin_round(std::int64_t now_ms) {
   return stored;
 }
 
-KVMELD_SESSION_MEMBER(Status)::step_round(std::int64_t now_ms) {
+template <SwapMemory Memory>
+Status AgentSession<Memory>::step_round(std::int64_t now_ms) {
   if (in_round()) {
     const std::lock_guard lock(mutex_);
     if (round_request_ != 0 && ended_ && ended_->first == round_request_)
@@ -599,7 +590,8 @@ KVMELD_SESSION_MEMBER(Status)::step_round(std::int64_t now_ms) {
   return status;
 }
 
-KVMELD_SESSION_MEMBER(void)::end_round() {
+template <SwapMemory Memory>
+void AgentSession<Memory>::end_round() {
   if (!std::exchange(round_open_, false)) return;
   const bool swapped = round_->state() == RoundState::swapped;
   // The round's request may have taken the place of another; what it did not render is asked for
@@ -615,7 +607,8 @@ KVMELD_SESSION_MEMBER(void)::end_round() {
 
 /// Writes this member's cut down and tells it, when it is due. A cut that an earlier life wrote
 /// down is the round's cut.
-KVMELD_SESSION_MEMBER(Status)::publish(std::int64_t now_ms) {
+template <SwapMemory Memory>
+Status AgentSession<Memory>::publish(std::int64_t now_ms) {
   if (!round_->wants_cut(now_ms, set().context(), replica_.wanted() == 0)) return {};
   const std::uint64_t number = round_->number();
   auto cut = make_cut(set(), options_.replica.merger.digest(), options_.rounds.session, number,
@@ -634,7 +627,7 @@ KVMELD_SESSION_MEMBER(Status)::publish(std::int64_t now_ms) {
   if (!*fresh) {
     const auto written = store_->get(key);
     if (!written) return written.error();
-    cut = decode_cut(written->bytes(), options_.replica.set_hash);
+    cut = decode_cut(written->bytes(), options_.replica.format.hash);
     if (!cut) return cut.error();
   }
   if (const std::size_t n = options_.rounds.members.size(); number > n)
@@ -643,7 +636,8 @@ KVMELD_SESSION_MEMBER(Status)::publish(std::int64_t now_ms) {
 }
 
 /// Asks for what the cut names and is not here; then has exactly the cut rendered.
-KVMELD_SESSION_MEMBER(Status)::pursue_cut(std::int64_t now_ms) {
+template <SwapMemory Memory>
+Status AgentSession<Memory>::pursue_cut(std::int64_t now_ms) {
   if (round_->state() != RoundState::cut || round_request_ != 0) return {};
   const RoundCut& cut = *round_->cut();
   const auto missing = missing_of(cut, set());
@@ -667,7 +661,8 @@ KVMELD_SESSION_MEMBER(Status)::pursue_cut(std::int64_t now_ms) {
 
 /// Whether something in `part`, or something else that this agent said, stands where this fragment
 /// of the set stood, after however many steps. The lock is held.
-KVMELD_SESSION_MEMBER(bool)::replaced(const FragmentId& id, const FragmentSet& part) const {
+template <SwapMemory Memory>
+bool AgentSession<Memory>::replaced(const FragmentId& id, const FragmentSet& part) const {
   std::vector<FragmentId> met{id};
   for (std::size_t i = 0; i < met.size(); ++i) {
     if (i > 0 && (part.find(met[i]) != nullptr ||
@@ -685,7 +680,8 @@ KVMELD_SESSION_MEMBER(bool)::replaced(const FragmentId& id, const FragmentSet& p
 }
 
 /// Asks the worker for a cache of everything that is here, where that has changed.
-KVMELD_SESSION_MEMBER(void)::render_behind() {
+template <SwapMemory Memory>
+void AgentSession<Memory>::render_behind() {
   const std::pair now(set().digest(), arrivals());
   // nothing was ever said: the agent keeps what it has
   if (asked_for_ == now || (!asked_for_ && set().empty())) return;
@@ -699,8 +695,8 @@ KVMELD_SESSION_MEMBER(void)::render_behind() {
   }
 }
 
-KVMELD_SESSION_MEMBER(std::uint64_t)::request(FragmentSet part, std::size_t missing,
-                                              bool for_round) {
+template <SwapMemory Memory>
+std::uint64_t AgentSession<Memory>::request(FragmentSet part, std::size_t missing, bool for_round) {
   const std::lock_guard lock(mutex_);  // the outcome waits until it is known what it has
   // removed by somebody
   std::erase_if(said_,
@@ -715,14 +711,15 @@ KVMELD_SESSION_MEMBER(std::uint64_t)::request(FragmentSet part, std::size_t miss
     }
   }
   std::sort(asked.has.begin(), asked.has.end());
-  const std::uint64_t number = worker_.request(std::move(part), options_.target);
+  const std::uint64_t number = worker_->request(std::move(part), options_.target);
   asked.request = number;
   asked_.push_back(std::move(asked));
   if (for_round) round_request_ = number;  // under the same lock: the outcome may be there already
   return number;
 }
 
-KVMELD_SESSION_MEMBER(Status)::flush() {
+template <SwapMemory Memory>
+Status AgentSession<Memory>::flush() {
   Status first;
   for (const Outgoing& out : replica_.take_outbox()) {
     Status status = transport_->send(out.to, out.bytes);
@@ -736,8 +733,6 @@ KVMELD_SESSION_MEMBER(Status)::flush() {
   }
   return first;
 }
-
-#undef KVMELD_SESSION_MEMBER
 
 // What an agent's session does at a safe point.
 
@@ -758,10 +753,9 @@ namespace detail {
 
 }  // namespace detail
 
-template <class M, BlobStore S, Transport T, SwapMemory Memory, ExecutionPolicy E,
-          Authenticator Auth, ContentHash Hash, Compressor C>
-Result<std::optional<SwapReport>> AgentSession<M, S, T, Memory, E, Auth, Hash, C>::try_swap() {
-  if (auto newer = worker_.take()) ready_ = std::move(newer);
+template <SwapMemory Memory>
+Result<std::optional<SwapReport>> AgentSession<Memory>::try_swap() {
+  if (auto newer = worker_->take()) ready_ = std::move(newer);
   if (!ready_) return std::optional<SwapReport>();
   const double begin = steady_ms();
   const std::uint64_t request = ready_->request;

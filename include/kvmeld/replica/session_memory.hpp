@@ -233,13 +233,12 @@ struct SpanStart {
 /// Rows are copied, so the engine may overwrite its own. Positions are counted here and only
 /// compared with what the engine says. Errors leave the buffer as it was. Not for several threads
 /// at once.
-/// @tparam Hash names the fragments.
-template <ContentHash Hash = Xxh3_128>
 class SpanBuffer {
  public:
+  /// @param hash names the fragments.
   explicit SpanBuffer(const std::shared_ptr<const Geometry>& geometry, SpanOptions options = {},
-                      const SpanStart& start = {})
-      : options_(options), rows_(geometry), variant_rows_(geometry) {
+                      const SpanStart& start = {}, const SetHash& hash = {})
+      : options_(options), hash_(hash), rows_(geometry), variant_rows_(geometry) {
     begin(start);
   }
 
@@ -361,14 +360,14 @@ class SpanBuffer {
     options.positions = std::span<const std::int64_t>(positions_).first(n);
     if (!tokens_.empty()) options.tokens = std::span<const TokenId>(tokens_).first(n);
     const auto view = rows_.view(count);
-    auto fragment = kvmeld::seal<Hash>(view.ref, options);
+    auto fragment = kvmeld::seal(view.ref, options, hash_);
     if (fragment && options_.variants && start_.context.lead_in != Digest128{}) {
       std::vector<std::int64_t> positions;
       for (std::int64_t t = 0; t < count; ++t) positions.push_back(start_.variant_position + t);
       options.positions = positions;
       options.context.lead_in = {};
       const auto variant = variant_rows_.view(count);
-      fragment = with_variant<Hash>(*fragment, variant.ref, options);
+      fragment = with_variant(*fragment, variant.ref, options, hash_);
     }
     if (!fragment) return fragment;
     if (options_.variants) {
@@ -385,6 +384,7 @@ class SpanBuffer {
   }
 
   SpanOptions options_;
+  SetHash hash_;
   SpanStart start_;
   detail::RowBuffer rows_;
   detail::RowBuffer variant_rows_;
@@ -515,6 +515,25 @@ struct RenderOutcome {
   Status status{};
 };
 
+namespace detail {
+
+/// What a session asks of its worker, whatever that renders by and on.
+template <class Buffer>
+class CacheWorker {
+ public:
+  virtual ~CacheWorker() = default;
+
+  virtual std::uint64_t request(FragmentSet set, Target target) = 0;
+  [[nodiscard]] virtual std::optional<RenderOutcome<Buffer>> take() = 0;
+
+ protected:
+  CacheWorker() = default;
+  CacheWorker(const CacheWorker&) = default;
+  CacheWorker& operator=(const CacheWorker&) = default;
+};
+
+}  // namespace detail
+
 /// Renders snapshots of a set on a thread of its own, so that generation never waits for a render.
 ///
 /// The newest request wins: one that was not begun is dropped, a finished one that was not taken is
@@ -525,7 +544,7 @@ struct RenderOutcome {
 /// its memory, the worker waits for the stream before it hands one out, and the thread's device is
 /// the one that was current where the worker was made.
 template <class M, CacheBacking Backing = HostBacking, ExecutionPolicy E = exec::Sequential>
-class RenderWorker {
+class RenderWorker final : public detail::CacheWorker<typename Backing::Buffer> {
  public:
   using Buffer = typename Backing::Buffer;
 
@@ -548,7 +567,7 @@ class RenderWorker {
   RenderWorker(const RenderWorker&) = delete;
   RenderWorker& operator=(const RenderWorker&) = delete;
   /// Waits for the render in hand.
-  ~RenderWorker() {
+  ~RenderWorker() override {
     {
       const std::lock_guard lock(mutex_);
       stop_ = true;
@@ -560,7 +579,7 @@ class RenderWorker {
   /// Asks for a cache of this snapshot; returns the request's number, from 1. Does not wait.
   /// `target.local`, where it is given, views memory that lives and does not change until the
   /// outcome is taken.
-  std::uint64_t request(FragmentSet set, Target target) {
+  std::uint64_t request(FragmentSet set, Target target) override {
     std::optional<Request> next(Request{std::move(set), std::move(target), ++last_request_});
     if (!thread_.joinable()) {
       finish(run(*next));
@@ -575,7 +594,7 @@ class RenderWorker {
   }
 
   /// The newest outcome that was not taken yet, if there is one. Does not wait.
-  [[nodiscard]] std::optional<RenderOutcome<Buffer>> take() {
+  [[nodiscard]] std::optional<RenderOutcome<Buffer>> take() override {
     if (!ready_.load(std::memory_order_acquire)) return std::nullopt;
     const std::lock_guard lock(mutex_);
     ready_.store(false, std::memory_order_relaxed);
@@ -709,7 +728,7 @@ template <class Byte>
   Target target{fragment.geometry()};
   target.first_position = position;
   target.prefix_in_place = true;
-  FragmentSet one(SetHash{fragment.id().tag(), nullptr});
+  FragmentSet one(SetHash{.tag = fragment.id().tag()});
   using P = Plan<std::remove_const_t<decltype(keep)>>;
   if (Status status = one.insert(fragment); !status) return Result<P>(status);
   return plan(one, keep, target);

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <random>
 #include <span>
@@ -37,8 +37,11 @@ struct StoreDamage {
   std::uint64_t bytes = 0;
 };
 
+class PayloadStore;
+
 /// Keeps blobs under keys, and a set of records: what replicas write down and, where they share it,
-/// meet in.
+/// meet in. Derive from it for a store of your own; whoever uses one holds a reference, and the
+/// store outlives its users.
 ///
 /// Semantic requirements (tests/support/store_laws.hpp checks them):
 ///  - `put` is atomic and, once it returned without error, durable as far as the store promises: a
@@ -53,21 +56,32 @@ struct StoreDamage {
 ///    `c`;
 ///  - `replace_records(cursor, r)` puts r in the place of those that `records` gave up to `cursor`:
 ///    a crash in the middle leaves r and some of them, never less;
-///  - `generation() -> std::uint64_t`, where there is one, changes when the store may have lost
-///    what it had acknowledged: another server, a folder restored from a copy. `damage() ->
-///    StoreDamage`, where there is one, is what it found spoilt;
+///  - `generation()` changes when the store may have lost what it had acknowledged: another server,
+///    a folder restored from a copy. `damage()` is what it found spoilt. A store that knows neither
+///    leaves both as they are;
 ///  - errors: `unavailable` (retry later, nothing acknowledged is lost), `store_full`, `not_found`;
 ///    the store is unchanged by them.
-template <class S>
-concept BlobStore = requires(S& store, const BlobKey& key, std::span<const std::byte> bytes,
-                             std::uint64_t cursor) {
-  { store.put(key, bytes) } -> std::same_as<Result<bool>>;
-  { store.get(key) } -> std::same_as<Result<Blob>>;
-  { store.contains(key) } -> std::same_as<Result<bool>>;
-  { store.erase(key) } -> std::same_as<Status>;
-  { store.add_record(bytes) } -> std::same_as<Status>;
-  { store.records(cursor) } -> std::same_as<Result<RecordBatch>>;
-  { store.replace_records(cursor, bytes) } -> std::same_as<Status>;
+class BlobStore {
+ public:
+  virtual ~BlobStore() = default;
+
+  virtual Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) = 0;
+  virtual Result<Blob> get(const BlobKey& key) = 0;
+  virtual Result<bool> contains(const BlobKey& key) = 0;
+  virtual Status erase(const BlobKey& key) = 0;
+  virtual Status add_record(std::span<const std::byte> bytes) = 0;
+  virtual Result<RecordBatch> records(std::uint64_t cursor) = 0;
+  virtual Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) = 0;
+
+  [[nodiscard]] virtual std::uint64_t generation() const { return 0; }
+  [[nodiscard]] virtual StoreDamage damage() const { return {}; }
+  /// The same store as one that keeps payloads in one piece; null where it does not.
+  [[nodiscard]] virtual PayloadStore* payloads() noexcept { return nullptr; }
+
+ protected:
+  BlobStore() = default;
+  BlobStore(const BlobStore&) = default;
+  BlobStore& operator=(const BlobStore&) = default;
 };
 
 /// A store that settles who was first: whoever cuts a round on it has the only cut.
@@ -75,14 +89,13 @@ concept BlobStore = requires(S& store, const BlobKey& key, std::span<const std::
 ///  - `put_if_absent(key, bytes)`: true where nothing had the name, and these bytes have it now, as
 ///    durably as by `put`; false where something has it, whatever that is: it stays. Of any number
 ///    of callers at once one is told true.
-template <class S>
-concept ArbiterStore = BlobStore<S> &&
-    requires(S& store, const BlobKey& key, std::span<const std::byte> bytes) {
-  { store.put_if_absent(key, bytes) } -> std::same_as<Result<bool>>;
+class ArbiterStore : public BlobStore {
+ public:
+  virtual Result<bool> put_if_absent(const BlobKey& key, std::span<const std::byte> bytes) = 0;
 };
 
-/// A store that also keeps a payload's raw bytes in one piece, so that a reader takes them over
-/// without assembling chunks.
+/// What a store adds that also keeps a payload's raw bytes in one piece, so that a reader takes
+/// them over without assembling chunks (`BlobStore::payloads`).
 ///
 /// Chunks are stored compressed or behind a codec byte and each on its own: putting them together
 /// is a copy. What `map_payload` gives can be a `Payload`'s `bytes` as it is, at a cost that does
@@ -91,12 +104,17 @@ concept ArbiterStore = BlobStore<S> &&
 /// Semantic requirements (tests/support/store_laws.hpp checks them): those of `put`, `get` and
 /// `erase` of `BlobStore`; payloads and blobs do not share their keys; bytes are at least 16-byte
 /// aligned, never null, and not verified: the caller hashes them.
-template <class S>
-concept PayloadStore = BlobStore<S> &&
-    requires(S& store, const BlobKey& key, std::span<const std::byte> bytes) {
-  { store.put_payload(key, bytes) } -> std::same_as<Result<bool>>;
-  { store.map_payload(key) } -> std::same_as<Result<Blob>>;
-  { store.erase_payload(key) } -> std::same_as<Status>;
+class PayloadStore {
+ public:
+  virtual Result<bool> put_payload(const BlobKey& key, std::span<const std::byte> bytes) = 0;
+  virtual Result<Blob> map_payload(const BlobKey& key) = 0;
+  virtual Status erase_payload(const BlobKey& key) = 0;
+
+ protected:
+  PayloadStore() = default;
+  PayloadStore(const PayloadStore&) = default;
+  PayloadStore& operator=(const PayloadStore&) = default;
+  ~PayloadStore() = default;
 };
 
 /// A message that has arrived, and who says it sent it.
@@ -116,31 +134,36 @@ struct Envelope {
 ///  - `receive(timeout_ms)` waits at most so long, and gives none when nothing came; 0 only looks;
 ///  - errors: `unavailable` (lost connection; later calls try to connect again, with backoff),
 ///    `oversized`.
-template <class T>
-concept Transport = requires(T& transport, const T& const_transport, MemberId to,
-                             std::span<const std::byte> bytes, std::int64_t timeout_ms) {
-  { const_transport.self() } -> std::same_as<MemberId>;
-  { const_transport.max_message_bytes() } -> std::convertible_to<std::size_t>;
-  { transport.send(to, bytes) } -> std::same_as<Status>;
-  { transport.receive(timeout_ms) } -> std::same_as<Result<std::optional<Envelope>>>;
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  [[nodiscard]] virtual MemberId self() const noexcept = 0;
+  [[nodiscard]] virtual std::size_t max_message_bytes() const noexcept = 0;
+  virtual Status send(MemberId to, std::span<const std::byte> bytes) = 0;
+  virtual Result<std::optional<Envelope>> receive(std::int64_t timeout_ms) = 0;
+
+ protected:
+  Transport() = default;
+  Transport(const Transport&) = default;
+  Transport& operator=(const Transport&) = default;
 };
 
 /// How fragments lie in stores and travel in messages.
-/// @tparam Hash what names fragments and chunks; @tparam C how chunks are compressed.
-template <ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
 struct FragmentFormat {
-  using hash_type = Hash;
   std::size_t chunk_bytes = default_chunk_bytes;
   /// Of one payload that a stranger announces.
   std::uint64_t max_payload_bytes = std::uint64_t{1} << 34;
   /// Of one payload, as `ManifestLimits` has it: a fragment beyond is neither stored nor taken.
   std::uint64_t max_repeated_bytes = std::uint64_t{1} << 26;
-  C compressor{};
+  /// How chunks are compressed. Null: they are not, and no compressed one is read.
+  std::shared_ptr<const Compressor> compressor{};
   /// Hashes what a store has already before it is believed, O(bytes): payloads that it maps in one
   /// piece, and chunks that need not be put again. Off: whoever may write there is trusted, and so
   /// is the disk. What is mapped may change after it was verified, where somebody writes into the
   /// file: `FileStoreOptions::private_copies` rules that out.
   bool verify_stored = true;
+  SetHash hash{};  ///< what names fragments and chunks, and sums sets
 
   [[nodiscard]] ManifestLimits limits() const noexcept {
     return {max_payload_bytes, max_repeated_bytes};
@@ -156,10 +179,9 @@ struct StoredBytes {
 
 /// The key of a payload that a store keeps in one piece: the hash's tag with bit 6 set, then the
 /// payload's digest.
-template <ContentHash Hash>
-[[nodiscard]] BlobKey payload_key(const Payload& payload) {
+[[nodiscard]] inline BlobKey payload_key(const Payload& payload, const SetHash& hash) {
   BlobKey key;
-  key.bytes[0] = static_cast<std::uint8_t>(Hash::tag | 0x40U);
+  key.bytes[0] = static_cast<std::uint8_t>(hash.tag | 0x40U);
   std::copy(payload.digest.begin(), payload.digest.end(), key.bytes.begin() + 1);
   return key;
 }
@@ -188,20 +210,19 @@ namespace detail {
 
 /// Good where a stored chunk is what its key names; else why not, as `decode_chunk` says it.
 /// O(bytes), no copy where it is raw.
-template <ContentHash Hash, Compressor C>
-[[nodiscard]] Status check_chunk(const Blob& stored, const BlobKey& key,
-                                 const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Status check_chunk(const Blob& stored, const BlobKey& key,
+                                        const FragmentFormat& format) {
   const auto open = open_chunk(stored.bytes(), max_chunk_bytes);
   const bool raw = open && open->codec == 0 && open->data.size() == open->raw_bytes;
-  if (raw && chunk_key<Hash>(open->data) == key) return {};
-  return decode_chunk<Hash>(stored.bytes(), key, max_chunk_bytes, format.compressor).status();
+  if (raw && chunk_key(open->data, format.hash) == key) return {};
+  return decode_chunk(stored.bytes(), key, max_chunk_bytes, format.compressor.get(), format.hash)
+      .status();
 }
 
 /// Whether a chunk need not be put: it is there, and verified as the format says. Errors: the
 /// store's.
-template <BlobStore S, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<bool> has_chunk(S& store, const BlobKey& key,
-                                     const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<bool> has_chunk(BlobStore& store, const BlobKey& key,
+                                            const FragmentFormat& format) {
   if (!format.verify_stored) return store.contains(key);
   const auto stored = store.get(key);
   if (stored) return check_chunk(*stored, key, format).ok();
@@ -229,18 +250,18 @@ inline void count(StoredBytes& counted, bool fresh, std::size_t bytes) {
 /// is not what it should be. Errors: the store's, those of `make_manifest` (`payload_missing`), and
 /// `oversized` for what the format's bounds would not let anybody read again. What was put stays
 /// and harms nobody: a retry finds it there.
-template <BlobStore S, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<StoredBytes> store_fragment(S& store, const Fragment& fragment,
-                                                 const FragmentFormat<Hash, C>& format) {
-  auto manifest = make_manifest<Hash>(fragment, format.chunk_bytes);
+[[nodiscard]] inline Result<StoredBytes> store_fragment(BlobStore& store, const Fragment& fragment,
+                                                        const FragmentFormat& format) {
+  auto manifest = make_manifest(fragment, format.chunk_bytes, format.hash);
   if (!manifest) return manifest.error();
   KVMELD_TRY(detail::check_limits(*manifest, format.limits()));
   StoredBytes counted;
+  PayloadStore* const whole = store.payloads();
   for (std::size_t p = 0; p < fragment.payloads().size(); ++p) {
     const Payload& payload = fragment.payloads()[p];
-    if constexpr (PayloadStore<S>) {
-      const auto fresh =
-          store.put_payload(payload_key<Hash>(payload), {payload.bytes.get(), payload.byte_count});
+    if (whole != nullptr) {
+      const auto fresh = whole->put_payload(payload_key(payload, format.hash),
+                                            {payload.bytes.get(), payload.byte_count});
       if (!fresh) return fresh.error();
       detail::count(counted, *fresh, payload.byte_count);
     } else {
@@ -253,7 +274,7 @@ template <BlobStore S, ContentHash Hash, Compressor C>
           continue;
         }
         const auto stored =
-            encode_chunk(raw, format.compressor,
+            encode_chunk(raw, format.compressor.get(),
                          chunk_form(fragment.geometry(), payload, c, format.chunk_bytes));
         const auto fresh = store.put(manifest->chunks[p][c], stored);
         if (!fresh) return fresh.error();
@@ -273,12 +294,11 @@ template <BlobStore S, ContentHash Hash, Compressor C>
 ///
 /// Errors: `not_found`, the store's, those of `decode_manifest`, `id_mismatch` for another
 /// fragment's.
-template <BlobStore S, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<Manifest> load_manifest(S& store, const FragmentId& id,
-                                             const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<Manifest> load_manifest(BlobStore& store, const FragmentId& id,
+                                                    const FragmentFormat& format) {
   const auto blob = store.get(manifest_key(id));
   if (!blob) return blob.error();
-  auto manifest = decode_manifest<Hash>(blob->bytes(), format.limits());
+  auto manifest = decode_manifest(blob->bytes(), format.limits(), format.hash);
   Status status = manifest.status();
   if (status.ok() && manifest->fragment.id() != id) {
     status = extend::error(ErrorCode::id_mismatch, "manifest of fragment ",
@@ -292,17 +312,16 @@ template <BlobStore S, ContentHash Hash, Compressor C>
 namespace detail {
 
 /// Maps every payload of a fragment; none where one is not there, or is not what the manifest says.
-template <PayloadStore S, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<Fragment> map_fragment(S& store, const Manifest& manifest,
-                                            const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<Fragment> map_fragment(PayloadStore& store, const Manifest& manifest,
+                                                   const FragmentFormat& format) {
   auto body = std::make_shared<Fragment::Body>(*manifest.fragment.body());
   for (Payload& payload : body->payloads) {
-    const BlobKey key = payload_key<Hash>(payload);
+    const BlobKey key = payload_key(payload, format.hash);
     const auto blob = store.map_payload(key);
     if (!blob) return blob.error();
     payload.bytes = blob->data;
     if (blob->size != payload.byte_count ||
-        (format.verify_stored && extend::payload_digest<Hash>(payload) != payload.digest)) {
+        (format.verify_stored && extend::payload_digest(format.hash, payload) != payload.digest)) {
       (void)store.erase_payload(key);
       return extend::error(ErrorCode::id_mismatch, "a mapped payload of ", blob->size,
                            " bytes is not the one of ", payload.byte_count, " bytes that ",
@@ -318,9 +337,8 @@ template <PayloadStore S, ContentHash Hash, Compressor C>
 ///
 /// Errors: `not_found`, the store's, those of `decode_chunk`. O(bytes), no copy where it is stored
 /// raw.
-template <BlobStore S, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<Blob> load_chunk(S& store, const BlobKey& key,
-                                      const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<Blob> load_chunk(BlobStore& store, const BlobKey& key,
+                                             const FragmentFormat& format) {
   auto stored = store.get(key);
   if (!stored) return stored.error();
   const Status status = detail::check_chunk(*stored, key, format);
@@ -336,9 +354,8 @@ template <BlobStore S, ContentHash Hash, Compressor C>
 /// store
 ///              anyway costs who sent it little. Beyond, chunks stay wanted.
 /// Errors: the store's, but for `not_found`.
-template <BlobStore S, ContentHash Hash, Compressor C>
-Status load_chunks(S& store, Assembler<Hash>& assembler, const FragmentFormat<Hash, C>& format,
-                   std::uint64_t room = ~std::uint64_t{0}) {
+inline Status load_chunks(BlobStore& store, Assembler& assembler, const FragmentFormat& format,
+                          std::uint64_t room = ~std::uint64_t{0}) {
   for (const BlobKey& key : assembler.missing()) {
     const std::uint64_t held = assembler.held_bytes();
     if (held > room || assembler.bytes_of(key) > room - held) return {};
@@ -347,7 +364,7 @@ Status load_chunks(S& store, Assembler<Hash>& assembler, const FragmentFormat<Ha
       if (stored.error().code() == ErrorCode::not_found) continue;
       return stored.error();
     }
-    const auto added = assembler.add(key, stored->bytes(), format.compressor);
+    const auto added = assembler.add(key, stored->bytes(), format.compressor.get());
     if (!added && proves_damage(added.error().code())) (void)store.erase(key);
   }
   return {};
@@ -358,15 +375,14 @@ Status load_chunks(S& store, Assembler<Hash>& assembler, const FragmentFormat<Ha
 ///
 /// Errors: `not_found` where the manifest or a part is not there (what is wrong counts as not
 /// there), the store's.
-template <BlobStore S, ContentHash Hash, Compressor C>
-[[nodiscard]] Result<Fragment> load_fragment(S& store, const FragmentId& id,
-                                             const FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<Fragment> load_fragment(BlobStore& store, const FragmentId& id,
+                                                    const FragmentFormat& format) {
   auto manifest = load_manifest(store, id, format);
   if (!manifest) return manifest.error();
-  if constexpr (PayloadStore<S>) {
-    if (auto mapped = detail::map_fragment(store, *manifest, format)) return mapped;
+  if (PayloadStore* const whole = store.payloads()) {
+    if (auto mapped = detail::map_fragment(*whole, *manifest, format)) return mapped;
   }
-  Assembler<Hash> assembler(*std::move(manifest));
+  Assembler assembler(*std::move(manifest), {}, format.hash);
   KVMELD_TRY(load_chunks(store, assembler, format));
   if (!assembler.complete())
     return extend::error(ErrorCode::not_found, assembler.left(), " chunks of fragment ", id.hex(),
@@ -468,8 +484,7 @@ namespace detail {
 /// for each start.
 ///
 /// Errors: the store's.
-template <BlobStore Store>
-[[nodiscard]] Result<Epoch> claim_epoch(Store& store, MemberId agent) {
+[[nodiscard]] inline Result<Epoch> claim_epoch(BlobStore& store, MemberId agent) {
   while (true) {
     const Epoch epoch = fresh_epoch();
     const std::uint64_t number = epoch;

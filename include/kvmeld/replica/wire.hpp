@@ -3,7 +3,6 @@
 /// What goes over the wire: frames, manifests, chunks, sets, and payloads as bytes.
 
 #include <algorithm>
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -39,34 +38,32 @@ inline constexpr std::uint8_t wire_major = 2;
 /// What a reader ignores: new message types, never new fields of old ones.
 inline constexpr std::uint8_t wire_minor = 0;
 
-/// Says that a frame comes from somebody who knows a secret.
+/// Says that a frame comes from somebody who knows a secret. Const calls are thread-safe: one is
+/// shared by whoever speaks with that secret.
 ///
-/// Semantic requirements: `sign` fills `tag_bytes` bytes that depend on every byte of both spans
+/// Semantic requirements: `sign` fills `tag_bytes()` bytes that depend on every byte of both spans
 /// and on their border, and returns false where it cannot; `verify` compares in a time that does
 /// not depend on where the tags differ, and is told who is said to have sent the frame (`everyone`:
 /// nobody says). One whose members have keys of their own answers false where that member did not
 /// sign: then a frame proves its sender. No tag says when a frame was sent: what is above must bear
 /// a replay, as joins do.
-template <class A>
-concept Authenticator = requires(const A& auth, MemberId from, std::span<const std::byte> bytes,
-                                 std::span<std::byte> tag) {
-  { A::tag_bytes } -> std::convertible_to<std::size_t>;
-  { auth.sign(bytes, bytes, tag) } -> std::same_as<bool>;
-  { auth.verify(from, bytes, bytes, bytes) } -> std::same_as<bool>;
-};
+class Authenticator {
+ public:
+  virtual ~Authenticator() = default;
 
-/// Trusts the transport; takes no frame that carries a tag, since it could not check it.
-struct NoAuth {
-  static constexpr std::size_t tag_bytes = 0;
+  /// Above 0, and always the same.
+  [[nodiscard]] virtual std::size_t tag_bytes() const noexcept = 0;
+  [[nodiscard]] virtual bool sign(std::span<const std::byte> header,
+                                  std::span<const std::byte> body,
+                                  std::span<std::byte> tag) const = 0;
+  [[nodiscard]] virtual bool verify(MemberId from, std::span<const std::byte> header,
+                                    std::span<const std::byte> body,
+                                    std::span<const std::byte> tag) const = 0;
 
-  [[nodiscard]] bool sign(std::span<const std::byte>, std::span<const std::byte>,
-                          std::span<std::byte>) const noexcept {
-    return true;
-  }
-  [[nodiscard]] bool verify(MemberId, std::span<const std::byte>, std::span<const std::byte>,
-                            std::span<const std::byte>) const noexcept {
-    return true;
-  }
+ protected:
+  Authenticator() = default;
+  Authenticator(const Authenticator&) = default;
+  Authenticator& operator=(const Authenticator&) = default;
 };
 
 /// The digest by which a frame says whose caches it is about: those of another tenant, model or
@@ -82,11 +79,16 @@ struct NoAuth {
 }
 
 /// What both ends of a connection agree on beforehand.
-template <Authenticator Auth = NoAuth>
 struct FrameOptions {
   Digest128 scope{};  ///< of `frame_namespace`
   std::size_t max_body_bytes = std::size_t{1} << 26;
-  Auth auth{};
+  /// Null: trusts the transport, and takes no frame that carries a tag, since it could not check
+  /// it.
+  std::shared_ptr<const Authenticator> auth{};
+
+  [[nodiscard]] std::size_t tag_bytes() const noexcept {
+    return auth == nullptr ? 0 : auth->tag_bytes();
+  }
 };
 
 /// A frame that was checked. `body` points into the bytes that were read.
@@ -119,33 +121,33 @@ inline constexpr std::size_t frame_sum_offset = 32;
 ///
 /// Errors: `oversized` for a body above the options' bound, `unsupported` where the authenticator
 /// cannot sign.
-template <Authenticator Auth = NoAuth>
-[[nodiscard]] Result<std::vector<std::byte>> encode_frame(std::uint8_t type,
-                                                          std::span<const std::byte> body,
-                                                          const FrameOptions<Auth>& options = {}) {
+[[nodiscard]] inline Result<std::vector<std::byte>> encode_frame(std::uint8_t type,
+                                                                 std::span<const std::byte> body,
+                                                                 const FrameOptions& options = {}) {
   if (body.size() > options.max_body_bytes) {
     return extend::error(ErrorCode::oversized, "a frame's body of ", body.size(),
                          " bytes where at most ", options.max_body_bytes, " are agreed");
   }
+  const std::size_t tag_bytes = options.tag_bytes();
   extend::ByteWriter w;
-  w.reserve(detail::frame_header_bytes + body.size() + Auth::tag_bytes);
+  w.reserve(detail::frame_header_bytes + body.size() + tag_bytes);
   w.value(detail::frame_magic);
   w.value(wire_major);
   w.value(wire_minor);
   w.value(type);
-  w.value(Auth::tag_bytes > 0 ? detail::frame_authenticated : std::uint8_t{0});
+  w.value(tag_bytes > 0 ? detail::frame_authenticated : std::uint8_t{0});
   w.value(options.scope.low);
   w.value(options.scope.high);
   w.value(static_cast<std::uint64_t>(body.size()));
   w.value(detail::frame_sum(w.written(), body));
   w.bytes(body);
   std::vector<std::byte> out = w.take();
-  if constexpr (Auth::tag_bytes > 0) {
-    out.resize(out.size() + Auth::tag_bytes);
+  if (tag_bytes > 0) {
+    out.resize(out.size() + tag_bytes);
     const auto all = std::span(out);
-    if (!options.auth.sign(all.first(detail::frame_header_bytes),
-                           all.subspan(detail::frame_header_bytes, body.size()),
-                           all.last(Auth::tag_bytes))) {
+    if (!options.auth->sign(all.first(detail::frame_header_bytes),
+                            all.subspan(detail::frame_header_bytes, body.size()),
+                            all.last(tag_bytes))) {
       return extend::error(ErrorCode::unsupported, "the authenticator could not sign a frame of ",
                            out.size(), " bytes");
     }
@@ -159,10 +161,9 @@ template <Authenticator Auth = NoAuth>
 /// that. Errors: `truncated`, `oversized`, `corrupt` (no frame, or an accident), `version_mismatch`
 /// for a newer major version, `unknown_field` for a flag, `unauthenticated` for another namespace
 /// or a bad, missing or uncheckable tag. O(body).
-template <Authenticator Auth = NoAuth>
-[[nodiscard]] Result<FrameView> decode_frame(std::span<const std::byte> bytes,
-                                             const FrameOptions<Auth>& options = {},
-                                             MemberId from = everyone) {
+[[nodiscard]] inline Result<FrameView> decode_frame(std::span<const std::byte> bytes,
+                                                    const FrameOptions& options = {},
+                                                    MemberId from = everyone) {
   using extend::error;
   extend::ByteReader r(bytes);
   const auto magic = r.value<std::uint32_t>();
@@ -188,9 +189,9 @@ template <Authenticator Auth = NoAuth>
   const auto body_bytes = r.value<std::uint64_t>();
   const auto sum = r.value<std::uint64_t>();
   KVMELD_TRY(r.status("frame"));
-  const std::size_t tag_bytes = flags == detail::frame_authenticated
-                                    ? (Auth::tag_bytes > 0 ? Auth::tag_bytes : std::size_t{32})
-                                    : 0;
+  const std::size_t own_bytes = options.tag_bytes();
+  const std::size_t tag_bytes =
+      flags == detail::frame_authenticated ? (own_bytes > 0 ? own_bytes : std::size_t{32}) : 0;
   if (body_bytes > options.max_body_bytes) {
     return extend::error(ErrorCode::oversized, "frame: a body of ", body_bytes,
                          " bytes where at most ", options.max_body_bytes, " are agreed");
@@ -210,14 +211,14 @@ template <Authenticator Auth = NoAuth>
                          ", this member is in ", options.scope.hex(),
                          ": tenant, model or tokenizer differ");
   }
-  if ((tag_bytes > 0) != (Auth::tag_bytes > 0)) {
+  if ((tag_bytes > 0) != (own_bytes > 0)) {
     return extend::error(ErrorCode::unauthenticated,
                          tag_bytes > 0
                              ? "frame: carries a tag, and this member has no key to check it"
                              : "frame: carries no tag, and this member takes only frames that do");
   }
-  if (!options.auth.verify(from, bytes.first(detail::frame_header_bytes), view.body,
-                           bytes.last(tag_bytes))) {
+  if (own_bytes > 0 && !options.auth->verify(from, bytes.first(detail::frame_header_bytes),
+                                             view.body, bytes.last(tag_bytes))) {
     return extend::error(ErrorCode::unauthenticated, "frame: the tag of its ", bytes.size(),
                          " bytes is not of this member's key");
   }
@@ -232,7 +233,7 @@ struct ChunkForm {
 };
 
 /// Makes the bytes of a chunk fewer without changing them; a chunk that it cannot shorten is stored
-/// as it is.
+/// as it is. Const calls are thread-safe.
 ///
 /// Semantic requirements (tests/unit/wire_chunk.cpp checks them):
 ///  - `codec` names the stored form for ever: 0 is raw, 1 is `Zstd`; your own start at 128;
@@ -240,26 +241,20 @@ struct ChunkForm {
 ///    What `decompress` must know of the form stands in what it appends;
 ///  - `decompress` fills `raw` exactly or returns `corrupt`; it takes no memory beyond a constant
 ///    times `raw`, whatever `data` says.
-template <class C>
-concept Compressor = requires(const C& codec, std::span<const std::byte> data,
-                              const ChunkForm& form, std::vector<std::byte>& out,
-                              std::span<std::byte> raw) {
-  { C::codec } -> std::convertible_to<std::uint8_t>;
-  { codec.compress(data, form, out) } -> std::same_as<bool>;
-  { codec.decompress(data, raw) } -> std::same_as<Status>;
-};
+class Compressor {
+ public:
+  virtual ~Compressor() = default;
 
-/// Leaves chunks as they are; reads no other.
-struct NoCompression {
-  static constexpr std::uint8_t codec = 0;
+  [[nodiscard]] virtual std::uint8_t codec() const noexcept = 0;
+  [[nodiscard]] virtual bool compress(std::span<const std::byte> data, const ChunkForm& form,
+                                      std::vector<std::byte>& out) const = 0;
+  [[nodiscard]] virtual Status decompress(std::span<const std::byte> data,
+                                          std::span<std::byte> raw) const = 0;
 
-  [[nodiscard]] bool compress(std::span<const std::byte>, const ChunkForm&,
-                              std::vector<std::byte>&) const noexcept {
-    return false;
-  }
-  [[nodiscard]] Status decompress(std::span<const std::byte>, std::span<std::byte>) const {
-    return extend::error(ErrorCode::unsupported, "NoCompression reads no compressed chunk");
-  }
+ protected:
+  Compressor() = default;
+  Compressor(const Compressor&) = default;
+  Compressor& operator=(const Compressor&) = default;
 };
 
 inline constexpr std::size_t default_chunk_bytes = std::size_t{1} << 20;
@@ -316,30 +311,28 @@ inline constexpr std::size_t max_chunk_bytes = std::size_t{1} << 26;
 
 /// The key of a chunk: the hash's tag with the high bit set, then the hash of its raw bytes.
 /// O(bytes).
-template <ContentHash Hash = Xxh3_128>
-[[nodiscard]] BlobKey chunk_key(std::span<const std::byte> raw) {
-  Hash hash;
-  hash.update(raw);
-  const std::array<std::uint8_t, 31> rest = hash.finish();
+[[nodiscard]] inline BlobKey chunk_key(std::span<const std::byte> raw, const SetHash& hash = {}) {
+  const std::array<std::uint8_t, 31> rest = extend::content_bytes(hash, raw);
   BlobKey key;
-  key.bytes[0] = static_cast<std::uint8_t>(Hash::tag | 0x80U);
+  key.bytes[0] = static_cast<std::uint8_t>(hash.tag | 0x80U);
   std::copy(rest.begin(), rest.end(), key.bytes.begin() + 1);
   return key;
 }
 
 /// The stored form of a chunk: codec (1 byte), raw size (varint), data. Compressed only where that
 /// is shorter. O(bytes).
-template <Compressor C = NoCompression>
-[[nodiscard]] std::vector<std::byte> encode_chunk(std::span<const std::byte> raw,
-                                                  const C& compressor = {},
-                                                  const ChunkForm& form = {}) {
+///
+/// @param compressor null: the chunk is stored raw.
+[[nodiscard]] inline std::vector<std::byte> encode_chunk(std::span<const std::byte> raw,
+                                                         const Compressor* compressor = nullptr,
+                                                         const ChunkForm& form = {}) {
   extend::ByteWriter head;
-  head.value(std::uint8_t{C::codec});
+  head.value(compressor == nullptr ? std::uint8_t{0} : compressor->codec());
   head.varint(raw.size());
   const std::size_t head_bytes = head.size();
   std::vector<std::byte> out = head.take();
-  if constexpr (C::codec != 0) {
-    if (compressor.compress(raw, form, out) && out.size() < head_bytes + raw.size()) return out;
+  if (compressor != nullptr) {
+    if (compressor->compress(raw, form, out) && out.size() < head_bytes + raw.size()) return out;
     out.resize(head_bytes);
     out[0] = std::byte{0};
   }
@@ -372,12 +365,12 @@ struct StoredChunk {
   return out;
 }
 
-template <ContentHash Hash, Compressor C>
-[[nodiscard]] Status unpack_chunk(const StoredChunk& chunk, const BlobKey& key,
-                                  std::span<std::byte> raw, const C& compressor) {
-  if (key.bytes[0] != (Hash::tag | 0x80U)) {
+[[nodiscard]] inline Status unpack_chunk(const StoredChunk& chunk, const BlobKey& key,
+                                         std::span<std::byte> raw, const Compressor* compressor,
+                                         const SetHash& hash) {
+  if (key.bytes[0] != (hash.tag | 0x80U)) {
     return extend::error(ErrorCode::hash_mismatch, "chunk key of kind ", key.bytes[0],
-                         ", expected ", Hash::tag | 0x80U);
+                         ", expected ", hash.tag | 0x80U);
   }
   if (chunk.codec == 0) {
     if (chunk.data.size() != raw.size()) {
@@ -386,14 +379,18 @@ template <ContentHash Hash, Compressor C>
           "a raw chunk holds ", chunk.data.size(), " bytes and declares ", raw.size());
     }
     if (!raw.empty()) std::memcpy(raw.data(), chunk.data.data(), raw.size());
-  } else if (chunk.codec == C::codec) {
-    KVMELD_TRY(compressor.decompress(chunk.data, raw));
+  } else if (compressor != nullptr && chunk.codec == compressor->codec()) {
+    KVMELD_TRY(compressor->decompress(chunk.data, raw));
+  } else if (compressor == nullptr) {
+    return extend::error(ErrorCode::unsupported, "a chunk is stored by codec ", chunk.codec,
+                         ", and this reader has no compressor (codec 1 is Zstd of "
+                         "<kvmeld/replica/zstd.hpp>)");
   } else {
     return extend::error(ErrorCode::unsupported, "a chunk is stored by codec ", chunk.codec,
-                         ", this reader has codecs 0 and ", std::uint8_t{C::codec},
+                         ", this reader has codecs 0 and ", compressor->codec(),
                          " (codec 1 is Zstd of <kvmeld/replica/zstd.hpp>)");
   }
-  if (const BlobKey found = chunk_key<Hash>(raw); found != key) {
+  if (const BlobKey found = chunk_key(raw, hash); found != key) {
     return extend::error(ErrorCode::id_mismatch, "a chunk of ", raw.size(), " bytes has key ",
                          found.hex(), ", not ", key.hex());
   }
@@ -405,13 +402,11 @@ template <ContentHash Hash, Compressor C>
 /// The raw bytes of a stored chunk, verified against the key under which it was kept. O(bytes).
 ///
 /// Errors: `truncated`, `oversized` (also above `max_raw`, before anything is allocated),
-/// `corrupt`, `unsupported` for a codec that `C` is not, `hash_mismatch` for a key of another hash,
-/// `id_mismatch`.
-template <ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
-[[nodiscard]] Result<std::vector<std::byte>> decode_chunk(std::span<const std::byte> stored,
-                                                          const BlobKey& key,
-                                                          std::size_t max_raw = max_chunk_bytes,
-                                                          const C& compressor = {}) {
+/// `corrupt`, `unsupported` for a codec that `compressor` is not, `hash_mismatch` for a key of
+/// another hash, `id_mismatch`.
+[[nodiscard]] inline Result<std::vector<std::byte>> decode_chunk(
+    std::span<const std::byte> stored, const BlobKey& key, std::size_t max_raw = max_chunk_bytes,
+    const Compressor* compressor = nullptr, const SetHash& hash = {}) {
   const auto chunk = detail::open_chunk(stored, max_raw);
   if (!chunk) return chunk.error();
   if (chunk->codec == 0 && chunk->data.size() < chunk->raw_bytes) {
@@ -419,7 +414,7 @@ template <ContentHash Hash = Xxh3_128, Compressor C = NoCompression>
                          " bytes and declares ", chunk->raw_bytes);
   }
   std::vector<std::byte> raw(chunk->raw_bytes);
-  KVMELD_TRY((detail::unpack_chunk<Hash>(*chunk, key, std::span(raw), compressor)));
+  KVMELD_TRY(detail::unpack_chunk(*chunk, key, std::span(raw), compressor, hash));
   return raw;
 }
 
@@ -653,14 +648,14 @@ namespace detail {
 ///
 /// Errors: `payload_missing` for an evicted payload, `hash_mismatch`, `invalid_argument` for a
 /// chunk size outside [1, 64 MiB].
-template <ContentHash Hash = Xxh3_128>
-[[nodiscard]] Result<Manifest> make_manifest(const Fragment& fragment,
-                                             std::size_t chunk_bytes = default_chunk_bytes) {
+[[nodiscard]] inline Result<Manifest> make_manifest(const Fragment& fragment,
+                                                    std::size_t chunk_bytes = default_chunk_bytes,
+                                                    const SetHash& hash = {}) {
   if (!fragment.valid())
     return extend::error(ErrorCode::invalid_argument, "an empty Fragment has no manifest");
-  if (fragment.id().tag() != Hash::tag) {
+  if (fragment.id().tag() != hash.tag) {
     return extend::error(ErrorCode::hash_mismatch, "fragment named by hash ", fragment.id().tag(),
-                         ", chunks by ", Hash::tag);
+                         ", chunks by ", hash.tag);
   }
   if (chunk_bytes == 0 || chunk_bytes > max_chunk_bytes) {
     return extend::error(ErrorCode::invalid_argument, "chunks of ", chunk_bytes,
@@ -677,7 +672,7 @@ template <ContentHash Hash = Xxh3_128>
     }
     std::vector<BlobKey>& keys = out.chunks.emplace_back();
     for (std::size_t c = 0, n = chunk_count(payload.byte_count, chunk_bytes); c < n; ++c) {
-      keys.push_back(chunk_key<Hash>(raw_chunk(payload, c, chunk_bytes)));
+      keys.push_back(chunk_key(raw_chunk(payload, c, chunk_bytes), hash));
     }
     payload.bytes = nullptr;
   }
@@ -708,10 +703,10 @@ template <ContentHash Hash = Xxh3_128>
 }
 
 /// `make_manifest` and its bytes in one step.
-template <ContentHash Hash = Xxh3_128>
-[[nodiscard]] Result<std::vector<std::byte>> encode_manifest(
-    const Fragment& fragment, std::size_t chunk_bytes = default_chunk_bytes) {
-  const auto manifest = make_manifest<Hash>(fragment, chunk_bytes);
+[[nodiscard]] inline Result<std::vector<std::byte>> encode_manifest(
+    const Fragment& fragment, std::size_t chunk_bytes = default_chunk_bytes,
+    const SetHash& hash = {}) {
+  const auto manifest = make_manifest(fragment, chunk_bytes, hash);
   if (!manifest) return manifest.error();
   return encode_manifest(*manifest);
 }
@@ -726,10 +721,9 @@ template <ContentHash Hash = Xxh3_128>
 /// `validate`, `hash_mismatch` for an id of another hash, `id_mismatch`.
 /// @param known  a geometry to share where the manifest's is equal: one copy for all fragments of a
 /// model.
-template <ContentHash Hash = Xxh3_128>
-[[nodiscard]] Result<Manifest> decode_manifest(std::span<const std::byte> bytes,
-                                               const ManifestLimits& limits = {},
-                                               const std::shared_ptr<const Geometry>& known = {}) {
+[[nodiscard]] inline Result<Manifest> decode_manifest(
+    std::span<const std::byte> bytes, const ManifestLimits& limits = {}, const SetHash& hash = {},
+    const std::shared_ptr<const Geometry>& known = {}) {
   using extend::error;
   extend::ByteReader head(bytes);
   const auto magic = head.value<std::uint32_t>();
@@ -757,10 +751,10 @@ template <ContentHash Hash = Xxh3_128>
   Manifest out;
   auto body = std::make_shared<Fragment::Body>();
   KVMELD_TRY(detail::read_manifest(r, *body, out, limits));
-  if (body->id.tag() != Hash::tag)
+  if (body->id.tag() != hash.tag)
     return extend::error(ErrorCode::hash_mismatch, "manifest named by hash ", body->id.tag(),
-                         ", read by ", Hash::tag);
-  if (const FragmentId id = extend::fragment_id<Hash>(*body); id != body->id) {
+                         ", read by ", hash.tag);
+  if (const FragmentId id = extend::fragment_id(hash, *body); id != body->id) {
     return extend::error(ErrorCode::id_mismatch, "the manifest claims id ", body->id.hex(),
                          ", its fields have ", id.hex());
   }
@@ -777,14 +771,14 @@ template <ContentHash Hash = Xxh3_128>
 /// announces: each chunk that came is held once, however often the payload names it (`held_bytes`),
 /// beside the manifest and some 64 bytes for each chunk that it names. Only `finish` takes the
 /// payload's bytes, and gives back each chunk's behind its last copy.
-/// @tparam Hash the content hash that named the fragment.
-template <ContentHash Hash = Xxh3_128>
 class Assembler {
  public:
   /// @param manifest as `decode_manifest` gave it.
   /// @param only     the one payload that is wanted; none: all.
-  explicit Assembler(Manifest manifest, std::optional<std::size_t> only = {})
-      : manifest_(std::move(manifest)) {
+  /// @param hash     the content hash that named the fragment.
+  explicit Assembler(Manifest manifest, std::optional<std::size_t> only = {},
+                     const SetHash& hash = {})
+      : manifest_(std::move(manifest)), hash_(hash) {
     const auto payloads = manifest_.fragment.payloads();
     for (std::size_t p = 0; p < payloads.size(); ++p) {
       wanted_.push_back(!only.has_value() || *only == p);
@@ -826,9 +820,8 @@ class Assembler {
   /// fragment. O(log chunks + bytes).
   ///
   /// Errors: those of `decode_chunk`; the assembler is then as it was, and the chunk still wanted.
-  template <Compressor C = NoCompression>
   [[nodiscard]] Result<bool> add(const BlobKey& key, std::span<const std::byte> stored,
-                                 const C& compressor = {}) {
+                                 const Compressor* compressor = nullptr) {
     const auto found = first_of(key);
     if (found == chunks_.end()) return false;
     Chunk& chunk = chunks_[static_cast<std::size_t>(found - chunks_.cbegin())];
@@ -841,7 +834,7 @@ class Assembler {
     }
     std::unique_ptr<std::byte[]> raw(new std::byte[chunk.bytes]);
     const std::span<std::byte> place(raw.get(), chunk.bytes);
-    KVMELD_TRY((detail::unpack_chunk<Hash>(*opened, key, place, compressor)));
+    KVMELD_TRY(detail::unpack_chunk(*opened, key, place, compressor, hash_));
     chunk.raw = std::move(raw);
     held_bytes_ += chunk.bytes;
     --left_;
@@ -869,7 +862,7 @@ class Assembler {
       if (!wanted_[p]) continue;
       Payload& payload = body->payloads[p];
       payload.bytes = joined(p, payload.byte_count);
-      if (extend::payload_digest<Hash>(payload) != payload.digest) {
+      if (extend::payload_digest(hash_, payload) != payload.digest) {
         return extend::error(ErrorCode::id_mismatch, "payload ", p, " of fragment ",
                              named.id().hex(), ": its ", payload.byte_count,
                              " bytes, positions and token sets do not hash to its digest");
@@ -898,7 +891,7 @@ class Assembler {
   [[nodiscard]] std::size_t size_of(std::size_t p, std::size_t c) const noexcept {
     return chunk_size(manifest_.fragment.payloads()[p].byte_count, c, manifest_.chunk_bytes);
   }
-  [[nodiscard]] auto first_of(const BlobKey& key) const noexcept {
+  [[nodiscard]] std::vector<Chunk>::const_iterator first_of(const BlobKey& key) const noexcept {
     const auto at = std::lower_bound(chunks_.begin(), chunks_.end(), key,
                                      [](const Chunk& c, const BlobKey& k) { return c.key < k; });
     return at == chunks_.end() || at->key != key ? chunks_.end() : at;
@@ -926,6 +919,7 @@ class Assembler {
   }
 
   Manifest manifest_;
+  SetHash hash_;
   std::vector<bool> wanted_;   // (payloads)
   std::vector<Chunk> chunks_;  // each once, by key
   std::size_t left_ = 0;

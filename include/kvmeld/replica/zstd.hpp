@@ -192,19 +192,20 @@ inline void zstd_read(extend::ByteReader& r, ZSTD_DCtx* context, std::span<std::
 
 }  // namespace detail
 
-/// Models `Compressor`: Zstandard (RFC 8878) over f16, bf16 and f32 whose exponents were taken
+/// Zstandard (RFC 8878) over f16, bf16 and f32 whose exponents were taken
 /// relative to their channel's, over other elements as they are.
 ///
 /// Lossless. Mantissas of a cache are noise, so the ratio is what sign and exponent leave: about
 /// 1.2 for f16, 1.5 for bf16, 1.2 for f32 (docs/wire.md has the figures). Worth it where the
 /// network is slower than some hundred MB/s.
-struct Zstd {
-  static constexpr std::uint8_t codec = 1;
+class Zstd final : public Compressor {
+ public:
+  /// @param level zstd's; higher ones find nothing more in floats.
+  explicit Zstd(int level = 1) noexcept : level_(level) {}
 
-  int level = 1;  ///< zstd's; higher ones find nothing more in floats
-
+  [[nodiscard]] std::uint8_t codec() const noexcept override { return 1; }
   [[nodiscard]] bool compress(std::span<const std::byte> raw, const ChunkForm& form,
-                              std::vector<std::byte>& out) const {
+                              std::vector<std::byte>& out) const override {
     const std::size_t before = out.size();
     const std::unique_ptr<ZSTD_CCtx, detail::FreeZstd> context(ZSTD_createCCtx());
     bool done = context != nullptr && !raw.empty();
@@ -223,15 +224,16 @@ struct Zstd {
         default:
           out.push_back(static_cast<std::byte>(detail::Arrangement::plain));
           done = detail::zstd_append(
-              context.get(), {reinterpret_cast<const std::uint8_t*>(raw.data()), raw.size()}, level,
-              out);
+              context.get(), {reinterpret_cast<const std::uint8_t*>(raw.data()), raw.size()},
+              level_, out);
       }
     }
     if (!done) out.resize(before);
     return done;
   }
 
-  [[nodiscard]] Status decompress(std::span<const std::byte> data, std::span<std::byte> raw) const {
+  [[nodiscard]] Status decompress(std::span<const std::byte> data,
+                                  std::span<std::byte> raw) const override {
     extend::ByteReader r(data);
     const std::unique_ptr<ZSTD_DCtx, detail::FreeZstd> context(ZSTD_createDCtx());
     if (context == nullptr)
@@ -274,11 +276,11 @@ struct Zstd {
     head.varint(columns);
     head.bytes(raw.subspan(elements * F::bytes));  // a last element's torn bytes
     out.insert(out.end(), head.written().begin(), head.written().end());
-    bool done = detail::zstd_append(context, planes.bases, level, out);
+    bool done = detail::zstd_append(context, planes.bases, level_, out);
     for (unsigned p = 0; p < F::bytes && done; ++p) {
       done = detail::zstd_append(
           context, std::span<const std::uint8_t>(planes.planes).subspan(p * elements, elements),
-          level, out);
+          level_, out);
     }
     return done;
   }
@@ -300,6 +302,8 @@ struct Zstd {
     std::copy(torn.begin(), torn.end(),
               raw.begin() + static_cast<std::ptrdiff_t>(elements * F::bytes));
   }
+
+  int level_;
 };
 
 }  // namespace replica

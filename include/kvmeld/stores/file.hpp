@@ -42,7 +42,7 @@ struct FileStoreOptions {
 
 /// Blobs, payloads and records in a folder that processes of one machine share, without a server.
 ///
-/// Models `BlobStore` and `PayloadStore`. `get` and `map_payload` map the file: all processes read
+/// An `ArbiterStore` and a `PayloadStore`. `get` and `map_payload` map the file: all processes read
 /// the same memory, whatever its size. Each process may die at any instruction: a blob has its name
 /// only when it is whole, a torn record is detected and cut off, and what a call has acknowledged
 /// stays (under the machine's own death: as `Durability` says). What the disk spoils of the record
@@ -52,7 +52,7 @@ struct FileStoreOptions {
 /// truncates one makes its readers fail with SIGBUS: `FileStoreOptions::private_copies` rules both
 /// out. Folders inside are never links. Where another folder takes the name of this one, or an
 /// earlier state of it is restored, record calls follow it and `generation()` changes.
-class FileStore {
+class FileStore final : public replica::ArbiterStore, public replica::PayloadStore {
  public:
   /// Opens a folder, creating it where its parent exists, and removes what dead processes have left
   /// half-written. With `read_only`, one that is a store already, creating and removing nothing.
@@ -83,17 +83,17 @@ class FileStore {
 
   /// O(bytes), also where they are there already; without waiting for others. Errors: `store_full`,
   /// `unavailable`, `unsupported`.
-  Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) {
+  Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) override {
     return put_file("blobs/", 0, key, bytes);
   }
   /// As `ArbiterStore` has it. Errors: as `put`; `unsupported` on a file system without hard links,
   /// which settle who was first.
-  Result<bool> put_if_absent(const BlobKey& key, std::span<const std::byte> bytes) {
+  Result<bool> put_if_absent(const BlobKey& key, std::span<const std::byte> bytes) override {
     return put_file("blobs/", 0, key, bytes, false);
   }
   /// O(1) in the size: see the class. Errors: `not_found`, `unavailable`.
-  Result<Blob> get(const BlobKey& key) { return map_file("blobs/", key); }
-  Result<bool> contains(const BlobKey& key) {
+  Result<Blob> get(const BlobKey& key) override { return map_file("blobs/", key); }
+  Result<bool> contains(const BlobKey& key) override {
     const std::string name = key.hex();
     const detail::FileHandle inner = inner_folder("blobs/", key);
     const auto look = [&] { return ::faccessat(inner.get(), name.c_str(), F_OK, 0); };
@@ -102,29 +102,30 @@ class FileStore {
     return detail::file_error(errno, "look for", name);
   }
   /// What is not there is erased already; holders of a mapped blob keep it.
-  Status erase(const BlobKey& key) { return erase_file("blobs/", key); }
+  Status erase(const BlobKey& key) override { return erase_file("blobs/", key); }
 
-  Result<bool> put_payload(const BlobKey& key, std::span<const std::byte> bytes) {
+  [[nodiscard]] replica::PayloadStore* payloads() noexcept override { return this; }
+  Result<bool> put_payload(const BlobKey& key, std::span<const std::byte> bytes) override {
     return put_file("payloads/", 256, key, bytes);
   }
-  Result<Blob> map_payload(const BlobKey& key) { return map_file("payloads/", key); }
-  Status erase_payload(const BlobKey& key) { return erase_file("payloads/", key); }
+  Result<Blob> map_payload(const BlobKey& key) override { return map_file("payloads/", key); }
+  Status erase_payload(const BlobKey& key) override { return erase_file("payloads/", key); }
 
   /// Errors: `store_full`, `unavailable`, `unsupported`.
-  Status add_record(std::span<const std::byte> bytes) {
+  Status add_record(std::span<const std::byte> bytes) override {
     KVMELD_TRY(writable());
     const std::lock_guard lock(shared_->log_mutex);
     KVMELD_TRY(shared_->follow());
     return shared_->log.add(bytes);
   }
   /// O(bytes beyond the cursor); two system calls where there are none. Errors: `unavailable`.
-  Result<replica::RecordBatch> records(std::uint64_t cursor) {
+  Result<replica::RecordBatch> records(std::uint64_t cursor) override {
     const std::lock_guard lock(shared_->log_mutex);
     KVMELD_TRY(shared_->follow());
     return shared_->log.read(cursor);
   }
   /// O(bytes that stay). Errors: `store_full`, `unavailable`, `unsupported`.
-  Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
+  Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) override {
     KVMELD_TRY(writable());
     const std::lock_guard lock(shared_->log_mutex);
     KVMELD_TRY(shared_->follow());
@@ -135,7 +136,7 @@ class FileStore {
   /// What was acknowledged to be in the record log and is there no longer: bytes that were changed,
   /// or cut off. Also of earlier lives of the log, since replacing carries it on. As `open` and the
   /// calls on records since saw it; blobs are not looked at.
-  [[nodiscard]] replica::StoreDamage damage() const {
+  [[nodiscard]] replica::StoreDamage damage() const override {
     const std::lock_guard lock(shared_->log_mutex);
     return shared_->log.damage();
   }
@@ -149,7 +150,7 @@ class FileStore {
   /// replaced by another one, or its log by another or an earlier one. As the last call on records
   /// saw it. Whoever sees another value adds its records and blobs again. Never 0; handles need not
   /// have the same.
-  [[nodiscard]] std::uint64_t generation() const {
+  [[nodiscard]] std::uint64_t generation() const override {
     const std::lock_guard lock(shared_->log_mutex);
     return shared_->log.generation();
   }

@@ -27,10 +27,10 @@ namespace stores {
 /// Keeps everything in this process: the embedded default, and what replicas of one process meet
 /// in.
 ///
-/// Models `BlobStore`; durable as long as one handle lives. A copy is another handle on the same
+/// Durable as long as one handle lives. A copy is another handle on the same
 /// content; all calls are thread-safe and none waits for more than the copy of a map's node. `get`
 /// shares the bytes, whatever their size.
-class MemoryStore {
+class MemoryStore : public replica::ArbiterStore {
  public:
   /// @param capacity_bytes blobs and records together; one more byte is `store_full`.
   explicit MemoryStore(std::size_t capacity_bytes = ~std::size_t{0})
@@ -39,7 +39,7 @@ class MemoryStore {
   }
 
   /// O(bytes + log n). Errors: `store_full`.
-  Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) {
+  Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) override {
     Content& c = *content_;
     std::shared_ptr<std::byte[]> copy;
     for (Blob there;;) {
@@ -69,7 +69,7 @@ class MemoryStore {
   }
 
   /// As `ArbiterStore` has it. O(bytes + log n). Errors: `store_full`.
-  Result<bool> put_if_absent(const BlobKey& key, std::span<const std::byte> bytes) {
+  Result<bool> put_if_absent(const BlobKey& key, std::span<const std::byte> bytes) override {
     const std::shared_ptr<std::byte[]> copy(
         new std::byte[(std::max)(bytes.size(), std::size_t{1})]);
     std::copy(bytes.begin(), bytes.end(), copy.get());
@@ -83,7 +83,7 @@ class MemoryStore {
   }
 
   /// O(log n), no copy. Errors: `not_found`.
-  Result<Blob> get(const BlobKey& key) {
+  Result<Blob> get(const BlobKey& key) override {
     const std::lock_guard lock(content_->mutex);
     const auto at = content_->blobs.find(key);
     if (at == content_->blobs.end())
@@ -91,13 +91,13 @@ class MemoryStore {
     return at->second;
   }
 
-  Result<bool> contains(const BlobKey& key) {
+  Result<bool> contains(const BlobKey& key) override {
     const std::lock_guard lock(content_->mutex);
     return content_->blobs.contains(key);
   }
 
   /// What is not there is erased already. Holders of the blob keep its bytes.
-  Status erase(const BlobKey& key) {
+  Status erase(const BlobKey& key) override {
     Blob last;  // freed after the lock
     const std::lock_guard lock(content_->mutex);
     const auto at = content_->blobs.find(key);
@@ -109,10 +109,10 @@ class MemoryStore {
   }
 
   /// Errors: `store_full`.
-  Status add_record(std::span<const std::byte> bytes) { return replace_records(0, bytes); }
+  Status add_record(std::span<const std::byte> bytes) override { return replace_records(0, bytes); }
 
   /// O(bytes given).
-  Result<replica::RecordBatch> records(std::uint64_t cursor) {
+  Result<replica::RecordBatch> records(std::uint64_t cursor) override {
     const std::lock_guard lock(content_->mutex);
     const Content& c = *content_;
     replica::RecordBatch batch;
@@ -127,7 +127,7 @@ class MemoryStore {
 
   /// O(records replaced). Errors: `store_full`; `invalid_argument` for a cursor that this store
   /// never gave.
-  Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
+  Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) override {
     std::vector<std::byte> copy(bytes.begin(), bytes.end());
     Content& c = *content_;
     const std::lock_guard lock(c.mutex);
@@ -210,9 +210,9 @@ struct MemoryPost {
 /// One member's end of a `MemoryHub`: messages arrive in order and once, unless the receiver's
 /// inbox is full.
 ///
-/// Models `Transport`. All calls are thread-safe; `send` never waits for a receiver. Leaves the hub
+/// All calls are thread-safe; `send` never waits for a receiver. Leaves the hub
 /// when destroyed; the hub's members outlive the hub.
-class MemoryTransport {
+class MemoryTransport final : public replica::Transport {
  public:
   MemoryTransport(MemoryTransport&& other) noexcept
       : post_(std::move(other.post_)), inbox_(std::move(other.inbox_)), self_(other.self_) {}
@@ -224,20 +224,22 @@ class MemoryTransport {
   }
   MemoryTransport(const MemoryTransport&) = delete;
   MemoryTransport& operator=(const MemoryTransport&) = delete;
-  ~MemoryTransport() {
+  ~MemoryTransport() override {
     if (post_ == nullptr) return;
     const std::lock_guard lock(post_->mutex);
     post_->members.erase(self_);
   }
 
-  [[nodiscard]] replica::MemberId self() const noexcept { return self_; }
-  [[nodiscard]] std::size_t max_message_bytes() const noexcept { return post_->max_message_bytes; }
+  [[nodiscard]] replica::MemberId self() const noexcept override { return self_; }
+  [[nodiscard]] std::size_t max_message_bytes() const noexcept override {
+    return post_->max_message_bytes;
+  }
 
   /// Hands a message to a member, or to all others; one copy. A member that is not there misses it,
   /// and that is no error.
   ///
   /// Errors: `oversized`.
-  Status send(replica::MemberId to, std::span<const std::byte> bytes) {
+  Status send(replica::MemberId to, std::span<const std::byte> bytes) override {
     if (bytes.size() > post_->max_message_bytes) {
       return extend::error(ErrorCode::oversized, "a message of ", bytes.size(),
                            " bytes; this hub takes ", post_->max_message_bytes);
@@ -257,7 +259,7 @@ class MemoryTransport {
   }
 
   /// The message that has waited longest; none when none came within the time.
-  Result<std::optional<replica::Envelope>> receive(std::int64_t timeout_ms) {
+  Result<std::optional<replica::Envelope>> receive(std::int64_t timeout_ms) override {
     std::pair<replica::MemberId, detail::MemoryPost::Bytes> first;
     {
       std::unique_lock lock(post_->mutex);

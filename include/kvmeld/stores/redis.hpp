@@ -260,7 +260,7 @@ struct RedisBlob {
 
 /// Keeps blobs and records in a Redis or Valkey server, where the replicas of a namespace meet.
 ///
-/// Models `BlobStore`. All keys are `{namespace}:…`: one hash slot. A blob is a string, the records
+/// An `ArbiterStore`. All keys are `{namespace}:…`: one hash slot. A blob is a string, the records
 /// are a list; every write is one command or one MULTI/EXEC, so a server that dies in the middle of
 /// it has all of it or nothing. Acknowledged means what the server's own settings promise: with
 /// `appendonly yes` a killed server comes back with everything (`appendfsync always`: also a
@@ -273,7 +273,7 @@ struct RedisBlob {
 /// `unavailable`, `store_full` (memory or disk), `unauthenticated`, `invalid_argument`; `corrupt`
 /// where the namespace holds somebody else's types; `unsupported` for a server that evicts keys, or
 /// a cluster's wrong node.
-class RedisStore {
+class RedisStore final : public replica::ArbiterStore {
  public:
   /// Connects. Nothing is retried here: where the server may start later than the caller, the
   /// caller tries again.
@@ -288,7 +288,7 @@ class RedisStore {
   /// Two round trips for a large blob and a known one, one for a small new one. One that is there
   /// is fetched and compared: it costs as much as sending it, the other way. One of other bytes is
   /// replaced. Errors: also `oversized` beyond 512 MiB, the server's limit.
-  Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) {
+  Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) override {
     const RedisBlob one{key, bytes};
     auto created = put_all(std::span(&one, 1));
     if (!created) return created.error();
@@ -297,7 +297,7 @@ class RedisStore {
 
   /// As `ArbiterStore` has it, in one round trip. Where the connection is lost under it, it may be
   /// there and answer false: look at what is there. Errors: also `oversized`.
-  Result<bool> put_if_absent(const BlobKey& key, std::span<const std::byte> bytes) {
+  Result<bool> put_if_absent(const BlobKey& key, std::span<const std::byte> bytes) override {
     KVMELD_TRY(check_size(bytes));
     State& s = *state_;
     const std::lock_guard lock(s.mutex);
@@ -363,7 +363,7 @@ class RedisStore {
   }
 
   /// One copy behind the socket's. Errors: also `not_found`.
-  Result<Blob> get(const BlobKey& key) {
+  Result<Blob> get(const BlobKey& key) override {
     auto blobs = get_all(std::span(&key, 1));
     if (!blobs) return blobs.error();
     if ((*blobs)[0].data == nullptr)
@@ -390,7 +390,7 @@ class RedisStore {
     });
   }
 
-  Result<bool> contains(const BlobKey& key) {
+  Result<bool> contains(const BlobKey& key) override {
     auto all = contains_all(std::span(&key, 1));
     if (!all) return all.error();
     return static_cast<bool>((*all)[0]);
@@ -421,13 +421,13 @@ class RedisStore {
 
   /// What is not there is erased already. The server's memory is free when this returns (DEL, not
   /// UNLINK), so that a full one takes on.
-  Status erase(const BlobKey& key) {
+  Status erase(const BlobKey& key) override {
     State& s = *state_;
     const std::lock_guard lock(s.mutex);
     return s.attempt([&] { return s.connection.command({"DEL", s.key_of(key)}).status(); });
   }
 
-  Status add_record(std::span<const std::byte> bytes) {
+  Status add_record(std::span<const std::byte> bytes) override {
     State& s = *state_;
     const std::lock_guard lock(s.mutex);
     return s.attempt([&] { return s.records.add(s.connection, bytes); });
@@ -435,14 +435,14 @@ class RedisStore {
 
   /// Cursors of an earlier generation read from the beginning: what they had seen may be gone or
   /// stand elsewhere.
-  Result<replica::RecordBatch> records(std::uint64_t cursor) {
+  Result<replica::RecordBatch> records(std::uint64_t cursor) override {
     State& s = *state_;
     const std::lock_guard lock(s.mutex);
     return s.attempt([&] { return s.records.read(s.connection, cursor); });
   }
 
   /// Replaces nothing, and only adds, where the cursor is of an earlier generation.
-  Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
+  Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) override {
     State& s = *state_;
     const std::lock_guard lock(s.mutex);
     return s.attempt([&] { return s.records.replace(s.connection, cursor, bytes); });
@@ -452,7 +452,7 @@ class RedisStore {
   /// another took over, or its data were flushed. As the last call saw it, so compare it after
   /// each; `records` always looks. Whoever sees another value adds its records and blobs again.
   /// Never 0, and equal for all stores of a namespace.
-  [[nodiscard]] std::uint64_t generation() const {
+  [[nodiscard]] std::uint64_t generation() const override {
     const std::lock_guard lock(state_->mutex);
     return state_->records.generation();
   }
@@ -607,7 +607,7 @@ struct RedisTransportCounters {
 
 /// Messages between members over the publish/subscribe channels of a Redis or Valkey server.
 ///
-/// Models `Transport`. One channel for everyone and one for each member, `{namespace}:news` and
+/// One channel for everyone and one for each member, `{namespace}:news` and
 /// `{namespace}:to:…`; a message is its sender's id and its bytes. It loses on purpose: what is
 /// published while a member is not subscribed, and all that waits for a member which reads so
 /// slowly that the server's output buffer (`client-output-buffer-limit pubsub`, 32 MiB as shipped)
@@ -617,7 +617,7 @@ struct RedisTransportCounters {
 /// calls, with backoff; `send` tries once more within the call, and waits as `RedisConnection`
 /// does. `receive` keeps to its timeout, but where it connects anew it may take `connect_timeout_ms
 /// + command_timeout_ms` more.
-class RedisTransport {
+class RedisTransport final : public replica::Transport {
  public:
   /// Connects and subscribes: what is sent after this returned arrives.
   ///
@@ -641,14 +641,14 @@ class RedisTransport {
     return Result(std::move(transport));  // spelled out for nvcc, which would copy
   }
 
-  [[nodiscard]] replica::MemberId self() const noexcept { return state_->options.self; }
-  [[nodiscard]] std::size_t max_message_bytes() const noexcept {
+  [[nodiscard]] replica::MemberId self() const noexcept override { return state_->options.self; }
+  [[nodiscard]] std::size_t max_message_bytes() const noexcept override {
     return state_->options.max_message_bytes;
   }
 
   /// One round trip; without error the server has it. Errors: `unavailable`, `oversized`,
   /// `unauthenticated`.
-  Status send(replica::MemberId to, std::span<const std::byte> bytes) {
+  Status send(replica::MemberId to, std::span<const std::byte> bytes) override {
     State& s = *state_;
     if (bytes.size() > max_message_bytes()) {
       return extend::error(ErrorCode::oversized, "a message of ", bytes.size(),
@@ -667,7 +667,7 @@ class RedisTransport {
 
   /// The next message; none when none came within the time. Errors: `unavailable`, at the end of
   /// the timeout; `unauthenticated`.
-  Result<std::optional<replica::Envelope>> receive(std::int64_t timeout_ms) {
+  Result<std::optional<replica::Envelope>> receive(std::int64_t timeout_ms) override {
     State& s = *state_;
     const std::lock_guard lock(s.receive_mutex);
     constexpr std::int64_t year_ms = 31'536'000'000;

@@ -427,7 +427,7 @@ struct SimulatedDisk {
 /// ends is not there, there, or torn, as the contract of `BlobStore` allows; from then on every
 /// call fails until `restart`. Over a shared disk every member has a store, its connection, of its
 /// own.
-class SimulatedStore {
+class SimulatedStore final : public replica::BlobStore {
  public:
   SimulatedStore(std::shared_ptr<SimulatedDisk> disk, std::uint64_t seed)
       : disk_(std::move(disk)), random_(seed) {}
@@ -444,7 +444,7 @@ class SimulatedStore {
   void restart() noexcept { crashed_ = false; }
   [[nodiscard]] const std::shared_ptr<SimulatedDisk>& disk() const noexcept { return disk_; }
 
-  Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) {
+  Result<bool> put(const BlobKey& key, std::span<const std::byte> bytes) override {
     KVMELD_TRY(reachable());
     const auto at = disk_->blobs.find(key);
     if (at != disk_->blobs.end() && std::ranges::equal(*at->second.now, bytes)) return false;
@@ -455,24 +455,24 @@ class SimulatedStore {
     if (!outcome.status.ok()) return outcome.status;
     return true;
   }
-  Result<Blob> get(const BlobKey& key) {
+  Result<Blob> get(const BlobKey& key) override {
     KVMELD_TRY(reachable());
     const auto at = disk_->blobs.find(key);
     if (at == disk_->blobs.end()) return Status(ErrorCode::not_found, "no blob " + key.hex());
     const Stored::Bytes& bytes = at->second.now;
     return Blob{std::shared_ptr<const std::byte[]>(bytes, bytes->data()), bytes->size()};
   }
-  Result<bool> contains(const BlobKey& key) {
+  Result<bool> contains(const BlobKey& key) override {
     KVMELD_TRY(reachable());
     return disk_->blobs.count(key) != 0;
   }
-  Status erase(const BlobKey& key) {
+  Status erase(const BlobKey& key) override {
     KVMELD_TRY(reachable());
     const Outcome outcome = decide();
     if (outcome.happens) disk_->blobs.erase(key);
     return outcome.status;
   }
-  Status add_record(std::span<const std::byte> bytes) {
+  Status add_record(std::span<const std::byte> bytes) override {
     KVMELD_TRY(reachable());
     const Outcome outcome = decide();
     if (outcome.happens) {
@@ -481,7 +481,7 @@ class SimulatedStore {
     }
     return outcome.status;
   }
-  Result<replica::RecordBatch> records(std::uint64_t cursor) {
+  Result<replica::RecordBatch> records(std::uint64_t cursor) override {
     KVMELD_TRY(reachable());
     replica::RecordBatch batch;
     batch.cursor = cursor_at(disk_->next_record);
@@ -489,7 +489,7 @@ class SimulatedStore {
       batch.records.push_back(*at->second.now);
     return batch;
   }
-  Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) {
+  Status replace_records(std::uint64_t cursor, std::span<const std::byte> bytes) override {
     KVMELD_TRY(reachable());
     const Outcome outcome = decide();
     if (outcome.happens && outcome.whole) {
@@ -504,7 +504,7 @@ class SimulatedStore {
   }
   /// Which content this is: a replica that finds another than before writes down again what it
   /// holds.
-  [[nodiscard]] std::uint64_t generation() const noexcept { return disk_->generation; }
+  [[nodiscard]] std::uint64_t generation() const noexcept override { return disk_->generation; }
 
  private:
   struct Outcome {
@@ -560,8 +560,6 @@ class SimulatedStore {
   Random random_;
   bool crashed_ = false;
 };
-
-static_assert(replica::BlobStore<SimulatedStore>);
 
 /// A message that has arrived.
 struct Delivery {

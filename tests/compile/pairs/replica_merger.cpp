@@ -3,8 +3,8 @@
 #include <kvmeld/replica/replica.hpp>
 
 #ifdef KVMELD_BAD
-const kvmeld::replica::ReplicaOptions<> options{.self = 1, .epoch = 1};
+const kvmeld::replica::ReplicaOptions options{.self = 1, .epoch = 1};
 #else
-const kvmeld::replica::ReplicaOptions<> options{
+const kvmeld::replica::ReplicaOptions options{
     .self = 1, .epoch = 1, .merger = kvmeld::replica::does_not_render};
 #endif

@@ -633,9 +633,8 @@ struct StoredAnchor {
 namespace detail {
 
 /// Which blobs hold an anchor with the Δ of one context, none of which is written.
-template <ContentHash Hash, replica::Compressor C>
-[[nodiscard]] Result<AnchorList> list_anchor(const Anchor& anchor, const Digest128& context,
-                                             const replica::FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<AnchorList> list_anchor(const Anchor& anchor, const Digest128& context,
+                                                    const replica::FragmentFormat& format) {
   AnchorList out;
   out.anchor =
       Anchor{anchor.id, anchor.base, anchor.vector, anchor.embedding, {}, anchor.approximate};
@@ -668,7 +667,8 @@ template <ContentHash Hash, replica::Compressor C>
     std::vector<BlobKey>& keys = out.chunks.emplace_back();
     for (std::size_t c = 0, n = replica::chunk_count(payload.byte_count, out.chunk_bytes); c < n;
          ++c)
-      keys.push_back(replica::chunk_key<Hash>(replica::raw_chunk(payload, c, out.chunk_bytes)));
+      keys.push_back(
+          replica::chunk_key(replica::raw_chunk(payload, c, out.chunk_bytes), format.hash));
   }
   return out;
 }
@@ -680,12 +680,12 @@ template <ContentHash Hash, replica::Compressor C>
 }
 
 /// The raw bytes of a blob, verified by its key; one that is wrong is erased.
-template <replica::BlobStore S, ContentHash Hash, replica::Compressor C>
-[[nodiscard]] Result<std::vector<std::byte>> read_blob(
-    S& store, const BlobKey& key, const replica::FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<std::vector<std::byte>> read_blob(
+    replica::BlobStore& store, const BlobKey& key, const replica::FragmentFormat& format) {
   const auto stored = store.get(key);
   if (!stored) return stored.error();
-  auto raw = decode_chunk<Hash>(stored->bytes(), key, replica::max_chunk_bytes, format.compressor);
+  auto raw = replica::decode_chunk(stored->bytes(), key, replica::max_chunk_bytes,
+                                   format.compressor.get(), format.hash);
   if (!raw && replica::proves_damage(raw.error().code())) (void)store.erase(key);
   return raw;
 }
@@ -698,9 +698,9 @@ template <replica::BlobStore S, ContentHash Hash, replica::Compressor C>
 }
 
 /// Reads a list, and checks that it is the one that a record speaks of.
-template <ContentHash Hash, replica::Compressor C>
-[[nodiscard]] Result<AnchorList> list_of(const AnchorRecord& record, std::span<const std::byte> raw,
-                                         const replica::FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<AnchorList> list_of(const AnchorRecord& record,
+                                                std::span<const std::byte> raw,
+                                                const replica::FragmentFormat& format) {
   auto list = decode_anchor_list(raw, format.limits());
   if (!list) return list.error();
   const Anchor& anchor = list->anchor;
@@ -723,17 +723,17 @@ template <ContentHash Hash, replica::Compressor C>
 ///
 /// Errors: the store's; `not_found` for a context without Δ; `invalid_argument`, `payload_missing`.
 /// What was put stays and harms nobody.
-template <replica::BlobStore S, ContentHash Hash, replica::Compressor C>
-[[nodiscard]] Result<StoredAnchor> store_anchor(S& store, const Anchor& anchor,
-                                                const Digest128& context,
-                                                const replica::FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<StoredAnchor> store_anchor(replica::BlobStore& store,
+                                                       const Anchor& anchor,
+                                                       const Digest128& context,
+                                                       const replica::FragmentFormat& format) {
   const auto list = detail::list_anchor(anchor, context, format);
   if (!list) return list.error();
   const std::vector<std::byte> raw = encode_anchor_list(*list);
   if (raw.size() > replica::max_chunk_bytes)
     return extend::error(ErrorCode::oversized, "the list of an anchor's chunks takes ", raw.size(),
                          " bytes, above ", replica::max_chunk_bytes);
-  StoredAnchor out = detail::stored_anchor(replica::chunk_key<Hash>(raw), *list);
+  StoredAnchor out = detail::stored_anchor(replica::chunk_key(raw, format.hash), *list);
   const std::vector<Fragment> parts = list->parts();
   for (std::size_t p = 0; p < parts.size(); ++p) {
     const Payload& payload = parts[p].payloads()[0];
@@ -743,22 +743,22 @@ template <replica::BlobStore S, ContentHash Hash, replica::Compressor C>
       if (!there) return there.error();
       if (*there) continue;
       const auto stored = replica::encode_chunk(
-          replica::raw_chunk(payload, c, list->chunk_bytes), format.compressor,
+          replica::raw_chunk(payload, c, list->chunk_bytes), format.compressor.get(),
           replica::chunk_form(parts[p].geometry(), payload, c, list->chunk_bytes));
       KVMELD_TRY(store.put(key, stored).status());
     }
   }
   // last: whoever finds it finds the rest
-  KVMELD_TRY(store.put(out.payload, replica::encode_chunk(raw, format.compressor)).status());
+  KVMELD_TRY(store.put(out.payload, replica::encode_chunk(raw, format.compressor.get())).status());
   return out;
 }
 
 namespace detail {
 
 /// The list that a record names, from a store. Errors: as `load_anchor`.
-template <replica::BlobStore S, ContentHash Hash, replica::Compressor C>
-[[nodiscard]] Result<AnchorList> load_list(S& store, const AnchorRecord& record,
-                                           const replica::FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<AnchorList> load_list(replica::BlobStore& store,
+                                                  const AnchorRecord& record,
+                                                  const replica::FragmentFormat& format) {
   const auto raw = read_blob(store, record.payload, format);
   if (!raw) return raw.error();
   return list_of(record, *raw, format);
@@ -768,10 +768,10 @@ template <replica::BlobStore S, ContentHash Hash, replica::Compressor C>
 /// list announces is not believed. A chunk that is wrong or not there is no reason to stop: all
 /// that are wrong are found, and erased, at once. Errors: the first such chunk's; the store's,
 /// behind which nothing more is looked at.
-template <replica::BlobStore S, ContentHash Hash, replica::Compressor C>
-[[nodiscard]] Result<Fragment> load_part(S& store, const Fragment& part,
-                                         std::span<const BlobKey> chunks, std::size_t chunk_bytes,
-                                         const replica::FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<Fragment> load_part(replica::BlobStore& store, const Fragment& part,
+                                                std::span<const BlobKey> chunks,
+                                                std::size_t chunk_bytes,
+                                                const replica::FragmentFormat& format) {
   auto body = std::make_shared<Fragment::Body>(*part.body());
   Payload& payload = body->payloads[0];
   std::size_t room = 1;
@@ -800,9 +800,8 @@ template <replica::BlobStore S, ContentHash Hash, replica::Compressor C>
   return Fragment(std::move(body));
 }
 
-template <replica::BlobStore S, ContentHash Hash, replica::Compressor C>
-[[nodiscard]] Result<Anchor> fill_list(S& store, AnchorList list,
-                                       const replica::FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<Anchor> fill_list(replica::BlobStore& store, AnchorList list,
+                                              const replica::FragmentFormat& format) {
   const std::vector<Fragment> parts = list.parts();
   std::vector<Fragment> whole;
   Status damage;
@@ -828,9 +827,9 @@ template <replica::BlobStore S, ContentHash Hash, replica::Compressor C>
 ///
 /// Errors: `not_found` where a blob is not there (a wrong one is erased and its error given), of
 /// several the first; the store's; `id_mismatch` for another anchor.
-template <replica::BlobStore S, ContentHash Hash, replica::Compressor C>
-[[nodiscard]] Result<Anchor> load_anchor(S& store, const AnchorRecord& record,
-                                         const replica::FragmentFormat<Hash, C>& format) {
+[[nodiscard]] inline Result<Anchor> load_anchor(replica::BlobStore& store,
+                                                const AnchorRecord& record,
+                                                const replica::FragmentFormat& format) {
   auto list = detail::load_list(store, record, format);
   if (!list) return list.error();
   return detail::fill_list(store, *std::move(list), format);

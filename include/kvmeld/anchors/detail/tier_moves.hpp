@@ -29,9 +29,9 @@ namespace detail {
 
 /// The writers' side of the tiers: what moves for whom, and the moves. All is under the mutex;
 /// `run` gives it back while bytes are copied.
-template <replica::BlobStore Store, DeviceMemory Device, ContentHash Hash>
-class TierMoves : public TierSpace<Store, typename Device::handle> {
-  using Space = TierSpace<Store, typename Device::handle>;
+template <DeviceMemory Device>
+class TierMoves : public TierSpace<typename Device::handle> {
+  using Space = TierSpace<typename Device::handle>;
   using Space::choose, Space::drop, Space::files_, Space::fits, Space::fits_without_all,
       Space::freed_by, Space::give, Space::index, Space::let_go, Space::only_copies,
       Space::short_of, Space::take, Space::unchoose, Space::used_;
@@ -53,8 +53,11 @@ class TierMoves : public TierSpace<Store, typename Device::handle> {
     return kind == Kind::upload ? Tier::device : kind == Kind::write ? Tier::file : Tier::host;
   }
 
-  TierMoves(Store store, Device device, const std::array<std::size_t, tier_count>& budgets)
-      : Space(std::move(store), budgets), device_(std::move(device)) {}
+  TierMoves(replica::BlobStore& store, Device device,
+            const std::array<std::size_t, tier_count>& budgets, const SetHash& names)
+      : Space(store, budgets), hash(names), device_(std::move(device)) {}
+
+  const SetHash hash;  // names the bytes in the store
 
   std::atomic<bool> asked{false};  // somebody wants something
   std::size_t under_way = 0;       // moves between `prepare` and the end of `run`
@@ -269,7 +272,7 @@ class TierMoves : public TierSpace<Store, typename Device::handle> {
       std::copy_n(blob->data.get(), blob->size, storage.get());
     }
     Fragment whole = with_bytes(cell.shell, storage);
-    if (tier_key<Hash>(whole.payloads()[0]) != cell.key) {
+    if (tier_key(whole.payloads()[0], hash) != cell.key) {
       return extend::error(ErrorCode::id_mismatch, "payload ", cell.shell.id().hex(), ": the ",
                            cell.bytes(), " bytes that came back do not hash to its digest");
     }
@@ -350,7 +353,6 @@ class TierIntake {
     return {};
   }
   /// Takes one payload into host memory, unless the tiers have it; the fragment without its bytes.
-  template <ContentHash Hash>
   [[nodiscard]] Result<Fragment> take(const Fragment& payload) {
     if (!payload.valid()) return payload;
     const Fragment shell = with_bytes(payload, nullptr);
@@ -362,7 +364,7 @@ class TierIntake {
                            " has no bytes, and came back damaged from its tier just now");
     }
     const auto cell =
-        std::make_shared<typename Moves::Cell>(shell, tier_key<Hash>(payload.payloads()[0]));
+        std::make_shared<typename Moves::Cell>(shell, tier_key(payload.payloads()[0], moves_.hash));
     (void)cell->use(moves_.clock.fetch_add(1, std::memory_order_relaxed) + 1);
     lock.lock();
     for (;;) {
@@ -403,35 +405,35 @@ class TierIntake {
   typename Moves::Room room_;
 };
 
-template <ContentHash Hash, class Moves>
+template <class Moves>
 [[nodiscard]] Result<ContextOffset> hold_checked(TierIntake<Moves>& intake,
                                                  const ContextOffset& offset) {
-  const auto segment = intake.template take<Hash>(offset.segment);
+  const auto segment = intake.take(offset.segment);
   if (!segment) return segment.error();
-  const auto following = intake.template take<Hash>(offset.following);
+  const auto following = intake.take(offset.following);
   if (!following) return following.error();
   return ContextOffset{offset.context, *segment, *following};
 }
 /// Takes a Δ into host memory; its shell. Errors: see `AnchorTiers::commit`.
-template <ContentHash Hash, class Moves>
+template <class Moves>
 [[nodiscard]] Result<ContextOffset> hold(TierIntake<Moves>& intake, const ContextOffset& offset) {
   const Fragment* const both[] = {&offset.segment, &offset.following};
   KVMELD_TRY(intake.check(both));
-  return hold_checked<Hash>(intake, offset);
+  return hold_checked(intake, offset);
 }
 /// Takes all of an anchor into host memory; its shell.
-template <ContentHash Hash, class Moves>
+template <class Moves>
 [[nodiscard]] Result<Anchor> hold(TierIntake<Moves>& intake, const Anchor& anchor) {
   std::vector<const Fragment*> all{&anchor.base};
   for (const ContextOffset& offset : anchor.offsets)
     all.insert(all.end(), {&offset.segment, &offset.following});
   KVMELD_TRY(intake.check(all));
   Anchor out = anchor;
-  const auto base = intake.template take<Hash>(anchor.base);
+  const auto base = intake.take(anchor.base);
   if (!base) return base.error();
   out.base = *base;
   for (ContextOffset& offset : out.offsets) {
-    const auto shell = hold_checked<Hash>(intake, offset);
+    const auto shell = hold_checked(intake, offset);
     if (!shell) return shell.error();
     offset = *shell;
   }

@@ -191,11 +191,10 @@ struct TierTally {
 };
 
 /// Where a payload's bytes lie in a store: under their digest, as a sealed fragment's do.
-template <ContentHash Hash>
-[[nodiscard]] BlobKey tier_key(const Payload& payload) {
+[[nodiscard]] inline BlobKey tier_key(const Payload& payload, const SetHash& hash) {
   Payload named = payload;
-  named.digest = extend::payload_digest<Hash>(payload);
-  return replica::payload_key<Hash>(named);
+  named.digest = extend::payload_digest(hash, payload);
+  return replica::payload_key(named, hash);
 }
 
 /// The fragment with other bytes, or with none.
@@ -210,10 +209,9 @@ template <ContentHash Hash>
 /// equal bytes share a file.
 ///
 /// `put` and `get` may be called by several threads, all else by one at a time.
-template <replica::BlobStore Store>
 class TierFiles {
  public:
-  explicit TierFiles(Store store) : store_(std::move(store)) {}
+  explicit TierFiles(replica::BlobStore& store) : store_(&store), whole_(store.payloads()) {}
 
   [[nodiscard]] bool known(const BlobKey& key) const { return uses_.contains(key); }
   /// Whether somebody is writing it just now.
@@ -266,18 +264,11 @@ class TierFiles {
   void erase_damaged(const BlobKey& key) { (void)erase(key); }
 
   [[nodiscard]] Status put(const BlobKey& key, std::span<const std::byte> bytes) {
-    if constexpr (replica::PayloadStore<Store>) {
-      return store_.put_payload(key, bytes).status();
-    } else {
-      return store_.put(key, bytes).status();
-    }
+    return whole_ != nullptr ? whole_->put_payload(key, bytes).status()
+                             : store_->put(key, bytes).status();
   }
   [[nodiscard]] Result<Blob> get(const BlobKey& key) {
-    if constexpr (replica::PayloadStore<Store>) {
-      return store_.map_payload(key);
-    } else {
-      return store_.get(key);
-    }
+    return whole_ != nullptr ? whole_->map_payload(key) : store_->get(key);
   }
 
  private:
@@ -288,14 +279,11 @@ class TierFiles {
     bool written = false;
   };
   [[nodiscard]] Status erase(const BlobKey& key) {
-    if constexpr (replica::PayloadStore<Store>) {
-      return store_.erase_payload(key);
-    } else {
-      return store_.erase(key);
-    }
+    return whole_ != nullptr ? whole_->erase_payload(key) : store_->erase(key);
   }
 
-  Store store_;
+  replica::BlobStore* store_;
+  replica::PayloadStore* whole_;  // the same store, where it keeps payloads in one piece
   std::map<BlobKey, Use> uses_;
   std::size_t unused_ = 0;
 };
@@ -333,7 +321,7 @@ struct TierRoom {
 /// A copy is chosen to leave and, once that is certain, dropped; until then it counts, stays
 /// readable, and is nobody else's to move, so that a newcomer that does not come has displaced
 /// nothing. Meanwhile the tier holds more than its budget by what is to leave.
-template <replica::BlobStore Store, class Handle>
+template <class Handle>
 class TierSpace {
  public:
   using Cell = TierCell<Handle>;
@@ -341,8 +329,8 @@ class TierSpace {
   using Drop = TierDrop<Cell>;
   using Room = TierRoom<Cell>;
 
-  TierSpace(Store store, const std::array<std::size_t, tier_count>& budgets)
-      : budget(budgets), files_(std::move(store)) {}
+  TierSpace(replica::BlobStore& store, const std::array<std::size_t, tier_count>& budgets)
+      : budget(budgets), files_(store) {}
 
   const std::array<std::size_t, tier_count> budget;
   std::mutex mutex;
@@ -505,7 +493,7 @@ class TierSpace {
     });
   }
 
-  TierFiles<Store> files_;
+  TierFiles files_;
   std::array<std::atomic<std::size_t>, tier_count> used_{};
 
  private:

@@ -76,15 +76,16 @@ inline constexpr std::string_view token_text = "kvmeld.rpc.v1";
 
 /// Says that a caller has a member's key, until a time: the session's secret, or the member's own
 /// where the authenticator knows each one's. It does not cover what is sent: TLS does.
-template <replica::Authenticator Auth>
-[[nodiscard]] Result<std::string> make_token(const replica::FrameOptions<Auth>& frame,
-                                             replica::MemberId member, std::int64_t expires_s) {
+[[nodiscard]] inline Result<std::string> make_token(const replica::FrameOptions& frame,
+                                                    replica::MemberId member,
+                                                    std::int64_t expires_s) {
   std::string body(16, '\0');
   std::memcpy(body.data(), &member, 8);
   std::memcpy(body.data() + 8, &expires_s, 8);
-  std::string tag(Auth::tag_bytes, '\0');
-  if (!frame.auth.sign(as_bytes(token_text), as_bytes(namespace_bytes(frame.scope) + body),
-                       std::as_writable_bytes(std::span(tag.data(), tag.size())))) {
+  std::string tag(frame.tag_bytes(), '\0');
+  if (frame.auth != nullptr &&
+      !frame.auth->sign(as_bytes(token_text), as_bytes(namespace_bytes(frame.scope) + body),
+                        std::as_writable_bytes(std::span(tag.data(), tag.size())))) {
     return extend::error(ErrorCode::unsupported,
                          "the authenticator could not sign a token for member ", member);
   }
@@ -95,20 +96,17 @@ template <replica::Authenticator Auth>
 ///
 /// Errors: `unauthenticated`, for another namespace, a token that has expired or would live too
 /// long, and a tag of another key.
-template <replica::Authenticator Auth>
-[[nodiscard]] Result<replica::MemberId> check_token(const replica::FrameOptions<Auth>& frame,
-                                                    std::string_view scope, std::string_view token,
-                                                    std::int64_t now_s, std::int64_t lifetime_s,
-                                                    std::int64_t difference_s) {
+[[nodiscard]] inline Result<replica::MemberId> check_token(
+    const replica::FrameOptions& frame, std::string_view scope, std::string_view token,
+    std::int64_t now_s, std::int64_t lifetime_s, std::int64_t difference_s) {
   if (scope != namespace_bytes(frame.scope)) {
     return extend::error(ErrorCode::unauthenticated, "a namespace of ", scope.size(),
                          " bytes that is not ", frame.scope.hex(),
                          ": tenant, model or tokenizer differ");
   }
-  if (token.size() != 16 + std::size_t{Auth::tag_bytes}) {
+  if (token.size() != 16 + frame.tag_bytes()) {
     return extend::error(ErrorCode::unauthenticated, "a token of ", token.size(),
-                         " bytes where this coordinator expects ",
-                         16 + std::size_t{Auth::tag_bytes});
+                         " bytes where this coordinator expects ", 16 + frame.tag_bytes());
   }
   replica::MemberId member = 0;
   std::int64_t expires = 0;
@@ -122,9 +120,10 @@ template <replica::Authenticator Auth>
     return extend::error(ErrorCode::unauthenticated, "a token that expires at second ", expires,
                          "; it is ", now_s, " here");
   }
-  if (!frame.auth.verify(member, as_bytes(token_text),
-                         as_bytes(std::string(scope) + std::string(token.substr(0, 16))),
-                         as_bytes(token.substr(16)))) {
+  if (frame.auth != nullptr &&
+      !frame.auth->verify(member, as_bytes(token_text),
+                          as_bytes(std::string(scope) + std::string(token.substr(0, 16))),
+                          as_bytes(token.substr(16)))) {
     return extend::error(ErrorCode::unauthenticated, "the token of member ", member,
                          " is not of this coordinator's key");
   }

@@ -328,12 +328,12 @@ class PieceRoute {
 };
 
 /// Sends a fragment that is whole here; says so to the others where it cannot.
-template <ContentHash Hash>
-[[nodiscard]] Status give_fragment(PieceRoute& route, const Fragment& fragment, std::size_t ranks,
-                                   AllMergeReport& report) {
+[[nodiscard]] inline Status give_fragment(PieceRoute& route, const Fragment& fragment,
+                                          std::size_t ranks, const SetHash& hash,
+                                          AllMergeReport& report) {
   // Chunks as large as they may be: their keys are not needed here, since payloads are hashed
   // whole.
-  const auto manifest = replica::make_manifest<Hash>(fragment, replica::max_chunk_bytes);
+  const auto manifest = replica::make_manifest(fragment, replica::max_chunk_bytes, hash);
   std::vector<std::byte> bytes;
   if (manifest) bytes = replica::encode_manifest(*manifest);
   PieceHead head{bytes.size(), {}};
@@ -354,10 +354,9 @@ template <ContentHash Hash>
 
 /// Receives a fragment. What cannot be believed or kept is received all the same, so that the ranks
 /// stay in step.
-template <ContentHash Hash>
-[[nodiscard]] Result<Fragment> take_fragment(PieceRoute& route, const FragmentId& id,
-                                             std::uint64_t max_payload_bytes,
-                                             AllMergeReport& report) {
+[[nodiscard]] inline Result<Fragment> take_fragment(PieceRoute& route, const FragmentId& id,
+                                                    std::uint64_t max_payload_bytes,
+                                                    const SetHash& hash, AllMergeReport& report) {
   PieceHead head;
   route.move(raw_of(head));
   KVMELD_TRY(head.status(id));
@@ -369,7 +368,7 @@ template <ContentHash Hash>
   if (bytes != nullptr) {
     const std::span<std::byte> all(bytes.get(), static_cast<std::size_t>(head.manifest_bytes));
     route.move(all);
-    auto decoded = replica::decode_manifest<Hash>(all, {max_payload_bytes, max_payload_bytes});
+    auto decoded = replica::decode_manifest(all, {max_payload_bytes, max_payload_bytes}, hash);
     status = decoded.status();
     if (status) manifest = *std::move(decoded);
   } else {
@@ -405,7 +404,7 @@ template <ContentHash Hash>
     if (p >= body->payloads.size()) continue;
     Payload& payload = body->payloads[p];
     payload.bytes = owner;
-    if (extend::payload_digest<Hash>(payload) != payload.digest) {
+    if (extend::payload_digest(hash, payload) != payload.digest) {
       status = extend::error(ErrorCode::id_mismatch, "a payload of ", coming, " bytes of fragment ",
                              id.hex(), " does not hash to its digest");
     }

@@ -13,8 +13,7 @@ namespace replica {
 /// Ranges that a context may have: each takes 40 bytes at most, and news should fit into a message.
 /// A thousand are taken in any case: gaps and lives of honest members come to some dozens, and
 /// whoever sends messages that small may have to send news that are larger.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-std::size_t Replica<Store, Auth, Hash, C>::range_limit() const {
+inline std::size_t Replica::range_limit() const {
   constexpr std::size_t head = 1024, least = 1024;
   const std::size_t message = options_.max_message_bytes;
   const std::size_t fit = message < head ? std::size_t{0} : (message - head) / 40;
@@ -23,9 +22,7 @@ std::size_t Replica<Store, Auth, Hash, C>::range_limit() const {
 
 /// Agents of whose operations a delta would bring more than there is room for, ascending: of new
 /// ones those beyond `max_authors`, else those first that have most of what is short. O(ranges).
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-std::vector<std::uint64_t> Replica<Store, Auth, Hash, C>::overdrawn(
-    const FragmentSet& delta) const {
+inline std::vector<std::uint64_t> Replica::overdrawn(const FragmentSet& delta) const {
   struct Share {
     std::uint64_t agent = 0;
     std::size_t ranges = 0;
@@ -91,9 +88,8 @@ std::vector<std::uint64_t> Replica<Store, Auth, Hash, C>::overdrawn(
 
 // How replicas come to the same set: news, requests, deltas, and records of a store.
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Result<std::optional<FrameView>> Replica<Store, Auth, Hash, C>::receive(
-    MemberId from, std::span<const std::byte> bytes) {
+inline Result<std::optional<FrameView>> Replica::receive(MemberId from,
+                                                         std::span<const std::byte> bytes) {
   const auto frame = decode_frame(bytes, options_.frame, from);
   if (!frame) {
     ++counters_.refused_frames;
@@ -110,9 +106,8 @@ Result<std::optional<FrameView>> Replica<Store, Auth, Hash, C>::receive(
   return std::optional<FrameView>();
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::on_message(MemberId from, ReplicaMessage type,
-                                                 std::span<const std::byte> bytes) {
+inline Status Replica::on_message(MemberId from, ReplicaMessage type,
+                                  std::span<const std::byte> bytes) {
   if (type > ReplicaMessage::lacking) return {};  // of a newer minor version
   if (from == options_.self || from == everyone) {
     return extend::error(ErrorCode::unauthenticated, "a message in the name of member ", from,
@@ -141,8 +136,7 @@ Status Replica<Store, Auth, Hash, C>::on_message(MemberId from, ReplicaMessage t
   return {};
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::tick(std::int64_t now_ms) {
+inline Status Replica::tick(std::int64_t now_ms) {
   elapsed_ = clock_.advance(now_ms);
   Status status;
   // A store of this replica's own holds nothing that is not joined; it is read so that many records
@@ -166,17 +160,15 @@ Status Replica<Store, Auth, Hash, C>::tick(std::int64_t now_ms) {
   return status;
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::on_delta(MemberId from, std::span<const std::byte> body) {
-  const auto delta = decode_set(body, options_.set_hash);
+inline Status Replica::on_delta(MemberId from, std::span<const std::byte> body) {
+  const auto delta = decode_set(body, options_.format.hash);
   return delta ? take(*delta, from, false) : delta.error();
 }
 
 /// Takes operations from a peer or from the store. Those of a peer are written down first, unless
 /// their author wrote them to the shared store; `everyone` as the sender says that they came by
 /// another way, and nobody wrote them.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::take(const FragmentSet& all, MemberId from, bool from_store) {
+inline Status Replica::take(const FragmentSet& all, MemberId from, bool from_store) {
   note_word(from, all.context());
   const Status own = check_own(from, all.context());
   Peer* const peer = from == everyone || !is_member(from) ? nullptr : peer_of(from);
@@ -212,26 +204,17 @@ Status Replica<Store, Auth, Hash, C>::take(const FragmentSet& all, MemberId from
   return {};
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::read_records() {
+inline Status Replica::read_records() {
   auto batch = store_->records(cursor_);
   if (!batch) return batch.error();
-  if constexpr (requires {
-                  { store_->damage() } -> std::same_as<StoreDamage>;
-                }) {
-    counters_.store_damage = store_->damage();
-  }
-  if constexpr (requires {
-                  { store_->generation() } -> std::convertible_to<std::uint64_t>;
-                }) {
-    // A server that came back may have come back with less: what this replica holds is written
-    // there again.
-    const std::uint64_t generation = store_->generation();
-    if (generation_ && *generation_ != generation) KVMELD_TRY(republish());
-    generation_ = generation;
-  }
+  counters_.store_damage = store_->damage();
+  // A server that came back may have come back with less: what this replica holds is written there
+  // again.
+  const std::uint64_t generation = store_->generation();
+  if (generation_ && *generation_ != generation) KVMELD_TRY(republish());
+  generation_ = generation;
   for (const std::vector<std::byte>& record : batch->records) {
-    const auto set = decode_record(record, options_.set_hash);
+    const auto set = decode_record(record, options_.format.hash);
     const Status status = set ? take(*set, everyone, true) : set.status();
     if (status) continue;
     const ErrorCode code = status.code();
@@ -254,8 +237,7 @@ Status Replica<Store, Auth, Hash, C>::read_records() {
   return {};
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::on_news(MemberId from, std::span<const std::byte> body) {
+inline Status Replica::on_news(MemberId from, std::span<const std::byte> body) {
   auto news = messages::decode_news(body, range_limit());
   if (!news) return news.error();
   const Status own = heard(from, news->context);
@@ -281,8 +263,7 @@ Status Replica<Store, Auth, Hash, C>::on_news(MemberId from, std::span<const std
   return own;
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::heard(MemberId member, const CausalContext& seen) {
+inline Status Replica::heard(MemberId member, const CausalContext& seen) {
   Peer* const peer = peer_of(member);
   if (peer == nullptr)
     return extend::error(ErrorCode::quota_exceeded, "news of member ", member, ", one more than ",
@@ -303,8 +284,7 @@ Status Replica<Store, Auth, Hash, C>::heard(MemberId member, const CausalContext
   return check_own(member, seen);
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::on_want(MemberId from, std::span<const std::byte> body) {
+inline Status Replica::on_want(MemberId from, std::span<const std::byte> body) {
   extend::ByteReader r(body);
   const CausalContext seen = read_context(r, range_limit());
   KVMELD_TRY(r.finish("want"));
@@ -335,8 +315,7 @@ Status Replica<Store, Auth, Hash, C>::on_want(MemberId from, std::span<const std
 
 // How payloads follow ids: asked for until they are whole, verified, and never believed before.
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-void Replica<Store, Auth, Hash, C>::want(const FragmentSet::Entry& entry, MemberId holder) {
+inline void Replica::want(const FragmentSet::Entry& entry, MemberId holder) {
   if (entry.complete()) return;
   const auto [at, fresh] = wants_.try_emplace(entry.id);
   Want& want = at->second;
@@ -353,16 +332,14 @@ void Replica<Store, Auth, Hash, C>::want(const FragmentSet::Entry& entry, Member
 }
 
 /// Sets when a fragment is looked for again.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-void Replica<Store, Auth, Hash, C>::look_at(const FragmentId& id, Want& want, std::int64_t when) {
+inline void Replica::look_at(const FragmentId& id, Want& want, std::int64_t when) {
   detail::DueQueue& due = want.member ? due_members_ : due_others_;
   due.drop(want.author, want.next, id);
   want.next = when;
   due.put(want.author, want.next, id);
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-void Replica<Store, Auth, Hash, C>::end_want(const FragmentId& id) {
+inline void Replica::end_want(const FragmentId& id) {
   const auto at = wants_.find(id);
   if (at == wants_.end()) return;
   Want& want = at->second;
@@ -372,8 +349,7 @@ void Replica<Store, Auth, Hash, C>::end_want(const FragmentId& id) {
 }
 
 /// Takes memory for what arrived of a fragment; where there is none, what it had is given back.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::charge(Want& want, std::uint64_t bytes) {
+inline Status Replica::charge(Want& want, std::uint64_t bytes) {
   const auto peer = peers_.find(want.manifest_from);
   const std::uint64_t of_peer = peer == peers_.end() ? 0 : peer->second.fetch_bytes;
   const auto fits = [bytes](std::uint64_t used, std::uint64_t most) {
@@ -395,15 +371,13 @@ Status Replica<Store, Auth, Hash, C>::charge(Want& want, std::uint64_t bytes) {
   return full;
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-void Replica<Store, Auth, Hash, C>::drop_assembler(Want& want) {
+inline void Replica::drop_assembler(Want& want) {
   want.assembler.reset();
   want.in_flight = 0;
   discharge(want, want.charged);
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-void Replica<Store, Auth, Hash, C>::discharge(Want& want, std::uint64_t bytes) {
+inline void Replica::discharge(Want& want, std::uint64_t bytes) {
   fetch_bytes_ -= bytes;
   want.charged -= bytes;
   if (const auto peer = peers_.find(want.manifest_from); peer != peers_.end()) {
@@ -412,8 +386,7 @@ void Replica<Store, Auth, Hash, C>::discharge(Want& want, std::uint64_t bytes) {
 }
 
 /// Looks for some of what is due: named members' first, and each author's in turn.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::pursue_some() {
+inline Status Replica::pursue_some() {
   std::vector<FragmentId> due = due_members_.due(elapsed_, pursued_at_once * 3 / 4);
   const std::vector<FragmentId> others = due_others_.due(elapsed_, pursued_at_once - due.size());
   due.insert(due.end(), others.begin(), others.end());
@@ -425,8 +398,7 @@ Status Replica<Store, Auth, Hash, C>::pursue_some() {
 }
 
 /// The peer to ask next: all that are trusted take their turn.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-MemberId Replica<Store, Auth, Hash, C>::next_holder(Want& want) {
+inline MemberId Replica::next_holder(Want& want) {
   for (std::size_t tries = 0; tries < peers_.size(); ++tries) {
     auto at = peers_.begin();
     std::advance(at, static_cast<std::ptrdiff_t>(want.rotation++ % peers_.size()));
@@ -437,14 +409,12 @@ MemberId Replica<Store, Auth, Hash, C>::next_holder(Want& want) {
 
 /// Leaves the present holder for the next one, which `pursue` then asks: were it to step on too,
 /// every second peer would be passed over.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-void Replica<Store, Auth, Hash, C>::rotation(Want& want) {
+inline void Replica::rotation(Want& want) {
   want.holder = next_holder(want);
   want.answered = want.holder != everyone;
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-void Replica<Store, Auth, Hash, C>::strike(MemberId member) {
+inline void Replica::strike(MemberId member) {
   ++counters_.strikes;
   Peer* const peer = peer_of(member);
   if (peer == nullptr || ++peer->strikes < options_.max_strikes) return;
@@ -453,8 +423,7 @@ void Replica<Store, Auth, Hash, C>::strike(MemberId member) {
 }
 
 /// One attempt: what the store has, then a request to a peer.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::pursue(const FragmentId& id, Want& want) {
+inline Status Replica::pursue(const FragmentId& id, Want& want) {
   const FragmentSet::Entry* const entry = set_.find(id);
   if (entry == nullptr || entry->complete()) {  // removed, or here by another way
     end_want(id);
@@ -484,8 +453,7 @@ Status Replica<Store, Auth, Hash, C>::pursue(const FragmentId& id, Want& want) {
   return ask(id, want);
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::ask(const FragmentId& id, Want& want) {
+inline Status Replica::ask(const FragmentId& id, Want& want) {
   if (want.holder == everyone || want.holder == options_.self) return {};
   messages::Fetch fetch{id, {}};
   if (want.assembler) {
@@ -498,8 +466,7 @@ Status Replica<Store, Auth, Hash, C>::ask(const FragmentId& id, Want& want) {
   return post(want.holder, ReplicaMessage::fetch, messages::encode(fetch));
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const std::byte> body) {
+inline Status Replica::on_fetch(MemberId from, std::span<const std::byte> body) {
   const auto fetch = messages::decode_fetch(body);
   if (!fetch) return fetch.error();
   // Asks of a few bytes do not fill this replica's memory; the asker tries again.
@@ -515,7 +482,7 @@ Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const st
   std::optional<Manifest> manifest;
   const auto made = [&]() -> const Manifest* {
     if (!manifest && whole) {
-      if (auto fresh = make_manifest<Hash>(here, options_.format.chunk_bytes))
+      if (auto fresh = make_manifest(here, options_.format.chunk_bytes, options_.format.hash))
         manifest = *std::move(fresh);
     }
     return manifest ? &*manifest : nullptr;
@@ -552,9 +519,10 @@ Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const st
         const auto index = static_cast<std::size_t>(at - fresh->chunks[p].begin());
         const Payload& payload = here.payloads()[p];
         found = true;
-        const auto bytes = encode_chunk(
-            raw_chunk(payload, index, options_.format.chunk_bytes), options_.format.compressor,
-            chunk_form(here.geometry(), payload, index, options_.format.chunk_bytes));
+        const auto bytes =
+            encode_chunk(raw_chunk(payload, index, options_.format.chunk_bytes),
+                         options_.format.compressor.get(),
+                         chunk_form(here.geometry(), payload, index, options_.format.chunk_bytes));
         if (rotten(stored.error())) (void)store_->put(key, bytes);
         KVMELD_TRY(answer(ReplicaMessage::chunk, key, bytes));
       }
@@ -564,9 +532,8 @@ Status Replica<Store, Auth, Hash, C>::on_fetch(MemberId from, std::span<const st
   return lacks ? answer(ReplicaMessage::lacking, manifest_key(fetch->id), {}) : Status();
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::on_piece(MemberId from, ReplicaMessage type,
-                                               std::span<const std::byte> body) {
+inline Status Replica::on_piece(MemberId from, ReplicaMessage type,
+                                std::span<const std::byte> body) {
   const auto piece = messages::decode_piece(body);
   if (!piece) return piece.error();
   const auto at = wants_.find(piece->id);
@@ -577,7 +544,7 @@ Status Replica<Store, Auth, Hash, C>::on_piece(MemberId from, ReplicaMessage typ
     if (want.assembler) return {};
     want.manifest_from = from;
     KVMELD_TRY(charge(want, detail::manifest_memory(piece->bytes.size())));
-    auto manifest = decode_manifest<Hash>(piece->bytes, options_.format.limits());
+    auto manifest = decode_manifest(piece->bytes, options_.format.limits(), options_.format.hash);
     if (!manifest || manifest->fragment.id() != piece->id) {
       drop_assembler(want);
       strike(from);
@@ -586,7 +553,8 @@ Status Replica<Store, Auth, Hash, C>::on_piece(MemberId from, ReplicaMessage typ
                        : extend::error(ErrorCode::id_mismatch, "member ", from,
                                        " sent another fragment's manifest for ", piece->id.hex());
     }
-    want.assembler = std::make_unique<Assembler<Hash>>(*std::move(manifest));
+    want.assembler =
+        std::make_unique<Assembler>(*std::move(manifest), std::nullopt, options_.format.hash);
     const std::uint64_t room = options_.max_fetch_bytes - fetch_bytes_;
     const std::uint64_t of_peer = options_.max_peer_fetch_bytes - peer->second.fetch_bytes;
     const Status loaded =
@@ -598,7 +566,8 @@ Status Replica<Store, Auth, Hash, C>::on_piece(MemberId from, ReplicaMessage typ
     const std::size_t bytes = want.assembler->bytes_of(piece->key);
     if (bytes == 0) return {};
     KVMELD_TRY(charge(want, bytes));
-    const auto added = want.assembler->add(piece->key, piece->bytes, options_.format.compressor);
+    const auto added =
+        want.assembler->add(piece->key, piece->bytes, options_.format.compressor.get());
     if (!added) {
       discharge(want, bytes);
       strike(from);
@@ -617,8 +586,7 @@ Status Replica<Store, Auth, Hash, C>::on_piece(MemberId from, ReplicaMessage typ
   return ask(piece->id, want);
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::finish(const FragmentId& id, Want& want) {
+inline Status Replica::finish(const FragmentId& id, Want& want) {
   const auto fragment = want.assembler->finish();
   if (!fragment) {
     strike(want.manifest_from);
@@ -634,8 +602,7 @@ Status Replica<Store, Auth, Hash, C>::finish(const FragmentId& id, Want& want) {
   return stored;  // the set has the bytes in any case
 }
 
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::on_lacking(MemberId from, std::span<const std::byte> body) {
+inline Status Replica::on_lacking(MemberId from, std::span<const std::byte> body) {
   const auto piece = messages::decode_piece(body);
   if (!piece) return piece.error();
   const auto at = wants_.find(piece->id);
@@ -651,38 +618,33 @@ Status Replica<Store, Auth, Hash, C>::on_lacking(MemberId from, std::span<const 
 
 /// What is known of a member; null where that would be one too many that nobody named. Those that
 /// are named have their place, however many strangers spoke before.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-auto Replica<Store, Auth, Hash, C>::peer_of(MemberId member) -> Peer* {
+inline auto Replica::peer_of(MemberId member) -> Peer* {
   if (const auto at = peers_.find(member); at != peers_.end()) return &at->second;
   const bool named = !options_.members.empty() && is_member(member);
   return named || peers_.size() < max_peers ? &peers_[member] : nullptr;
 }
 
 /// Whether a sender is one of the session: where nobody is named, whoever speaks is.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-bool Replica<Store, Auth, Hash, C>::is_member(MemberId member) const {
+inline bool Replica::is_member(MemberId member) const {
   const auto& all = options_.members;
   return all.empty() || std::find(all.begin(), all.end(), member) != all.end();
 }
 
 /// Whether an agent itself has spoken of this life of its.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-bool Replica<Store, Auth, Hash, C>::is_heard(const AgentLife& life) const {
+inline bool Replica::is_heard(const AgentLife& life) const {
   const auto at = peers_.find(life.agent);
   return at != peers_.end() && at->second.vouched.next_sequence(life.agent, life.epoch) > 0;
 }
 
 /// Whether somebody is there who will say itself which of its operations are gone: an agent that is
 /// named as a member or, where nobody is named, has spoken.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-bool Replica<Store, Auth, Hash, C>::is_guarded(const AgentLife& life) const {
+inline bool Replica::is_guarded(const AgentLife& life) const {
   return options_.members.empty() ? is_heard(life) : is_member(life.agent);
 }
 
 /// The first sequence of a life that nobody vouches for: its agent, or two members that say the
 /// same, or what this replica has taken before. O(members).
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-std::uint64_t Replica<Store, Auth, Hash, C>::vouched(const AgentLife& life) const {
+inline std::uint64_t Replica::vouched(const AgentLife& life) const {
   std::uint64_t own = set_.context().next_sequence(life.agent, life.epoch);
   std::uint64_t most = 0;
   std::uint64_t second = 0;
@@ -701,8 +663,7 @@ std::uint64_t Replica<Store, Auth, Hash, C>::vouched(const AgentLife& life) cons
 
 /// The first sequence of a life on which a sender's word is not taken, with the operation itself
 /// beside it.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-std::uint64_t Replica<Store, Auth, Hash, C>::tellable(MemberId from, const AgentLife& life) const {
+inline std::uint64_t Replica::tellable(MemberId from, const AgentLife& life) const {
   const bool may_speak = from == everyone || from == life.agent || is_member(from);
   if (!may_speak) return 0;
   if (opened_ && life == AgentLife{options_.self, options_.epoch}) return next_sequence_;
@@ -713,8 +674,7 @@ std::uint64_t Replica<Store, Auth, Hash, C>::tellable(MemberId from, const Agent
 
 /// The first sequence of a life of which a sender may not say that it ends, by a removal of
 /// whomever.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-std::uint64_t Replica<Store, Auth, Hash, C>::removable(MemberId from, const AgentLife& life) const {
+inline std::uint64_t Replica::removable(MemberId from, const AgentLife& life) const {
   if (opened_ && life == AgentLife{options_.self, options_.epoch}) return next_sequence_;
   if (from == everyone || from == life.agent) return options_.max_operations;
   if (!is_member(from)) return 0;
@@ -723,8 +683,7 @@ std::uint64_t Replica<Store, Auth, Hash, C>::removable(MemberId from, const Agen
 
 /// Whether a sender's word alone says that operations of a life are gone, without a removal beside
 /// it.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-bool Replica<Store, Auth, Hash, C>::decides(MemberId from, const AgentLife& life) const {
+inline bool Replica::decides(MemberId from, const AgentLife& life) const {
   if (opened_ && life == AgentLife{options_.self, options_.epoch}) return false;
   if (from == everyone || from == life.agent) return true;
   if (!is_member(from)) return false;
@@ -734,9 +693,7 @@ bool Replica<Store, Auth, Hash, C>::decides(MemberId from, const AgentLife& life
 }
 
 /// What a sender can tell of what it has seen.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-CausalContext Replica<Store, Auth, Hash, C>::tellable(MemberId from,
-                                                      const CausalContext& all) const {
+inline CausalContext Replica::tellable(MemberId from, const CausalContext& all) const {
   CausalContext out;
   AgentLife life;
   std::uint64_t end = 0;
@@ -756,8 +713,7 @@ CausalContext Replica<Store, Auth, Hash, C>::tellable(MemberId from,
 
 /// Notes how far an agent's own operations go by its own word: of its latest lives, and only how
 /// far, so that neither gaps nor many restarts end the noting.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-void Replica<Store, Auth, Hash, C>::note_word(MemberId from, const CausalContext& context) {
+inline void Replica::note_word(MemberId from, const CausalContext& context) {
   constexpr std::size_t most = 4096;  // lives of one agent
   Peer* const peer = from == everyone ? nullptr : peer_of(from);
   if (peer == nullptr) return;
@@ -780,8 +736,7 @@ void Replica<Store, Auth, Hash, C>::note_word(MemberId from, const CausalContext
 
 /// Looks for operations of this life, in what a sender has seen, that this replica has not done. A
 /// stranger's word proves nothing.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::check_own(MemberId from, const CausalContext& context) {
+inline Status Replica::check_own(MemberId from, const CausalContext& context) {
   if (!opened_ || (from != everyone && !is_member(from))) return {};
   if (context.next_sequence(options_.self, options_.epoch) <= next_sequence_) return {};
   note_reused({options_.self, options_.epoch});
@@ -789,8 +744,7 @@ Status Replica<Store, Auth, Hash, C>::check_own(MemberId from, const CausalConte
 }
 
 /// Whether a mark of this set is among what somebody says is gone.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-bool Replica<Store, Auth, Hash, C>::forgets(const CausalContext& gone) const {
+inline bool Replica::forgets(const CausalContext& gone) const {
   if (gone.empty()) return false;
   return std::any_of(
       set_.entries().begin(), set_.entries().end(), [&](const FragmentSet::Entry& entry) {
@@ -801,9 +755,7 @@ bool Replica<Store, Auth, Hash, C>::forgets(const CausalContext& gone) const {
 }
 
 /// Of what a sender says is gone: what is its to say, and what another member says as well.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-CausalContext Replica<Store, Auth, Hash, C>::admitted_gone(const CausalContext& gone,
-                                                           MemberId from) {
+inline CausalContext Replica::admitted_gone(const CausalContext& gone, MemberId from) {
   constexpr std::size_t most = std::size_t{1} << 16U;
   CausalContext out;
   CausalContext doubtful;
@@ -843,9 +795,7 @@ CausalContext Replica<Store, Auth, Hash, C>::admitted_gone(const CausalContext& 
 /// Leaves out of a delta what this replica does not take from its sender: operations beyond an
 /// author's quota, in this replica's name, or other than what it knows of their dot; and, until
 /// somebody vouches for it, what is not the sender's to say.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& delta,
-                                                            MemberId from) {
+inline Result<FragmentSet> Replica::admitted(const FragmentSet& delta, MemberId from) {
   struct Bounds {
     std::uint64_t told;
     std::uint64_t removed;
@@ -959,8 +909,7 @@ Result<FragmentSet> Replica<Store, Auth, Hash, C>::admitted(const FragmentSet& d
 /// other's whole set is asked for; each time it is in vain the next is longer in coming.
 ///
 /// Errors: `dot_reused`, once, where that did not help.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::compare(MemberId from, Peer& peer, const Digest256& theirs) {
+inline Status Replica::compare(MemberId from, Peer& peer, const Digest256& theirs) {
   constexpr std::uint32_t most = 8;
   if (peer.unequal_mine != set_.digest() || peer.unequal_theirs != theirs) {
     peer.unequal_mine = set_.digest();
@@ -982,8 +931,7 @@ Status Replica<Store, Auth, Hash, C>::compare(MemberId from, Peer& peer, const D
 
 /// Looks in the whole set of a member, whose operations are this replica's, for dots that name
 /// another operation here.
-template <BlobStore Store, Authenticator Auth, ContentHash Hash, Compressor C>
-Status Replica<Store, Auth, Hash, C>::find_reused(MemberId from, const FragmentSet& delta) {
+inline Status Replica::find_reused(MemberId from, const FragmentSet& delta) {
   struct Named {
     Dot dot;
     FragmentId id;
