@@ -3,8 +3,7 @@
 /// Content hashes, digests, and the keys under which stores keep blobs.
 
 #if !__has_include(<xxhash.h>)
-#error \
-    "kvmeld needs xxhash.h: libxxhash-dev (Debian, Ubuntu), xxhash-devel (Fedora), xxhash (vcpkg)"
+#error "kvmeld needs xxhash.h: install libxxhash-dev (Debian) or xxhash (Fedora: -devel, vcpkg)"
 #endif
 
 #include <algorithm>
