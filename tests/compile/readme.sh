@@ -8,4 +8,4 @@ awk '/^```cpp/ && !done {inside=1; next} /^```/ {if (inside) done=1; inside=0} i
 [ -s "$work/example.cpp" ] || { echo "README has no C++ example"; exit 1; }
 "$2" -std=c++20 -O1 -Wall -Wextra -Werror "$3" "$work/example.cpp" -pthread -o "$work/example"
 "$work/example" | tee "$work/out"
-grep -q '^200 tokens, content [0-9a-f]\{32\}$' "$work/out"
+grep -q '^216 tokens, content [0-9a-f]\{32\}$' "$work/out"
