@@ -12,5 +12,6 @@ configure_package_config_file(cmake/kvmeldConfig.cmake.in "${PROJECT_BINARY_DIR}
 # ARCH_INDEPENDENT: headers serve 32 and 64 bit alike.
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/kvmeldConfigVersion.cmake"
   COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
+install(FILES LICENSE DESTINATION "${CMAKE_INSTALL_DATADIR}/licenses/kvmeld")
 install(FILES "${PROJECT_BINARY_DIR}/kvmeldConfig.cmake" "${PROJECT_BINARY_DIR}/kvmeldConfigVersion.cmake"
   cmake/kvmeldComponents.cmake DESTINATION "${package_dir}")

@@ -16,7 +16,7 @@ install_kvmeld() {
 
 # project LINE...: a consumer's CMakeLists.txt; no CUDA anywhere.
 project() {
-  printf '%s\n' 'cmake_minimum_required(VERSION 3.25)' 'project(consumer LANGUAGES CXX)' "$@" >"$work/CMakeLists.txt"
+  printf '%s\n' 'cmake_minimum_required(VERSION 3.22)' 'project(consumer LANGUAGES CXX)' "$@" >"$work/CMakeLists.txt"
 }
 
 build_and_run() {
