@@ -293,10 +293,10 @@ class Study {
         progress(text + ": full prefill");
 
         ++rotated.requests, ++rotated.reused;
-        const auto rotated = [&](llama_pos at) {
+        const auto in_place = [&](llama_pos at) {
           return std::vector{rotated_part(known.anchor.base, at)};
         };
-        if (kvmeld::Status status = reuse(rotated, {}, rotated, agent, asks, false, *reference);
+        if (kvmeld::Status status = reuse(rotated, {}, in_place, agent, asks, false, *reference);
             !status)
           return status;
         progress(text + ": rotated reuse");

@@ -188,7 +188,7 @@ Result<Predictor> through_file(const std::string& path, const GainPredictor& fit
   const auto scored = GainPredictor::make(fitted.kind(), fitted.hidden(), fitted.layers(),
                                           fitted.parameters(), *std::move(scores), fitted.model());
   if (!scored) return scored.error();
-  const auto bytes = kvmeld::to_safetensors(**scored);
+  const auto bytes = to_safetensors(**scored);
   if (!bytes) return bytes.error();
   std::ofstream(path, std::ios::binary)
       .write(reinterpret_cast<const char*>(bytes->data()),
@@ -319,8 +319,8 @@ kvmeld::Status run(const Flags& flags) {
                             {"identity", r.identity},
                             {"ridge", r.predictor},
                             {"lstm", m.predictor},
-                            {"ridge_reason", kvmeld::to_string((*ridge_read)->reason(l))},
-                            {"lstm_reason", kvmeld::to_string((*lstm_read)->reason(l))}});
+                            {"ridge_reason", to_string((*ridge_read)->reason(l))},
+                            {"lstm_reason", to_string((*lstm_read)->reason(l))}});
   }
   const auto identity = GainPredictor::make(GainKind::identity, 0, layers, {}, {}, geometry.model);
   if (!identity) return identity.error();
