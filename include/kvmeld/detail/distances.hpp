@@ -132,7 +132,7 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE inline double join_lanes_avx512(double* lan
       t[3] = t3;                                                                              \
     }                                                                                         \
   }                                                                                           \
-  [[nodiscard]] DistanceSteps distance_steps_##NAME(ElementType type) noexcept {              \
+  [[nodiscard]] inline DistanceSteps distance_steps_##NAME(ElementType type) noexcept {       \
     return {widen_##NAME<ElementType::f32>,                                                   \
             type == ElementType::f32    ? widen_##NAME<ElementType::f32>                      \
             : type == ElementType::f16  ? widen_##NAME<ElementType::f16>                      \
