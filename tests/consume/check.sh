@@ -11,6 +11,7 @@ quietly() { "$@" >"$work/log" 2>&1 || { cat "$work/log"; echo "failed: $*"; exit
 install_kvmeld() {
   quietly cmake -G Ninja -S "$tree" -B "$work/kvmeld-build"
   quietly cmake --install "$work/kvmeld-build" --prefix "$work/prefix"
+  [ -f "$work/prefix/share/licenses/kvmeld/LICENSE" ] || { echo "the licence is not installed"; exit 1; }
   rm -rf "$work/kvmeld-build"  # so that nothing of it can be what the consumer finds
 }
 
