@@ -794,7 +794,7 @@ inline constexpr std::int64_t verify_rope_min_distance = 64;
     hint = "the opposite direction fits: p and q, or the two spans, are swapped";
   else if (declared.scaled_error <= tolerance) {
     hint = "a common scale of ";
-    detail::append(hint, declared.scale);
+    detail::append_decimal(hint, declared.scale);
     hint +=
         " fits: the keys at the second position were scaled, as by an engine that applies YaRN's "
         "magnitude again in a "

@@ -80,6 +80,22 @@ static_assert(std::endian::native == std::endian::little,
 #define KVMELD_TARGET_AVX512
 #endif
 
+/// Marks a function whose body need not stand in every user's object.
+///
+/// Headers alone are enough: then it means `inline`, and the bodies follow where they are declared.
+/// A user of the companion library (CMake: `kvmeld::compiled`) has `KVMELD_COMPILED` defined and
+/// only declarations; the library's one source, which says `KVMELD_COMPILED=2`, holds the bodies.
+#if !defined(KVMELD_COMPILED)
+#define KVMELD_API inline
+#define KVMELD_BODIES 1
+#else
+#define KVMELD_API __attribute__((visibility("default")))
+#define KVMELD_BODIES (KVMELD_COMPILED == 2)
+#endif
+
+/// Marks what only refusals call: it is compiled for size, and branches to it are unlikely.
+#define KVMELD_COLD __attribute__((cold))
+
 KVMELD_NAMESPACE_BEGIN
 
 /// What other components and policies of one's own are built from: rows, bytes, plans.

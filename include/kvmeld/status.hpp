@@ -321,31 +321,78 @@ class KVMELD_NODISCARD_CLASS Result {
   bool has_value_ = false;
 };
 
-namespace detail {
-
-inline void append(std::string& out, std::string_view text) { out += text; }
-template <class Number>
-requires std::is_arithmetic_v<Number>
-void append(std::string& out, Number number) { append_decimal(out, number); }
-/// An enumerator by its name, and by its number too where this build has no name for it.
-template <class Enum>
-requires std::is_enum_v<Enum>
-void append(std::string& out, Enum value) {
-  const std::string_view name = to_string(value);
-  out += name;
-  if (name == "unknown") append_decimal(out += ' ', static_cast<int>(value));
-}
-
-}  // namespace detail
-
 namespace extend {
+
+/// One part of a message: a text, a number, or an enumerator's name. Refers to what it was made of.
+class MessagePart {
+ public:
+  MessagePart(const char* text) noexcept : kind_(Kind::literal) { text_ = text; }  // NOLINT
+  template <class Text>
+  requires std::convertible_to<const Text&, std::string_view>
+  MessagePart(const Text& text) noexcept : kind_(Kind::text) {  // NOLINT: implicit on purpose
+    const std::string_view view = text;
+    text_ = view.data();
+    size_ = view.size();
+  }
+  template <class Number>
+  requires std::is_arithmetic_v<Number>
+  MessagePart(Number number) noexcept {  // NOLINT: implicit on purpose
+    if constexpr (std::same_as<Number, float>) {
+      kind_ = Kind::single_number;
+      float_ = number;
+    } else if constexpr (std::floating_point<Number>) {
+      kind_ = Kind::double_number;
+      double_ = static_cast<double>(number);
+    } else if constexpr (std::is_signed_v<Number>) {
+      kind_ = Kind::signed_number;
+      signed_ = number;
+    } else {
+      kind_ = Kind::unsigned_number;
+      unsigned_ = number;
+    }
+  }
+  /// An enumerator by its name, and by its number too where this build has no name for it.
+  template <class Enum>
+  requires std::is_enum_v<Enum>
+  MessagePart(Enum value) noexcept : MessagePart(to_string(value)) {  // NOLINT
+    kind_ = Kind::enumerator;
+    signed_ = static_cast<std::int64_t>(value);
+  }
+
+  /// Appends the part to a message. O(its length).
+  KVMELD_API void append_to(std::string& message) const;
+
+ private:
+  enum class Kind : std::uint8_t {
+    literal,
+    text,
+    enumerator,
+    signed_number,
+    unsigned_number,
+    single_number,
+    double_number
+  };
+
+  const char* text_ = nullptr;
+  std::size_t size_ = 0;
+  union {
+    std::int64_t signed_ = 0;
+    std::uint64_t unsigned_;
+    float float_;
+    double double_;
+  };
+  Kind kind_ = Kind::text;
+};
+
+/// The error whose message is the concatenation of `count` parts. O(length of the message).
+[[nodiscard]] KVMELD_API KVMELD_COLD Status error_of(ErrorCode code, const MessagePart* parts,
+                                                     std::size_t count);
 
 /// Builds an error whose message is the concatenation of texts, numbers and enumerators.
 template <class... Parts>
-[[nodiscard]] Status error(ErrorCode code, const Parts&... parts) {
-  std::string message;
-  (detail::append(message, parts), ...);
-  return Status(code, std::move(message));
+[[nodiscard]] KVMELD_COLD Status error(ErrorCode code, const Parts&... parts) {
+  const MessagePart all[] = {MessagePart(parts)...};
+  return error_of(code, all, sizeof...(parts));
 }
 
 // The elements of a vector, or of a pointer and a count, as a span. The standard's constructors
@@ -368,6 +415,45 @@ template <class T>
 }
 
 }  // namespace extend
+
+#if KVMELD_BODIES
+namespace extend {
+
+KVMELD_API void MessagePart::append_to(std::string& message) const {
+  switch (kind_) {
+    case Kind::literal:
+      message += text_;
+      return;
+    case Kind::enumerator:
+      message.append(text_, size_);
+      if (std::string_view(text_, size_) == "unknown") detail::append_decimal(message += ' ', signed_);
+      return;
+    case Kind::text:
+      message.append(text_, size_);
+      return;
+    case Kind::signed_number:
+      detail::append_decimal(message, signed_);
+      return;
+    case Kind::unsigned_number:
+      detail::append_decimal(message, unsigned_);
+      return;
+    case Kind::single_number:
+      detail::append_decimal(message, float_);
+      return;
+    case Kind::double_number:
+      detail::append_decimal(message, double_);
+      return;
+  }
+}
+
+KVMELD_API Status error_of(ErrorCode code, const MessagePart* parts, std::size_t count) {
+  std::string message;
+  for (std::size_t i = 0; i < count; ++i) parts[i].append_to(message);
+  return Status(code, std::move(message));
+}
+
+}  // namespace extend
+#endif
 
 KVMELD_NAMESPACE_END
 
