@@ -38,20 +38,13 @@ namespace detail {
 /// below 127 bits.
 inline constexpr std::int64_t max_extent = std::int64_t{1} << 48;
 
-__extension__ typedef __int128 Wide;  // NOLINT: `using` gives a pedantic warning
-
 [[nodiscard]] constexpr bool sane(std::int64_t stride) noexcept {
   return stride <= max_extent && stride >= -max_extent;
 }
 
 /// Entry of a table of either width.
-[[nodiscard]] inline std::int64_t table_entry(const TokenSlots& slots,
-                                              std::int64_t index) noexcept {
-  const bool narrow =
-      slots.kind == SlotKind::block_table_i32 || slots.kind == SlotKind::slot_list_i32;
-  return narrow ? static_cast<const std::int32_t*>(slots.table)[index]
-                : static_cast<const std::int64_t*>(slots.table)[index];
-}
+[[nodiscard]] KVMELD_API std::int64_t table_entry(const TokenSlots& slots,
+                                                  std::int64_t index) noexcept;
 }  // namespace detail
 
 namespace extend {
@@ -62,202 +55,28 @@ namespace extend {
 
 }  // namespace extend
 
-namespace detail {
-
-/// Calls `visit(first token, first slot, count)` for runs of tokens in consecutive slots of one
-/// block; holes are skipped. Stops when `visit` returns false. O(table entries), O(blocks) for
-/// identity. The slots were checked by `check_slots`.
-template <class Visit>
-void for_each_run(const TokenSlots& slots, std::int64_t tokens, Visit&& visit) {
-  const std::int64_t block = slots.block_size;
-  const auto room = [block](std::int64_t slot) {
-    return block == 0 ? max_extent : block - slot % block;
-  };
-  std::int64_t token = 0;
-  while (token < tokens) {
-    std::int64_t slot = 0, count = 0;
-    if (slots.kind == SlotKind::identity) {
-      slot = slots.first + token;
-      count = room(slot) < tokens - token ? room(slot) : tokens - token;
-    } else if (is_block_table(slots.kind)) {
-      slot = slots.slot(token);
-      count = block < tokens - token ? block : tokens - token;
-    } else {
-      slot = table_entry(slots, token);
-      for (count = 1; token + count < tokens && count < room(slot); ++count) {
-        if (slot < 0 || table_entry(slots, token + count) != slot + count) break;
-      }
-    }
-    if (slot >= 0 && !visit(token, slot, count)) return;
-    token += count;
-  }
-}
-
-}  // namespace detail
-
 namespace extend {
 
 /// Checks the token axis: kinds, table present, entries in a range that cannot overflow. O(table
 /// entries).
 /// @param slot_count slots that exist; entries at or above it are refused.
-[[nodiscard]] inline Status check_slots(const TokenSlots& slots, std::int64_t tokens,
-                                        std::int64_t slot_count = detail::max_extent) {
-  if (slots.kind > SlotKind::slot_list_i64) {
-    return error(ErrorCode::unknown_layout, "slot kind ", static_cast<int>(slots.kind),
-                 " is none that this build knows");
-  }
-  if (tokens < 0 || tokens > detail::max_extent)
-    return error(ErrorCode::invalid_argument, "a view of ", tokens, " tokens");
-  if (slots.block_size < 0 || slots.block_size > detail::max_extent ||
-      !detail::sane(slots.block_stride)) {
-    return error(ErrorCode::invalid_argument, "blocks of ", slots.block_size, " tokens, ",
-                 slots.block_stride, " elements apart");
-  }
-  if (slots.kind == SlotKind::identity) {
-    if (slots.first < 0 || slots.first > detail::max_extent)
-      return error(ErrorCode::invalid_argument, "first slot is ", slots.first);
-    if (tokens > 0 && (slots.first >= slot_count || tokens > slot_count - slots.first)) {
-      return error(ErrorCode::truncated, "slots ", slots.first, " to ", slots.first + tokens - 1,
-                   " of ", slot_count);
-    }
-    return {};
-  }
-  if (tokens == 0) return {};
-  if (slots.table == nullptr)
-    return error(ErrorCode::invalid_argument, "slots come from a table, and there is none");
-  const bool blocks = is_block_table(slots.kind);
-  if (blocks && slots.block_size == 0)
-    return error(ErrorCode::invalid_argument, "a block table with blocks of 0 tokens");
-  const std::int64_t entries = blocks ? (tokens - 1) / slots.block_size + 1 : tokens;
-  const std::int64_t bound = blocks ? slot_count / slots.block_size : slot_count;
-  for (std::int64_t i = 0; i < entries; ++i) {
-    if (detail::table_entry(slots, i) >= bound) {
-      return error(ErrorCode::invalid_argument, "table entry ", i, " is ",
-                   blocks ? "block " : "slot ", detail::table_entry(slots, i), "; there are ",
-                   bound);
-    }
-  }
-  return {};
-}
+[[nodiscard]] KVMELD_API Status check_slots(const TokenSlots& slots, std::int64_t tokens,
+                                            std::int64_t slot_count = detail::max_extent);
 
 }  // namespace extend
-
-namespace detail {
-
-/// The range of element offsets; false where there is none. Exact: each axis is linear, so its ends
-/// are at its ends.
-[[nodiscard]] inline bool element_range(const PlaneRef& plane, Wide& low, Wide& high) noexcept {
-  if (plane.shape.heads <= 0 || plane.shape.channels <= 0) return false;
-  bool any = false;
-  for_each_run(plane.slots, plane.tokens, [&](std::int64_t, std::int64_t slot, std::int64_t count) {
-    const std::int64_t block = plane.slots.block_size;
-    const Wide first = block == 0 ? Wide{slot} * plane.token_stride
-                                  : Wide{slot / block} * plane.slots.block_stride +
-                                        Wide{slot % block} * plane.token_stride;
-    const Wide last = first + Wide{count - 1} * plane.token_stride;
-    const Wide least = first < last ? first : last, most = first < last ? last : first;
-    if (!any || least < low) low = least;
-    if (!any || most > high) high = most;
-    any = true;
-    return true;
-  });
-  const auto stretch = [&](std::int64_t extent, std::int64_t stride) {
-    (stride < 0 ? low : high) += Wide{extent - 1} * stride;
-  };
-  if (!any) return false;
-  stretch(plane.shape.heads, plane.head_stride);
-  const std::int64_t channels = plane.shape.channels, split = plane.channel_split;
-  if (split == 0) {
-    stretch(channels, plane.channel_stride);
-  } else {
-    stretch((channels + split - 1) / split, plane.split_stride);
-    stretch(split < channels ? split : channels, plane.channel_stride);
-  }
-  return true;
-}
-
-}  // namespace detail
 
 /// The bytes that a view spans, exact at both ends; what lies between may be another's. O(table
 /// entries).
 ///
 /// The view passed `check_view`.
-[[nodiscard]] inline Footprint footprint(const PlaneRef& plane) noexcept {
-  detail::Wide low = 0, high = 0;
-  if (!detail::element_range(plane, low, high)) return {};
-  const auto unit = block_elements(plane.shape.type), size = block_bytes(plane.shape.type);
-  return {static_cast<std::int64_t>(low / unit * size),
-          static_cast<std::int64_t>((high / unit + 1) * size - 1)};
-}
+[[nodiscard]] KVMELD_API Footprint footprint(const PlaneRef& plane) noexcept;
 
 // Whether two views share memory, and whether one may be written without writing twice to one
 // place.
 
 namespace detail {
 
-/// One axis of a plane: how many steps, how far a step. Bytes in overlap code, elements in the
-/// writable check.
-struct Axis {
-  std::int64_t extent = 1;
-  std::int64_t stride = 0;
-};
 [[nodiscard]] constexpr std::int64_t magnitude(std::int64_t x) noexcept { return x < 0 ? -x : x; }
-
-/// The head and channel axes of a plane in units of one element block.
-inline void row_axes(const PlaneRef& plane, std::int64_t scale, std::int64_t unit,
-                     Axis (&axes)[4]) noexcept {
-  const std::int64_t channels = plane.shape.channels;
-  axes[1] = {plane.shape.heads, plane.head_stride / unit * scale};
-  if (plane.channel_split == 0) {
-    axes[2] = {channels / unit, (unit > 1 ? 1 : plane.channel_stride) * scale};
-    axes[3] = {1, 0};
-  } else {
-    axes[2] = {plane.channel_split, plane.channel_stride * scale};
-    axes[3] = {channels / plane.channel_split, plane.split_stride * scale};
-  }
-}
-inline void sort_axes(Axis* first, std::size_t count) noexcept {
-  std::sort(first, first + count,
-            [](const Axis& a, const Axis& b) { return magnitude(a.stride) < magnitude(b.stride); });
-}
-
-/// The lowest and highest slot in use; `high < low` where there is none.
-struct SlotRange {
-  std::int64_t low = max_extent;
-  std::int64_t high = -1;
-
-  explicit SlotRange(const PlaneRef& plane) noexcept {
-    for_each_run(plane.slots, plane.tokens,
-                 [this](std::int64_t, std::int64_t slot, std::int64_t count) {
-                   low = (std::min)(low, slot);
-                   high = (std::max)(high, slot + count - 1);
-                   return true;
-                 });
-  }
-};
-
-/// Whether no two (slot, head, channel) share an element: each axis steps over all that the smaller
-/// ones span.
-[[nodiscard]] inline bool nested(const PlaneRef& plane, const SlotRange& range) noexcept {
-  if (range.high < range.low) return true;
-  const std::int64_t unit = block_elements(plane.shape.type), block = plane.slots.block_size;
-  const std::int64_t slots = range.high - range.low + 1;
-  Axis row[4];
-  row_axes(plane, 1, unit, row);
-  Axis axes[5] = {row[1], row[2], row[3]};
-  axes[3] = {block == 0 ? slots : (std::min)(block, slots), plane.token_stride / unit};
-  axes[4] = block == 0
-                ? Axis{}
-                : Axis{range.high / block - range.low / block + 1, plane.slots.block_stride / unit};
-  sort_axes(axes, 5);
-  std::int64_t span = 1;
-  for (const Axis& axis : axes) {
-    if (axis.extent <= 1) continue;
-    if (magnitude(axis.stride) < span) return false;
-    span += (axis.extent - 1) * magnitude(axis.stride);
-  }
-  return true;
-}
 
 }  // namespace detail
 
@@ -276,104 +95,15 @@ namespace detail {
 
 /// Every contiguous piece of a plane, sorted. O(pieces log pieces): rows, or whole blocks where
 /// they are contiguous.
-[[nodiscard]] inline std::vector<Segment> segments(const PlaneRef& plane) {
-  std::vector<Segment> out;
-  const std::int64_t unit = block_elements(plane.shape.type), size = block_bytes(plane.shape.type);
-  if (plane.shape.heads == 0 || plane.shape.channels == 0) return out;
-  for_each_run(plane.slots, plane.tokens, [&](std::int64_t, std::int64_t slot, std::int64_t count) {
-    Axis axes[4];
-    row_axes(plane, size, unit, axes);
-    axes[0] = {count, plane.token_stride / unit * size};
-    std::int64_t base = plane.byte_offset(plane.row_offset(slot, 0));
-    for (Axis& axis : axes) {
-      if (axis.stride < 0) base += (axis.extent - 1) * axis.stride;
-      axis.stride = magnitude(axis.stride);
-      if (axis.stride == 0) axis.extent = 1;
-    }
-    sort_axes(axes, 4);
-    std::int64_t length = size;
-    std::size_t outer = 0;
-    for (; outer < 4 && (axes[outer].extent == 1 || axes[outer].stride == length); ++outer)
-      length *= axes[outer].extent;
-    std::int64_t index[4] = {};
-    for (;;) {
-      std::int64_t at = base;
-      for (std::size_t a = outer; a < 4; ++a) at += index[a] * axes[a].stride;
-      const std::uintptr_t first =
-          reinterpret_cast<std::uintptr_t>(plane.data) + static_cast<std::uintptr_t>(at);
-      out.push_back({first, first + static_cast<std::uintptr_t>(length)});
-      std::size_t a = outer;
-      while (a < 4 && ++index[a] == axes[a].extent) index[a++] = 0;
-      if (a == 4) break;
-    }
-    return true;
-  });
-  std::sort(out.begin(), out.end());
-  return out;
-}
+[[nodiscard]] KVMELD_API std::vector<Segment> segments(const PlaneRef& plane);
 
-[[nodiscard]] inline bool intersect(const std::vector<Segment>& a,
-                                    const std::vector<Segment>& b) noexcept {
-  std::uintptr_t reach_a = 0,
-                 // segments of one plane may overlap each other, so remember how far any went
-      reach_b = 0;
-  for (std::size_t i = 0, j = 0; i < a.size() || j < b.size();) {
-    if (j == b.size() || (i < a.size() && a[i].first <= b[j].first)) {
-      if (a[i].first < reach_b) return true;
-      reach_a = (std::max)(reach_a, a[i++].last);
-    } else {
-      if (b[j].first < reach_a) return true;
-      reach_b = (std::max)(reach_b, b[j++].last);
-    }
-  }
-  return false;
-}
-
-/// Slots of a plane, each with the first token that uses it; sorted.
-[[nodiscard]] inline std::vector<std::pair<std::int64_t, std::int64_t>> used_slots(
-    const TokenSlots& slots, std::int64_t tokens) {
-  std::vector<std::pair<std::int64_t, std::int64_t>> out;
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    const std::int64_t slot = slots.slot(t);
-    if (slot >= 0) out.emplace_back(slot, t);
-  }
-  std::sort(out.begin(), out.end());
-  return out;
-}
-
-[[nodiscard]] inline bool same_lattice(const PlaneRef& a, const PlaneRef& b) noexcept {
-  return a.data == b.data && a.shape.type == b.shape.type && a.shape.heads == b.shape.heads &&
-         a.shape.channels == b.shape.channels && a.token_stride == b.token_stride &&
-         a.head_stride == b.head_stride && a.channel_stride == b.channel_stride &&
-         a.channel_split == b.channel_split && a.split_stride == b.split_stride &&
-         a.slots.block_size == b.slots.block_size && a.slots.block_stride == b.slots.block_stride;
-}
-
-[[nodiscard]] inline bool planes_overlap(const PlaneRef& a, const PlaneRef& b) {
-  if (!same_lattice(a, b)) return intersect(segments(a), segments(b));
-  const auto x = used_slots(a.slots, a.tokens), y = used_slots(b.slots, b.tokens);
-  for (std::size_t i = 0, j = 0; i < x.size() && j < y.size();) {
-    if (x[i].first == y[j].first) return true;
-    x[i].first < y[j].first ? ++i : ++j;
-  }
-  SlotRange both(a);
-  const SlotRange other(b);
-  both.low = (std::min)(both.low, other.low);
-  both.high = (std::max)(both.high, other.high);
-  return !nested(a, both) && intersect(segments(a), segments(b));
-}
+[[nodiscard]] KVMELD_API bool same_lattice(const PlaneRef& a, const PlaneRef& b) noexcept;
 
 }  // namespace detail
 
 namespace extend {
 
-[[nodiscard]] inline Segment extent_in_memory(const PlaneRef& plane) noexcept {
-  const Footprint f = footprint(plane);
-  const auto base = reinterpret_cast<std::uintptr_t>(plane.data);
-  if (f.empty()) return {};
-  return {base + static_cast<std::uintptr_t>(f.first_byte),
-          base + static_cast<std::uintptr_t>(f.last_byte) + 1};
-}
+[[nodiscard]] KVMELD_API Segment extent_in_memory(const PlaneRef& plane) noexcept;
 
 }  // namespace extend
 
@@ -382,50 +112,16 @@ namespace extend {
 /// Exact. Two sequences of one engine's pool do not overlap merely because their blocks alternate.
 /// Both passed `check_view`. O(planes²) comparisons of footprints; only planes whose footprints
 /// meet are compared slot by slot or piece by piece.
-[[nodiscard]] inline bool overlaps(const KvCacheRef& a, const KvCacheRef& b) {
-  std::vector<detail::Segment> extents;
-  for (const PlaneRef& plane : b.planes()) extents.push_back(detail::extent_in_memory(plane));
-  for (const PlaneRef& x : a.planes()) {
-    const detail::Segment extent = detail::extent_in_memory(x);
-    for (std::size_t j = 0; j < extents.size(); ++j) {
-      const bool apart = extent.last <= extents[j].first || extents[j].last <= extent.first;
-      if (!apart && detail::planes_overlap(x, b.planes()[j])) return true;
-    }
-  }
-  return false;
-}
+[[nodiscard]] KVMELD_API bool overlaps(const KvCacheRef& a, const KvCacheRef& b);
 
 namespace detail {
 
-[[nodiscard]] inline Status check_steps(const PlaneRef& plane) {
-  if (plane.tokens == 0 || plane.shape.heads == 0 || plane.shape.channels == 0 ||
-      nested(plane, SlotRange(plane)))
-    return {};
-  return error(ErrorCode::aliasing, "strides step into each other: token ", plane.token_stride,
-               ", head ", plane.head_stride, ", channel ", plane.channel_stride, ", block ",
-               plane.slots.block_stride);
-}
+[[nodiscard]] KVMELD_API Status check_steps(const PlaneRef& plane);
 
 /// Whether no two of the tokens share a slot, in memory of the caller: `scratch` takes a number for
 /// each token.
-[[nodiscard]] inline Status check_slots_apart(const TokenSlots& slots, std::int64_t tokens,
-                                              std::int64_t* scratch) {
-  if (slots.kind == SlotKind::identity) return {};
-  std::int64_t* end = scratch;
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    const std::int64_t slot = slots.slot(t);
-    if (slot >= 0) *end++ = slot;
-  }
-  std::sort(scratch, end);
-  const std::int64_t* const twice = std::adjacent_find(scratch, end);
-  if (twice == end) return {};
-  std::int64_t first = 0;
-  while (slots.slot(first) != *twice) ++first;
-  std::int64_t second = first + 1;
-  while (slots.slot(second) != *twice) ++second;
-  return error(ErrorCode::aliasing, "tokens ", first, " and ", second, " share slot ", *twice,
-               " of a view that may be written");
-}
+[[nodiscard]] KVMELD_API Status check_slots_apart(const TokenSlots& slots, std::int64_t tokens,
+                                                  std::int64_t* scratch);
 
 }  // namespace detail
 
@@ -433,88 +129,19 @@ namespace detail {
 ///
 /// Errors: `aliasing`, naming the two tokens that share a slot, or the strides that step into each
 /// other (a stride of 0 over more than one head or token, say). O(tokens log tokens).
-[[nodiscard]] inline Status check_writable(const MutablePlaneRef& plane) {
-  KVMELD_TRY(detail::check_steps(plane));
-  if (plane.tokens == 0 || plane.shape.heads == 0 || plane.shape.channels == 0) return {};
-  std::vector<std::int64_t> scratch(
-      static_cast<std::size_t>(plane.slots.kind == SlotKind::identity ? 0 : plane.tokens));
-  return detail::check_slots_apart(plane.slots, plane.tokens, scratch.data());
-}
+[[nodiscard]] KVMELD_API Status check_writable(const MutablePlaneRef& plane);
 
 // Whether a plane view stays inside its buffer; with `overlaps` and `check_writable`, whether
 // views disturb each other.
 
 namespace detail {
 
-[[nodiscard]] inline Status check_strides(const PlaneRef& plane) {
-  const PlaneShape& shape = plane.shape;
-  const std::int64_t unit = block_elements(shape.type);
-  if (shape.type > ElementType::q8_0 || shape.plane > Plane::scale ||
-      shape.scales > ScaleScheme::per_channel_group) {
-    return error(ErrorCode::unknown_field, "element type ", static_cast<int>(shape.type),
-                 ", plane ", static_cast<int>(shape.plane), " or scale scheme ",
-                 static_cast<int>(shape.scales), " is none that this build knows");
-  }
-  if (shape.heads < 0 || shape.channels < 0 || shape.channels % unit != 0) {
-    return error(ErrorCode::invalid_argument, shape.heads, " heads of ", shape.channels,
-                 " channels in blocks of ", unit);
-  }
-  if (!sane(plane.token_stride) || !sane(plane.head_stride) || !sane(plane.channel_stride) ||
-      !sane(plane.split_stride)) {
-    return error(ErrorCode::invalid_argument, "a stride is beyond 2^48 elements: token ",
-                 plane.token_stride, ", head ", plane.head_stride, ", channel ",
-                 plane.channel_stride, ", split ", plane.split_stride);
-  }
-  if (plane.channel_split < 0 ||
-      (plane.channel_split > 0 && shape.channels % plane.channel_split != 0)) {
-    return error(ErrorCode::invalid_argument, shape.channels,
-                 " channels do not split into groups of ", plane.channel_split);
-  }
-  if (unit > 1 && !plane.contiguous_rows()) {
-    return error(ErrorCode::unsupported, "elements stored in blocks of ", unit,
-                 " need contiguous rows; channel stride is ", plane.channel_stride);
-  }
-  if (unit > 1 && (plane.token_stride % unit != 0 || plane.head_stride % unit != 0 ||
-                   plane.slots.block_stride % unit != 0)) {
-    return error(ErrorCode::invalid_argument, "token stride ", plane.token_stride, ", head stride ",
-                 plane.head_stride, " and block stride ", plane.slots.block_stride,
-                 " are multiples of ", unit, " elements, or rows would cut a block");
-  }
-  if (shape.scales != ScaleScheme::none && plane.scales.data == nullptr) {
-    return error(ErrorCode::invalid_argument, "the plane declares scales and gives none");
-  }
-  return {};
-}
+[[nodiscard]] KVMELD_API Status check_strides(const PlaneRef& plane);
 
 /// `check_view` with the code that a short buffer gives and the number of slots that exist.
-[[nodiscard]] inline Status check_plane_view(const PlaneRef& plane, std::size_t capacity_bytes,
-                                             std::size_t bytes_before, ErrorCode too_small,
-                                             std::int64_t slot_count = max_extent) {
-  KVMELD_TRY(check_strides(plane));
-  if (Status status = check_slots(plane.slots, plane.tokens, slot_count); !status) {
-    return status.code() == ErrorCode::truncated ? Status(too_small, status.message()) : status;
-  }
-  Wide low = 0, high = 0;
-  if (!element_range(plane, low, high)) return {};
-  if (plane.data == nullptr)
-    return error(ErrorCode::invalid_argument, "a view of ", plane.tokens, " tokens over no memory");
-  const Wide unit = block_elements(plane.shape.type), size = block_bytes(plane.shape.type);
-  const Wide begin = Wide{static_cast<std::int64_t>(bytes_before & 0x7fffffffffffffffU)};
-  const Wide first = begin + low / unit * size, end = begin + (high / unit + 1) * size;
-  if (low % unit != 0)
-    return error(ErrorCode::invalid_argument, "the first row starts inside a block of elements");
-  if (first < 0) {
-    return error(too_small, "the view begins ", static_cast<std::int64_t>(-first),
-                 " bytes before its buffer");
-  }
-  if (end > Wide{static_cast<std::int64_t>(capacity_bytes & 0x7fffffffffffffffU)}) {
-    const Wide most = Wide{INT64_MAX};
-    return error(too_small, "the view reaches byte ",
-                 static_cast<std::int64_t>(end - 1 < most ? end - 1 : most), " of a buffer of ",
-                 capacity_bytes);
-  }
-  return {};
-}
+[[nodiscard]] KVMELD_API Status check_plane_view(const PlaneRef& plane, std::size_t capacity_bytes,
+                                                 std::size_t bytes_before, ErrorCode too_small,
+                                                 std::int64_t slot_count = max_extent);
 
 }  // namespace detail
 
@@ -644,55 +271,6 @@ struct RopeCheck {
   double common_scale = 1.0;
 };
 
-namespace detail {
-
-/// Residual of `scale * rotate(at_p)` against `at_q`, and the scale that would make it smallest.
-struct RopeFit {
-  double error = 0.0;         // relative to at_q, scale 1
-  double scale = 1.0;         // best
-  double scaled_error = 0.0;  // relative to at_q, best scale
-};
-
-/// Plain f64, a pair at a time: this is a check of the fast path's declaration, so it shares no
-/// code with the fast path.
-[[nodiscard]] inline RopeFit fit_rope(const RopeSpec& rope, RopePairing pairing,
-                                      std::int32_t channels, const std::vector<double>& cosines,
-                                      const std::vector<double>& sines, std::span<const float> at_p,
-                                      std::span<const float> at_q) {
-  const auto width = static_cast<std::size_t>(channels);
-  const auto first = static_cast<std::size_t>(rope.first_channel);
-  const std::size_t pairs = cosines.size();
-  double rotated_q = 0.0, rotated_rotated = 0.0, q_q = 0.0, off = 0.0;
-  const auto add = [&](double rotated, double target) {
-    rotated_q = fma(rotated, target, rotated_q);
-    rotated_rotated = fma(rotated, rotated, rotated_rotated);
-    q_q = fma(target, target, q_q);
-    off = fma(rotated - target, rotated - target, off);
-  };
-  for (std::size_t row = 0; row + width <= at_p.size(); row += width) {
-    for (std::size_t c = 0; c < width; ++c)
-      if (c < first || c >= first + 2 * pairs)
-        add(static_cast<double>(at_p[row + c]), static_cast<double>(at_q[row + c]));
-    for (std::size_t i = 0; i < pairs; ++i) {
-      const bool adjacent = pairing == RopePairing::interleaved;
-      const std::size_t a = row + first + (adjacent ? 2 * i : i);
-      const std::size_t b = row + first + (adjacent ? 2 * i + 1 : i + pairs);
-      const double x = static_cast<double>(at_p[a]), y = static_cast<double>(at_p[b]);
-      add(fma(x, cosines[i], -(y * sines[i])), static_cast<double>(at_q[a]));
-      add(fma(x, sines[i], y * cosines[i]), static_cast<double>(at_q[b]));
-    }
-  }
-  RopeFit fit;
-  if (q_q <= 0.0 || rotated_rotated <= 0.0) return fit;
-  fit.error = __builtin_sqrt(off / q_q);
-  fit.scale = rotated_q / rotated_rotated;
-  const double rest = fma(-fit.scale, rotated_q, q_q);
-  fit.scaled_error = rest > 0.0 ? __builtin_sqrt(rest / q_q) : 0.0;
-  return fit;
-}
-
-}  // namespace detail
-
 /// Smallest distance at which pairings and bases can be told apart: near each other, wrong
 /// rotations look right.
 inline constexpr std::int64_t verify_rope_min_distance = 64;
@@ -707,103 +285,18 @@ inline constexpr std::int64_t verify_rope_min_distance = 64;
 /// `validate`; `token_count_mismatch` (spans unequal, or not whole tokens); `non_finite`;
 /// `invalid_argument` (distance below 64, no keys, all keys zero, or keys that hardly move and so
 /// tell nothing); `rope_mismatch` with the figures and what would fit instead. O(keys).
-[[nodiscard]] inline Result<RopeCheck> verify_rope(const RopeSpec& rope, std::int32_t heads,
-                                                   std::int32_t channels,
-                                                   // (token, head, channel)
-                                                   std::span<const float> keys_at_p,
-                                                   // (token, head, channel)
-                                                   std::span<const float> keys_at_q, std::int64_t p,
-                                                   std::int64_t q, double tolerance = 0.01,
-                                                   std::int64_t context_length = 0) {
-  using extend::error;
-  if (Status status = validate(rope, channels); !status) return status;
-  if (heads <= 0) return error(ErrorCode::invalid_argument, "verify_rope: ", heads, " heads");
-  if (!detail::finite_positive(tolerance))
-    return error(ErrorCode::invalid_argument, "verify_rope: tolerance is ", tolerance,
-                 "; it is finite and above 0");
-  if (p < 0 || q < 0 || p > max_rope_shift || q > max_rope_shift)
-    return error(ErrorCode::invalid_argument, "verify_rope: positions ", p, " and ", q,
-                 "; they lie between 0 and ", max_rope_shift);
-  const std::int64_t distance = q > p ? q - p : p - q;
-  if (distance < verify_rope_min_distance)
-    return error(ErrorCode::invalid_argument, "verify_rope: positions ", p, " and ", q, " are ",
-                 distance, " apart; wrong pairings look right nearby, take at least ",
-                 verify_rope_min_distance);
-  const auto token = static_cast<std::size_t>(heads) * static_cast<std::size_t>(channels);
-  if (keys_at_p.size() != keys_at_q.size() || keys_at_p.size() % token != 0)
-    return error(ErrorCode::token_count_mismatch, "verify_rope: ", keys_at_p.size(), " and ",
-                 keys_at_q.size(), " key values; both hold the same whole number of tokens of ",
-                 token);
-  if (keys_at_p.empty()) return error(ErrorCode::invalid_argument, "verify_rope: no keys to check");
-  double size_p = 0.0, size_q = 0.0;
-  for (std::size_t i = 0; i < keys_at_p.size(); ++i) {
-    const double x = static_cast<double>(keys_at_p[i]), y = static_cast<double>(keys_at_q[i]);
-    if (!(x - x == 0.0) || !(y - y == 0.0))
-      return error(ErrorCode::non_finite, "verify_rope: key value ", i, " is not finite");
-    size_p = fma(x, x, size_p);
-    size_q = fma(y, y, size_q);
-  }
-  if (size_p <= 0.0 || size_q <= 0.0)
-    return error(ErrorCode::invalid_argument, "verify_rope: all keys at position ",
-                 size_p <= 0.0 ? p : q, " are zero");
-
-  const Result<std::vector<double>> frequencies = inverse_frequencies(rope, context_length);
-  if (!frequencies) return frequencies.error();
-  const std::size_t pairs = frequencies->size();
-  std::vector<double> cosines(pairs), sines(pairs);
-  for (std::size_t i = 0; i < pairs; ++i) {
-    const auto [sine, cosine] = math::sin_cos(static_cast<double>(q - p) * (*frequencies)[i]);
-    cosines[i] = cosine;
-    sines[i] = sine;
-  }
-  std::vector<double> backward(sines);
-  for (double& s : backward) s = -s;
-  const std::vector<double> ones(pairs, 1.0), zeros(pairs, 0.0);
-  const RopePairing other =
-      rope.pairing == RopePairing::interleaved ? RopePairing::half_split : RopePairing::interleaved;
-  const detail::RopeFit declared =
-      detail::fit_rope(rope, rope.pairing, channels, cosines, sines, keys_at_p, keys_at_q);
-  const detail::RopeFit swapped =
-      detail::fit_rope(rope, other, channels, cosines, sines, keys_at_p, keys_at_q);
-  const detail::RopeFit still =
-      detail::fit_rope(rope, rope.pairing, channels, ones, zeros, keys_at_p, keys_at_q);
-  const detail::RopeFit reverse =
-      detail::fit_rope(rope, rope.pairing, channels, cosines, backward, keys_at_p, keys_at_q);
-
-  const RopeCheck check{declared.error, still.error, swapped.error, q - p, declared.scale};
-  if (declared.error <= tolerance) {
-    if (rope.kind == RopeKind::rotary && still.error <= tolerance)
-      return error(ErrorCode::invalid_argument, "verify_rope: keys move by ", still.error, " over ",
-                   distance, " positions, less than the tolerance ", tolerance,
-                   ", and tell nothing; take a larger distance or other tokens");
-    return check;
-  }
-  std::string hint =
-      "neither pairing fits, nor no rotation: check base, scaling, rotary_channels and "
-      "first_channel";
-  if (still.error <= tolerance)
-    hint =
-        "the keys do not move at all: this layer has no rope, or its keys were taken before "
-        "rotation";
-  else if (rope.kind == RopeKind::none)
-    hint = "the keys do move with position: declare the layer's rope";
-  else if (swapped.error <= tolerance)
-    hint = other == RopePairing::interleaved ? "the interleaved pairing fits"
-                                             : "the half_split pairing fits";
-  else if (reverse.error <= tolerance)
-    hint = "the opposite direction fits: p and q, or the two spans, are swapped";
-  else if (declared.scaled_error <= tolerance) {
-    hint = "a common scale of ";
-    detail::append_decimal(hint, declared.scale);
-    hint +=
-        " fits: the keys at the second position were scaled, as by an engine that applies YaRN's "
-        "magnitude again in a "
-        "shift";
-  }
-  return error(ErrorCode::rope_mismatch,
-               "verify_rope: the declared rope leaves a relative error of ", declared.error,
-               " over ", distance, " positions (", still.error, " without rotation, ",
-               swapped.error, " with the other pairing); ", hint);
-}
+[[nodiscard]] KVMELD_API Result<RopeCheck> verify_rope(const RopeSpec& rope, std::int32_t heads,
+                                                       std::int32_t channels,
+                                                       // (token, head, channel)
+                                                       std::span<const float> keys_at_p,
+                                                       // (token, head, channel)
+                                                       std::span<const float> keys_at_q,
+                                                       std::int64_t p, std::int64_t q,
+                                                       double tolerance = 0.01,
+                                                       std::int64_t context_length = 0);
 
 KVMELD_NAMESPACE_END
+
+#if KVMELD_BODIES
+#include <kvmeld/detail/impl/check_view.hpp>
+#endif

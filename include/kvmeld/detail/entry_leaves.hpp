@@ -25,13 +25,7 @@ struct SetEntry {
   Metadata metadata{};
 
   /// Whether every payload's bytes are here.
-  [[nodiscard]] bool complete() const noexcept {
-    if (!fragment.valid()) return false;
-    for (const Payload& payload : fragment.payloads()) {
-      if (payload.bytes == nullptr) return false;
-    }
-    return true;
-  }
+  [[nodiscard]] KVMELD_API bool complete() const noexcept;
 };
 
 namespace detail {
@@ -93,14 +87,7 @@ struct Probe {
   [[nodiscard]] bool complete() const noexcept { return (tag & 1U) != 0; }
 };
 
-[[nodiscard]] inline Probe probe_of(const FragmentId& id, std::uint64_t tag = 0) noexcept {
-  Probe out{0, 0, tag};
-  for (std::size_t i = 0; i < 8; ++i) {
-    out.high = out.high << 8U | id.bytes[i];
-    out.low = out.low << 8U | id.bytes[8 + i];
-  }
-  return out;
-}
+[[nodiscard]] KVMELD_API Probe probe_of(const FragmentId& id, std::uint64_t tag = 0) noexcept;
 
 /// Entries of neighbouring ids. Probes lie apart, since a join walks them and mostly finds them
 /// equal.
@@ -212,45 +199,9 @@ class EntryLeaves {
     return i < leaf.entries.size() && leaf.entries[i]->id == id ? leaf.entries[i].get() : nullptr;
   }
   /// Inserts an entry, or replaces the one of its id. O(log n + leaf_size).
-  void put(SetEntry entry, std::uint64_t tag) {
-    const Probe probe =
-        probe_of(entry.id, (tag & ~std::uint64_t{1}) | (entry.complete() ? 1U : 0U));
-    auto shared = std::make_shared<const SetEntry>(std::move(entry));
-    if (leaves_.empty()) {
-      leaves_.emplace_back();  // not empty for long
-      firsts_.push_back(probe);
-    }
-    const std::size_t l = size_ == 0 ? 0 : leaf_of(shared->id);
-    Leaf& leaf = leaves_[l].own();
-    const std::size_t i = leaf.lower_bound(shared->id);
-    if (i < leaf.entries.size() && leaf.entries[i]->id == shared->id) {
-      leaf.probes[i] = probe;
-      leaf.entries[i] = std::move(shared);
-      return;
-    }
-    const auto at = static_cast<std::ptrdiff_t>(i);
-    leaf.probes.insert(leaf.probes.begin() + at, probe);
-    leaf.entries.insert(leaf.entries.begin() + at, std::move(shared));
-    ++size_;
-    firsts_[l] = leaf.probes.front();
-    if (leaf.entries.size() > leaf_size)
-      split(l, i + 1 == leaf.entries.size() && l + 1 == leaves_.size());
-  }
+  KVMELD_API void put(SetEntry entry, std::uint64_t tag);
   /// Takes an entry out that must be there. O(log n + leaf_size).
-  void erase(const FragmentId& id) {
-    const std::size_t l = leaf_of(id);
-    Leaf& leaf = leaves_[l].own();
-    const auto at = static_cast<std::ptrdiff_t>(leaf.lower_bound(id));
-    leaf.probes.erase(leaf.probes.begin() + at);
-    leaf.entries.erase(leaf.entries.begin() + at);
-    --size_;
-    if (!leaf.entries.empty()) {
-      firsts_[l] = leaf.probes.front();
-      return;
-    }
-    leaves_.erase(leaves_.begin() + static_cast<std::ptrdiff_t>(l));
-    firsts_.erase(firsts_.begin() + static_cast<std::ptrdiff_t>(l));
-  }
+  KVMELD_API void erase(const FragmentId& id);
 
  private:
   /// The last leaf that begins at or before an id, or the first.
@@ -274,22 +225,7 @@ class EntryLeaves {
   }
   /// Cuts a leaf in two; one that grew at the very end keeps nearly all, so that ascending
   /// insertion fills leaves.
-  void split(std::size_t l, bool ascending) {
-    CowPtr<Leaf> right;
-    Leaf& left = leaves_[l].own();
-    Leaf& to = right.own();
-    const auto cut =
-        static_cast<std::ptrdiff_t>(ascending ? left.entries.size() - 1 : left.entries.size() / 2);
-    const auto move_tail = [&](auto& from, auto& into) {
-      into.reserve(leaf_size + 1);
-      into.assign(std::make_move_iterator(from.begin() + cut), std::make_move_iterator(from.end()));
-      from.resize(static_cast<std::size_t>(cut));
-    };
-    move_tail(left.probes, to.probes);
-    move_tail(left.entries, to.entries);
-    firsts_.insert(firsts_.begin() + static_cast<std::ptrdiff_t>(l) + 1, to.probes.front());
-    leaves_.insert(leaves_.begin() + static_cast<std::ptrdiff_t>(l) + 1, std::move(right));
-  }
+  KVMELD_API void split(std::size_t l, bool ascending);
 
   std::vector<CowPtr<Leaf>> leaves_;  // none empty
   std::vector<Probe> firsts_;         // of each leaf: the way to a leaf reads nothing else
