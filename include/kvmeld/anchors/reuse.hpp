@@ -95,12 +95,8 @@ inline Digest128 reuse_id(std::span<const ReusePiece> pieces, const Geometry& ge
   const std::int64_t length = options.context_length > 0 || core.positions.empty()
                                   ? options.context_length
                                   : core.positions.back() + 1;
-  KVMELD_TRY(extend::compile(
-      core, alignment,
-      {extend::rotation_equivariant<detail::BlendSum>(), extend::keeps_single<detail::BlendSum>()},
-      recompute, length));
-  KVMELD_TRY(extend::check_rows<detail::BlendSum>(core, detail::BlendSum{}));
-  KVMELD_TRY(extend::check_range(core, detail::BlendSum{}));
+  const detail::BlendSum sum{};
+  KVMELD_TRY(extend::finish_rows(core, alignment, extend::rows_call(sum, sum), recompute, length));
   KVMELD_TRY(extend::warn(core, extend::with_several(geometry, alignment, core.positions.size()),
                           RenderWarnings::none, false, false));
   core.render_id = detail::reuse_id(build.pieces, geometry, options);

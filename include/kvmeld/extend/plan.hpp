@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -13,8 +15,10 @@
 #include <utility>
 #include <vector>
 
+#include <kvmeld/cache_view.hpp>
 #include <kvmeld/check_view.hpp>
 #include <kvmeld/config.hpp>
+#include <kvmeld/detail/distances.hpp>
 #include <kvmeld/detail/render_lanes.hpp>
 #include <kvmeld/exec.hpp>
 #include <kvmeld/extend/render_rows.hpp>
@@ -166,6 +170,59 @@ namespace detail {
 
 }  // namespace detail
 
+namespace extend {
+
+/// What planning asks of a fuser and its row form, whatever their types. Refers to both.
+struct RowsCall {
+  const void* fuser = nullptr;
+  const void* rows = nullptr;
+  bool rotation_equivariant = false;  ///< equally rotated rows may be fused as they lie
+  bool keeps_single = false;          ///< one contribution is handed on as it is
+  bool selects = false;               ///< sorts the values of a channel
+  bool mixes = false;                 ///< sees all contributions at once
+  bool normalises = false;            ///< divides by the sum of the weights
+  bool scales_weights = false;        ///< the plan itself makes the weights add up to 1
+  /// The fuser's own bound on contributions; null where it has none.
+  Status (*check)(const void* fuser, std::int64_t contributions) = nullptr;
+  /// The largest magnitude that inputs up to `peak` can give; null where the form tells none.
+  double (*bound)(const void* rows, double peak, double weights, int channels) = nullptr;
+  /// Renders rows [first, last) of the tasks.
+  void (*render)(const void* rows, const PlaneTask* tasks, std::int64_t outputs, RowMode mode,
+                 std::int64_t first, std::int64_t last) = nullptr;
+};
+
+/// @param rows  `row_form(fuser)`; both outlive the call
+template <class F>
+[[nodiscard]] RowsCall rows_call(const F& fuser, const detail::RowForm<F>& rows) {
+  using Rows = detail::RowForm<F>;
+  RowsCall call;
+  call.fuser = &fuser;
+  call.rows = &rows;
+  call.rotation_equivariant = rotation_equivariant<Rows>();
+  call.keeps_single = keeps_single<Rows>();
+  call.selects = SelectForm<Rows>;
+  call.mixes = MixForm<Rows>;
+  call.normalises = detail::normalises<Rows>();
+  call.scales_weights = std::is_same_v<Rows, detail::MeanRows>;
+  if constexpr (requires { fuser.check(std::int64_t{}); }) {
+    call.check = [](const void* f, std::int64_t contributions) -> Status {
+      return static_cast<const F*>(f)->check(contributions);
+    };
+  }
+  if constexpr (requires { rows.bound(1.0, 1.0, 1); }) {
+    call.bound = [](const void* r, double peak, double weights, int channels) -> double {
+      return static_cast<const Rows*>(r)->bound(peak, weights, channels);
+    };
+  }
+  call.render = [](const void* r, const PlaneTask* tasks, std::int64_t outputs, RowMode mode,
+                   std::int64_t first, std::int64_t last) {
+    detail::render_rows(*static_cast<const Rows*>(r), tasks, outputs, mode, first, last);
+  };
+  return call;
+}
+
+}  // namespace extend
+
 // From contributions to rows: which bytes are read for an output, and how far each is rotated.
 
 namespace detail {
@@ -199,12 +256,6 @@ class ShiftIndex {
   std::uint32_t last_ = 0;
 };
 
-/// What the frame of a row depends on.
-struct FuserTraits {
-  bool equivariant = false;
-  bool keeps_single = false;
-};
-
 /// Compiles the rows of one layer (and of all that hold the same tokens): token indices become
 /// payload rows, positions become turns.
 ///
@@ -212,7 +263,7 @@ struct FuserTraits {
 /// contributions of a rotation-equivariant fuser are fused as they lie and rotated once; anything
 /// else is fused un-rotated.
 inline void compile_rows(const PlanCore& core, const AlignmentGroup& alignment, std::size_t layer,
-                         FuserTraits fuser, std::span<const std::uint8_t> recompute,
+                         const RowsCall& fuser, std::span<const std::uint8_t> recompute,
                          ShiftIndex& shift_of, GroupArrays& out) {
   const bool pre_rope = core.geometry->layers[layer].key_form == KeyForm::pre_rope;
   const bool by_head = !alignment.head_weights.empty();
@@ -246,7 +297,7 @@ inline void compile_rows(const PlanCore& core, const AlignmentGroup& alignment, 
       for (std::size_t i = first; by_head && i < out.inputs.size(); ++i)
         out.direct.push_back(out.inputs[i].shift);
       if (!pre_rope && (count > 1 || (count == 1 && !fuser.keeps_single))) {
-        if (equal && fuser.equivariant) {
+        if (equal && fuser.rotation_equivariant) {
           out_shift = shift_of(common);
           for (std::size_t i = first; i < out.inputs.size(); ++i) out.inputs[i].shift = 0;
         } else {
@@ -396,7 +447,7 @@ inline Status build_ropes(PlanCore& core, std::int64_t context_length) {
 
 /// Compiles the rows of every layer; outputs of `recompute` get none. Layers that read alike share
 /// a group.
-inline Status compile_groups(PlanCore& core, const Alignment& alignment, FuserTraits fuser,
+inline Status compile_groups(PlanCore& core, const Alignment& alignment, const RowsCall& fuser,
                              std::span<const std::uint8_t> recompute) {
   const Geometry& geometry = *core.geometry;
   core.shifts = {0};
@@ -452,7 +503,7 @@ namespace extend {
 /// Compiles every layer group, finds the holes, builds the rope tables. An output that one layer
 /// lacks is the engine's in all of them: a hole has no rows, whatever contributions other layers
 /// hold for it.
-inline Status compile(PlanCore& core, const Alignment& alignment, detail::FuserTraits fuser,
+inline Status compile(PlanCore& core, const Alignment& alignment, const RowsCall& fuser,
                       std::span<const std::uint8_t> recompute, std::int64_t context_length) {
   std::vector<std::uint8_t> is_hole(recompute.begin(), recompute.end());
   for (bool found = true; found;) {
@@ -474,30 +525,30 @@ inline Status compile(PlanCore& core, const Alignment& alignment, detail::FuserT
 
 namespace detail {
 
+/// Refuses more contributions than a fuser's row form can take at once.
+inline Status check_count(const RowsCall& fuser, std::span<const PlaneShape> planes, int count) {
+  if (fuser.selects && count > max_selected) {
+    return error(ErrorCode::oversized, count, " contributions; this fuser sorts at most ",
+                 max_selected,
+                 ": fuse fewer fragments, or take a mean, a medoid or the geometric median");
+  }
+  for (const PlaneShape& shape : planes) {
+    if (!fuser.mixes) break;
+    const int most =
+        (std::min)(max_mixed, max_mixed_values / (std::max)(1, (shape.channels + 31) / 32 * 32));
+    if (count > most)
+      return error(ErrorCode::oversized, count, " contributions; this fuser mixes at most ", most,
+                   " rows of ", shape.channels, " channels");
+  }
+  return fuser.check == nullptr ? Status() : fuser.check(fuser.fuser, std::int64_t{count});
+}
+
 /// Refuses a row of one head, or of all heads, that a fuser's row form cannot take.
-template <class F>
-Status check_row(const F& fuser, std::span<const PlaneShape> planes, const HeadInputs& row) {
-  using Rows = RowForm<F>;
+inline Status check_row(const RowsCall& fuser, std::span<const PlaneShape> planes,
+                        const HeadInputs& row) {
   const int count = row.used_count();
-  if constexpr (SelectForm<Rows>) {
-    if (count > max_selected) {
-      return error(ErrorCode::oversized, count, " contributions; this fuser sorts at most ",
-                   max_selected,
-                   ": fuse fewer fragments, or take a mean, a medoid or the geometric median");
-    }
-  }
-  if constexpr (MixForm<Rows>) {
-    for (const PlaneShape& shape : planes) {
-      const int most =
-          (std::min)(max_mixed, max_mixed_values / (std::max)(1, (shape.channels + 31) / 32 * 32));
-      if (count > most)
-        return error(ErrorCode::oversized, count, " contributions; this fuser mixes at most ", most,
-                     " rows of ", shape.channels, " channels");
-    }
-  }
-  if constexpr (requires { fuser.check(std::int64_t{}); })
-    KVMELD_TRY(fuser.check(static_cast<std::int64_t>(count)));
-  if constexpr (normalises<Rows>() || MixForm<Rows>) {
+  KVMELD_TRY(check_count(fuser, planes, count));
+  if (fuser.normalises || fuser.mixes) {
     double total = 0;
     for (int i = 0; i < row.count; ++i) {
       const float weight = row.weight(i);
@@ -508,7 +559,7 @@ Status check_row(const F& fuser, std::span<const PlaneShape> planes, const HeadI
       total += static_cast<double>(weight);
     }
     // A mean's sum has a reciprocal that is a normal number; what mixes divides in f64.
-    const bool divides = !normalises<Rows>() ? total > 0 : total > 0x1p-100 && total < 0x1p100;
+    const bool divides = !fuser.normalises ? total > 0 : total > 0x1p-100 && total < 0x1p100;
     if (divides) return {};
     return error(ErrorCode::non_finite, "the ", row.count, " weights add up to ", total,
                  "; a mean divides by their sum, which lies in (2^-100, 2^100)");
@@ -523,8 +574,7 @@ namespace extend {
 
 /// Refuses rows that a fuser's row form cannot take: too many contributions to sort, too few for
 /// its own check, or weights that give a fuser which divides by their sum nothing to divide by.
-template <class F>
-Status check_rows(const PlanCore& core, const F& fuser) {
+inline Status check_rows(const PlanCore& core, const RowsCall& fuser) {
   std::vector<std::uint8_t> done(core.groups.size(), 0);
   for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
     const detail::GroupArrays& group = core.groups[core.layer_group[l]];
@@ -532,8 +582,7 @@ Status check_rows(const PlanCore& core, const F& fuser) {
     if (!by_head && done[core.layer_group[l]]++ != 0) continue;
     for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
       const std::uint32_t begin = group.row_begin[o], count = group.row_begin[o + 1] - begin;
-      if (count == 0 || (!by_head && count < (keeps_single<detail::RowForm<F>>() ? 2U : 1U)))
-        continue;
+      if (count == 0 || (!by_head && count < (fuser.keeps_single ? 2U : 1U))) continue;
       for (std::size_t h = 0; h < (by_head ? detail::layer_heads(core.geometry->layers[l]) : 1);
            ++h) {
         const detail::HeadInputs row{
@@ -541,7 +590,7 @@ Status check_rows(const PlanCore& core, const F& fuser) {
             by_head ? core.head_weights[l].data() + h * group.inputs.size() + begin : nullptr,
             static_cast<int>(count)};
         const bool alone = by_head && row.used_count() == 1 && row.weight(row.first_used()) > 0;
-        const bool single = alone && (keeps_single<detail::RowForm<F>>() ||
+        const bool single = alone && (fuser.keeps_single ||
                                       row.inputs[row.first_used()].source == core.local_source);
         const Status checked =
             single ? Status() : detail::check_row(fuser, core.geometry->layers[l].planes, row);
@@ -632,17 +681,6 @@ template <class F>
   }
 }
 
-/// Whether a table of weights names none of those that contribute.
-template <class F>
-[[nodiscard]] bool names_nobody([[maybe_unused]] const F& fuser,
-                                [[maybe_unused]] std::span<const Source> sources) {
-  if constexpr (requires { fuser.names_any(sources); }) {
-    return !sources.empty() && !fuser.names_any(sources);
-  } else {
-    return false;
-  }
-}
-
 }  // namespace detail
 
 namespace extend {
@@ -688,5 +726,1386 @@ inline Status warn(PlanCore& core, std::span<const std::uint8_t> several, Render
 }
 
 }  // namespace extend
+
+// Fragments of other models in a plan: asked for, checked, and made fragments of the target's
+// model.
+
+namespace detail {
+
+/// What an aligner takes beside fragments in the target's geometry, of any type.
+struct TransformCall {
+  const void* policy = nullptr;
+  Status (*accepts)(const void*, const Geometry&, const Geometry&) = nullptr;
+  Result<Payload> (*transform)(const void*, const Fragment&, std::size_t,
+                               const Geometry&) = nullptr;
+};
+
+template <class P>
+[[nodiscard]] TransformCall transform_call([[maybe_unused]] const P& policy) {
+  if constexpr (TransformForm<P>) {
+    return {&policy,
+            [](const void* p, const Geometry& from, const Geometry& to) {
+              return static_cast<const P*>(p)->accepts(from, to);
+            },
+            [](const void* p, const Fragment& fragment, std::size_t payload, const Geometry& to) {
+              return static_cast<const P*>(p)->transform(fragment, payload, to);
+            }};
+  } else {
+    return {};
+  }
+}
+
+/// Refuses what a transform (perhaps the user's) made wrong.
+inline Status check_mapped(const Payload& payload, const Geometry& geometry, std::int64_t tokens) {
+  std::size_t plane = 0;
+  const auto wrong = [&](const char* what) {
+    return error(ErrorCode::invalid_argument, "a transform's payload of ", tokens,
+                 " tokens has wrong ", what);
+  };
+  if (payload.bytes == nullptr || static_cast<std::int64_t>(payload.positions.size()) != tokens)
+    return wrong("positions or no bytes");
+  const bool unrotated = std::all_of(payload.positions.begin(), payload.positions.end(),
+                                     [](std::int64_t at) { return at == 0; });
+  for (std::size_t t = 0; t < payload.positions.size() && !unrotated; ++t) {
+    if (payload.positions[t] < 0 || payload.positions[t] > max_position ||
+        (t > 0 && payload.positions[t] <= payload.positions[t - 1])) {
+      return wrong("positions: all are 0, or each is above the one before");
+    }
+  }
+  if (payload.layer_set.size() != geometry.layers.size()) return wrong("layers");
+  for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+    if (payload.layer_set[l] >= payload.token_sets.size()) return wrong("token sets");
+    const TokenSet& set = payload.token_sets[payload.layer_set[l]];
+    for (std::size_t i = 0; !set.all && i < set.present.size(); ++i) {
+      if (set.present[i] < 0 || set.present[i] >= tokens ||
+          (i > 0 && set.present[i] <= set.present[i - 1]))
+        return wrong("token sets");
+    }
+    for (const PlaneShape& shape : geometry.layers[l].planes) {
+      if (plane >= payload.plane_offsets.size()) return wrong("planes");
+      const auto bytes =
+          static_cast<std::size_t>(payload.layer_tokens(l) * shape.heads * row_bytes(shape));
+      if (payload.plane_offsets[plane] > payload.byte_count ||
+          bytes > payload.byte_count - payload.plane_offsets[plane])
+        return wrong("planes");
+      ++plane;
+    }
+  }
+  return {};
+}
+
+/// The fragment as it is in the target's model: one payload, the same id, token ids where the
+/// tokenizers are one.
+inline Result<Fragment> mapped_fragment(const TransformCall& call, const Fragment& fragment,
+                                        std::size_t payload,
+                                        const std::shared_ptr<const Geometry>& to) {
+  auto mapped = call.transform(call.policy, fragment, payload, *to);
+  if (!mapped) return mapped.error();
+  KVMELD_TRY(check_mapped(*mapped, *to, fragment.token_count()));
+  auto body = std::make_shared<Fragment::Body>();
+  body->geometry = to;
+  body->role = fragment.role();
+  body->token_count = fragment.token_count();
+  if (!to->tokenizer.empty() && fragment.geometry().tokenizer == to->tokenizer) {
+    body->tokens.assign(fragment.tokens().begin(), fragment.tokens().end());
+    for (TokenId& id : body->tokens) {  // a placeholder of either model tells nothing
+      if (fragment.geometry().is_placeholder(id) && !to->is_placeholder(id)) id = -1;
+    }
+  }
+  body->payloads.push_back(*std::move(mapped));
+  body->id = fragment.id();
+  return Fragment(std::move(body));
+}
+
+}  // namespace detail
+
+// What `plan` refuses: sets that do not fit together or the target, and answers of policies that
+// cannot be rendered.
+
+namespace detail {
+
+/// The prefix and the spans of a set, checked against each other and the target. Fragments of other
+/// models that the aligner maps are spans; their prefixes belong to the other model's context and
+/// are left out.
+struct SetParts {
+  const FragmentSet::Entry* prefix = nullptr;    ///< to be rendered
+  const FragmentSet::Entry* in_place = nullptr;  ///< known, and held by the engine already
+  std::vector<const FragmentSet::Entry*> spans;
+  std::vector<const FragmentSet::Entry*> mapped;  ///< those of `spans` that come from another model
+
+  [[nodiscard]] bool maps(const Fragment& fragment) const {
+    return std::any_of(mapped.begin(), mapped.end(),
+                       [&](const FragmentSet::Entry* e) { return &e->fragment == &fragment; });
+  }
+};
+
+inline Result<SetParts> split(const FragmentSet& set, const Target& target,
+                              const TransformCall& transform) {
+  SetParts parts;
+  std::string unknown;
+  for (const FragmentSet::Entry* entry : in_force(set)) {
+    if (!entry->fragment.valid()) {
+      unknown.append(" ").append(entry->id.hex());
+      continue;
+    }
+    const Status same = check_same(entry->fragment.geometry(), target.geometry);
+    if (!same) {
+      if (transform.accepts == nullptr) return same;
+      const Status accepted =
+          transform.accepts(transform.policy, entry->fragment.geometry(), target.geometry);
+      // no map of it is meant
+      if (!accepted)
+        return entry->fragment.geometry().model == target.geometry.model ? same : accepted;
+      if (entry->fragment.role() == Role::span) {
+        parts.spans.push_back(entry);
+        parts.mapped.push_back(entry);
+      }
+      continue;
+    }
+    if (entry->fragment.role() == Role::prefix) {
+      if (parts.prefix != nullptr) {
+        return error(ErrorCode::prefix_conflict,
+                     "two prefixes in one set: ", parts.prefix->fragment.id().hex(), " and ",
+                     entry->fragment.id().hex());
+      }
+      parts.prefix = entry;
+    } else {
+      parts.spans.push_back(entry);
+    }
+  }
+  if (!unknown.empty())
+    return error(ErrorCode::payload_missing, "fragments known by id alone:", unknown,
+                 "; fetch them and plan again");
+  const FragmentId* named = nullptr;
+  for (const FragmentSet::Entry* span : parts.spans) {
+    const FragmentId& prefix = span->fragment.prefix();
+    if (prefix.empty() || parts.maps(span->fragment)) continue;
+    if (named != nullptr && *named != prefix) {
+      return error(ErrorCode::prefix_conflict,
+                   "spans were sealed behind two prefixes: ", named->hex(), " and ", prefix.hex());
+    }
+    named = &prefix;
+  }
+  if (named != nullptr && parts.prefix != nullptr && *named != parts.prefix->fragment.id()) {
+    return error(ErrorCode::prefix_conflict, "spans were sealed behind prefix ", named->hex(),
+                 ", the set holds ", parts.prefix->fragment.id().hex());
+  }
+  if (named != nullptr && parts.prefix == nullptr && !target.prefix_in_place) {
+    return error(ErrorCode::prefix_missing, "spans name prefix ", named->hex(),
+                 ", which is not in the set; insert it, or set prefix_in_place");
+  }
+  if (target.prefix_in_place) parts.in_place = std::exchange(parts.prefix, nullptr);
+  return parts;
+}
+
+}  // namespace detail
+
+namespace extend {
+
+inline Status check_positions(const Geometry& geometry, const std::vector<PlanSource>& sources,
+                              const PlanCore& core, const FragmentSet::Entry* in_place,
+                              std::int64_t context_length) {
+  // Every source was made at a length of its own, unless the engine fixed the frequencies for its
+  // whole context.
+  const std::int64_t target_length = core.positions.empty() ? 0 : core.positions.back() + 1;
+  const auto check_source = [&](const RopeSpec& rope, const PlanSource& source) {
+    if (context_length > 0) return check_shift(rope, context_length, context_length);
+    const std::vector<std::int64_t>& positions = source.payload().positions;
+    return positions.empty() ? Status() : check_shift(rope, positions.back() + 1, target_length);
+  };
+  for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+    for (const PlaneShape& shape : geometry.layers[l].planes) {
+      if (shape.rotary) {
+        for (const PlanSource& source : sources) {
+          const std::vector<std::int64_t>& positions = source.payload().positions;
+          // no frequencies in keys without position
+          const bool unrotated = source.own && !positions.empty() && positions.back() == 0;
+          if (!unrotated) KVMELD_TRY(check_source(geometry.layers[l].rope, source));
+        }
+      }
+      if (shape.channels > max_channels) {
+        return error(ErrorCode::unsupported, "layer ", l, ": head size ", shape.channels,
+                     " is above ", max_channels);
+      }
+      if (shape.scales != ScaleScheme::none) {
+        return error(
+            ErrorCode::unsupported, "layer ", l,
+            ": rendering planes with scales apart is not possible; seal them as f16 or q8_0");
+      }
+    }
+  }
+  std::int64_t bos_seen = 0;
+  if (geometry.bos >= 0) {
+    bos_seen = std::count(core.tokens.begin(), core.tokens.end(), geometry.bos);
+    if (in_place != nullptr) {
+      for (const TokenId id : in_place->fragment.tokens()) bos_seen += id == geometry.bos ? 1 : 0;
+    }
+  }
+  for (std::size_t o = 0; geometry.bos >= 0 && in_place == nullptr && o < core.tokens.size(); ++o) {
+    // something stands before it
+    if (core.tokens[o] == geometry.bos && core.positions[o] > 0)
+      bos_seen = (std::max)(bos_seen, std::int64_t{2});
+  }
+  if (bos_seen > 1) {
+    return error(ErrorCode::duplicate_bos, bos_seen, " beginning-of-sequence tokens (id ",
+                 geometry.bos, ") would enter one context; seal it once, in the prefix");
+  }
+  return {};
+}
+
+}  // namespace extend
+
+namespace detail {
+
+/// Refuses a selection that is not ascending tokens of its fragment.
+inline Status check_selection(const TokenSet& selected, const Fragment& fragment) {
+  std::int64_t last = -1;
+  for (std::size_t i = 0; !selected.all && i < selected.present.size(); ++i) {
+    const std::int64_t token = selected.present[i];
+    if (token <= last || token >= fragment.token_count()) {
+      return error(ErrorCode::invalid_argument, "the select policy named token ", token,
+                   " behind token ", last, " of a fragment of ", fragment.token_count());
+    }
+    last = token;
+  }
+  return {};
+}
+
+/// Refuses an order that is not each of `count` spans once.
+inline Status check_order(std::span<const std::uint32_t> order, std::size_t count) {
+  if (order.size() != count)
+    return error(ErrorCode::invalid_argument, "the order policy kept ", order.size(), " of ", count,
+                 " spans");
+  std::vector<std::uint8_t> seen(count, 0);
+  for (const std::uint32_t i : order) {
+    if (i >= count || seen[i]++ != 0)
+      return error(ErrorCode::invalid_argument, "the order policy named span ", i, " of ", count,
+                   " wrongly or twice");
+  }
+  return {};
+}
+
+/// Refuses alignments that a policy (perhaps the user's) built wrong.
+inline Status check_alignment(const Alignment& alignment, const Geometry& geometry,
+                              std::span<const Source> ordered, std::int64_t first_position) {
+  const std::size_t n = alignment.positions.size();
+  if (alignment.tokens.size() != n)
+    return error(ErrorCode::token_count_mismatch, "alignment: ", alignment.tokens.size(),
+                 " ids for ", n, " outputs");
+  if (n > 0 && alignment.positions[0] < first_position) {
+    return error(ErrorCode::duplicate_position, "alignment: output 0 at position ",
+                 alignment.positions[0], ", the first free one is ", first_position);
+  }
+  for (std::size_t o = 1; o < n; ++o) {
+    if (alignment.positions[o] <= alignment.positions[o - 1]) {
+      return error(ErrorCode::duplicate_position, "alignment: output ", o, " at position ",
+                   alignment.positions[o], " follows position ", alignment.positions[o - 1]);
+    }
+  }
+  if (n > 0 && alignment.positions[n - 1] > 2 * max_position) {
+    return error(ErrorCode::invalid_argument, "alignment: position ", alignment.positions[n - 1],
+                 " is beyond ", 2 * max_position);
+  }
+  // rows of weights that each group must have
+  std::vector<std::size_t> heads(alignment.groups.size());
+  for (const LayerShape& layer : geometry.layers) {
+    const auto l = static_cast<std::size_t>(&layer - geometry.layers.data());
+    std::size_t g = 0;
+    while (g < heads.size() && !alignment.groups[g].layers.contains(l)) ++g;
+    if (g == heads.size()) continue;  // refused later
+    heads[g] += layer_heads(layer);
+    if (alignment.groups[g].head_weights.empty()) continue;
+    for (const PlaneShape& shape : layer.planes) {
+      if (static_cast<std::size_t>(shape.heads) == layer_heads(layer)) continue;
+      return error(ErrorCode::unsupported, "alignment: weights by head, and planes of ",
+                   layer.planes[0].heads, " and ", shape.heads, " heads in layer ", l);
+    }
+  }
+  for (const AlignmentGroup& group : alignment.groups) {
+    const auto g = static_cast<std::size_t>(&group - alignment.groups.data());
+    if (!group.head_weights.empty() &&
+        group.head_weights.size() != heads[g] * group.contributions.size()) {
+      return error(ErrorCode::invalid_argument, "alignment: ", group.head_weights.size(),
+                   " weights by head for ", heads[g], " heads and ", group.contributions.size(),
+                   " contributions");
+    }
+    for (const float w : group.head_weights) {
+      if (!std::isfinite(w))
+        return error(ErrorCode::non_finite, "alignment: a weight by head is not finite");
+    }
+    if (group.row_begin.size() != n + 1 || group.row_begin.front() != 0 ||
+        group.row_begin.back() != group.contributions.size() ||
+        !std::is_sorted(group.row_begin.begin(), group.row_begin.end())) {
+      return error(ErrorCode::invalid_argument, "alignment: ", group.row_begin.size(),
+                   " row offsets for ", n, " outputs and ", group.contributions.size(),
+                   " contributions");
+    }
+    for (std::size_t o = 0; o < n; ++o) {
+      if (group.row(o).size() > (std::size_t{chunk_inputs} << (max_levels - 1))) {
+        return error(ErrorCode::oversized, "alignment: output ", o, " has ", group.row(o).size(),
+                     " contributions");
+      }
+    }
+    for (const Contribution& c : group.contributions) {
+      if (c.source >= ordered.size() ||
+          c.token >= static_cast<std::uint64_t>(ordered[c.source].fragment->token_count())) {
+        return error(ErrorCode::invalid_argument, "alignment: contribution of token ", c.token,
+                     " of source ", c.source, " does not exist");
+      }
+      if (!std::isfinite(c.weight))
+        return error(ErrorCode::non_finite, "alignment: a weight of source ", c.source,
+                     " is not finite");
+    }
+  }
+  return {};
+}
+
+}  // namespace detail
+
+// What a plan renders beside the spans: the prefix, and the local cache for layers and heads that
+// the target keeps.
+
+namespace detail {
+
+/// Which rows of a layer come from the local cache.
+enum class LayerPart : std::uint8_t { rendered, by_head, kept };
+
+/// Says of every layer what the target's masks leave of it. Errors: `invalid_argument` for masks of
+/// a wrong size.
+inline Result<std::vector<LayerPart>> layer_parts(const Target& target) {
+  const std::vector<LayerShape>& layers = target.geometry.layers;
+  std::size_t heads = 0;
+  for (const LayerShape& layer : layers) heads += layer_heads(layer);
+  if (!target.layers.all() && target.layers.layers.size() != layers.size()) {
+    return error(ErrorCode::invalid_argument, "the target's layer mask has ",
+                 target.layers.layers.size(), " entries for ", layers.size(), " layers");
+  }
+  if (!target.heads.all() && target.heads.heads.size() != heads) {
+    return error(ErrorCode::invalid_argument, "the target's head mask has ",
+                 target.heads.heads.size(), " entries for ", heads, " heads");
+  }
+  std::vector<LayerPart> parts;
+  std::size_t at = 0;
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const std::size_t count = layer_heads(layers[l]);
+    std::size_t chosen = count;
+    if (!target.heads.all()) {
+      chosen = 0;
+      for (std::size_t h = 0; h < count; ++h) chosen += target.heads.heads[at + h] != 0 ? 1U : 0U;
+    }
+    at += count;
+    const bool none = !target.layers.contains(l) || (chosen == 0 && count > 0);
+    parts.push_back(none              ? LayerPart::kept
+                    : chosen == count ? LayerPart::rendered
+                                      : LayerPart::by_head);
+    for (const PlaneShape& shape : layers[l].planes) {
+      if (parts.back() != LayerPart::by_head || static_cast<std::size_t>(shape.heads) == count)
+        continue;
+      return error(ErrorCode::unsupported, "a head mask, and planes of ", count, " and ",
+                   shape.heads, " heads in layer ", l);
+    }
+  }
+  return parts;
+}
+
+/// Appends the local cache as a source for the layers and heads that the target leaves out.
+inline Status add_local(PlanCore& core, Alignment& alignment, const Target& target,
+                        std::span<const LayerPart> parts) {
+  const std::size_t layers = target.geometry.layers.size();
+  if (std::all_of(parts.begin(), parts.end(),
+                  [](LayerPart part) { return part == LayerPart::rendered; }))
+    return {};
+  if (!target.local || !target.local->valid()) {
+    return error(ErrorCode::invalid_argument,
+                 "the target leaves layers or heads out and gives no local cache for them");
+  }
+  if (target.local->tokens() < core.outputs()) {
+    return error(ErrorCode::token_count_mismatch, "the local cache holds ", target.local->tokens(),
+                 " tokens, the render ", core.outputs());
+  }
+  KVMELD_TRY(check_same(target.local->geometry(), target.geometry));
+  KVMELD_TRY(check_on_host(*target.local, "the local cache"));
+  // Layers that are rendered anyway are left out of the copy, whatever they hold; what lies behind
+  // the outputs may be stale.
+  const KvCacheRef whole = target.local->first(core.outputs());
+  const std::vector<std::int32_t> absent(static_cast<std::size_t>(core.outputs()), -1);
+  std::vector<PlaneRef> planes;
+  for (std::size_t l = 0; l < layers; ++l) {
+    for (std::size_t p = 0; p < target.geometry.layers[l].planes.size(); ++p) {
+      planes.push_back(whole.plane(l, p));
+      if (parts[l] == LayerPart::rendered)
+        planes.back().slots = {.kind = SlotKind::slot_list_i32, .table = absent.data()};
+    }
+  }
+  auto sealed = seal(KvCacheRef(whole.shared_geometry(), std::move(planes), core.outputs()),
+                     {.positions = span_of(core.positions)});
+  if (!sealed) return sealed.error();
+  AlignmentGroup kept;
+  for (std::size_t l = 0; l < layers; ++l)
+    kept.layers.layers.push_back(parts[l] == LayerPart::kept ? 1 : 0);
+  for (std::int64_t o = 0; o < core.outputs(); ++o) {
+    kept.contributions.push_back(
+        {static_cast<std::uint32_t>(core.sources.size()), static_cast<std::uint32_t>(o), 1.0F});
+    kept.end_row();
+  }
+  core.local_source = core.sources.size();
+  core.sources.push_back({*std::move(sealed), 0, 1.0F, true});
+  // the first group that covers a layer counts
+  alignment.groups.insert(alignment.groups.begin(), std::move(kept));
+  return {};
+}
+
+/// Lets the local cache contribute to the heads that the target leaves out of layers that it
+/// renders: each group gets one before it for such layers, with weights by head.
+inline void add_local_heads(const PlanCore& core, Alignment& alignment, const Target& target,
+                            std::span<const LayerPart> parts) {
+  if (std::find(parts.begin(), parts.end(), LayerPart::by_head) == parts.end()) return;
+  const std::vector<LayerShape>& layers = target.geometry.layers;
+  std::vector<AlignmentGroup> by_head(alignment.groups.size());
+  std::vector<std::uint32_t> heads_of(alignment.groups.size());
+  std::size_t mask_at = 0;
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const std::size_t heads = layer_heads(layers[l]);
+    std::size_t g = 0;
+    while (g < alignment.groups.size() && !alignment.groups[g].layers.contains(l)) ++g;
+    if (g == alignment.groups.size()) continue;  // refused when rows are compiled
+    const AlignmentGroup& from = alignment.groups[g];
+    AlignmentGroup& to = by_head[g];
+    if (to.layers.layers.empty()) {
+      to.layers.layers.assign(layers.size(), 0);
+      to.head_rows.assign(layers.size(), 0);
+    }
+    if (parts[l] == LayerPart::by_head) {
+      to.layers.layers[l] = 1;
+      to.head_rows[l] = heads_of[g];
+      heads_of[g] += static_cast<std::uint32_t>(heads);
+      const std::size_t n = from.contributions.size();
+      for (std::size_t h = 0; h < heads; ++h) {
+        const bool chosen = target.heads.heads[mask_at + h] != 0;
+        for (std::size_t o = 0; o + 1 < from.row_begin.size(); ++o) {
+          for (std::size_t i = from.row_begin[o]; i < from.row_begin[o + 1]; ++i) {
+            to.head_weights.push_back(!chosen ? 0.0F
+                                      : from.head_weights.empty()
+                                          ? 1.0F
+                                          : from.head_weights[(from.head_rows[l] + h) * n + i]);
+          }
+          if (from.row_begin[o] != from.row_begin[o + 1])
+            to.head_weights.push_back(chosen ? 0.0F : 1.0F);
+        }
+      }
+    }
+    mask_at += heads;
+  }
+  std::vector<AlignmentGroup> all;
+  for (std::size_t g = 0; g < by_head.size(); ++g) {
+    AlignmentGroup& to = by_head[g];
+    if (to.head_weights.empty()) continue;
+    const AlignmentGroup& from = alignment.groups[g];
+    for (std::size_t o = 0; o + 1 < from.row_begin.size(); ++o) {
+      const auto row = from.row(o);
+      to.contributions.insert(to.contributions.end(), row.begin(), row.end());
+      if (!row.empty())
+        to.contributions.push_back(
+            {static_cast<std::uint32_t>(core.local_source), static_cast<std::uint32_t>(o), 1.0F});
+      to.end_row();
+    }
+    all.push_back(std::move(to));
+  }
+  alignment.groups.insert(alignment.groups.begin(), std::make_move_iterator(all.begin()),
+                          std::make_move_iterator(all.end()));
+}
+
+/// Puts the prefix's tokens, one contribution each, in front of the spans' alignment; the prefix
+/// becomes source 0.
+inline void prepend_prefix(Alignment& alignment, const Fragment& prefix,
+                           std::int64_t first_position) {
+  const auto count = static_cast<std::size_t>(prefix.token_count());
+  std::vector<std::int64_t> positions;
+  std::vector<TokenId> tokens;
+  for (std::size_t i = 0; i < count; ++i) {
+    positions.push_back(first_position + static_cast<std::int64_t>(i));
+    tokens.push_back(prefix.token_id(static_cast<std::int64_t>(i)));
+  }
+  alignment.positions.insert(alignment.positions.begin(), positions.begin(), positions.end());
+  alignment.tokens.insert(alignment.tokens.begin(), tokens.begin(), tokens.end());
+  for (AlignmentGroup& group : alignment.groups) {
+    for (Contribution& c : group.contributions) ++c.source;
+    std::vector<Contribution> contributions;
+    std::vector<std::uint32_t> row_begin{0};
+    for (std::size_t i = 0; i < count; ++i) {
+      contributions.push_back({0, static_cast<std::uint32_t>(i), 1.0F});
+      row_begin.push_back(static_cast<std::uint32_t>(i + 1));
+    }
+    for (std::size_t o = 1; o < group.row_begin.size(); ++o)
+      row_begin.push_back(group.row_begin[o] + static_cast<std::uint32_t>(count));
+    const std::size_t before = group.contributions.size();
+    contributions.insert(contributions.end(), group.contributions.begin(),
+                         group.contributions.end());
+    if (!group.head_weights.empty()) {
+      std::vector<float> weights;
+      for (std::size_t at = 0; at < group.head_weights.size(); at += before) {
+        weights.insert(weights.end(), count, 1.0F);
+        const auto row = group.head_weights.begin() + static_cast<std::ptrdiff_t>(at);
+        weights.insert(weights.end(), row, row + static_cast<std::ptrdiff_t>(before));
+      }
+      group.head_weights = std::move(weights);
+    }
+    group.contributions = std::move(contributions);
+    group.row_begin = std::move(row_begin);
+  }
+}
+
+}  // namespace detail
+
+// Whether the output's elements can hold what a run makes of a plan: said when the plan is made,
+// so that no run writes an infinity.
+
+namespace detail {
+
+/// Scales the weights of each row, or of each head of it, by the power of two that brings their sum
+/// into (1/2, 1]: a weighted mean stays as it is to the bit (but for sums that are subnormal), and
+/// no partial sum exceeds the largest contribution.
+inline void scale_weights(PlanCore& core) {
+  const auto scale = [](std::size_t count, const auto& weight) {
+    double total = 0;
+    std::size_t used = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      total += static_cast<double>(weight(i));
+      used += weight(i) != 0.0F ? 1U : 0U;
+    }
+    if (used < 2) return;
+    int exponent = 0;
+    if (std::frexp(total, &exponent) == 0.5) --exponent;
+    const float factor = std::ldexp(1.0F, -exponent);
+    for (std::size_t i = 0; i < count; ++i) {
+      const float scaled =
+          weight(i) * factor;  // a weight that is there stays: 0 would mean that it is not
+      weight(i) =
+          scaled == 0.0F && weight(i) != 0.0F ? std::numeric_limits<float>::denorm_min() : scaled;
+    }
+  };
+  const auto each_row = [](const GroupArrays& group, const auto& use) {
+    for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
+      use(group.row_begin[o], group.row_begin[o + 1] - group.row_begin[o]);
+    }
+  };
+  for (GroupArrays& group : core.groups) {
+    each_row(group, [&](std::size_t begin, std::size_t count) {
+      scale(count, [&](std::size_t i) -> float& { return group.inputs[begin + i].weight; });
+    });
+  }
+  for (std::size_t l = 0; l < core.head_weights.size(); ++l) {
+    const GroupArrays& group = core.groups[core.layer_group[l]];
+    for (std::size_t at = 0; at < core.head_weights[l].size(); at += group.inputs.size()) {
+      each_row(group, [&](std::size_t begin, std::size_t count) {
+        scale(count, [&](std::size_t i) -> float& { return core.head_weights[l][at + begin + i]; });
+      });
+    }
+  }
+}
+
+/// What is done with each source in one layer, whatever the plane.
+struct LayerUse {
+  std::vector<std::uint8_t> copied, rotated, fused;  // (sources)
+  bool any_fused = false;
+  bool rotated_in = false;   ///< some row before it is fused
+  bool rotated_out = false;  ///< some row after
+  double weights = 0;        ///< largest sum of magnitudes of one fused row
+};
+
+[[nodiscard]] inline double sum_of_magnitudes(const HeadInputs& row) noexcept {
+  double sum = 0;
+  for (int i = 0; i < row.count; ++i) sum += std::fabs(static_cast<double>(row.weight(i)));
+  return sum;
+}
+
+/// @param keeps_single  the fuser hands a single contribution on as it is
+[[nodiscard]] inline LayerUse layer_use(const PlanCore& core, std::size_t layer,
+                                        bool keeps_single) {
+  const GroupArrays& group = core.groups[core.layer_group[layer]];
+  const std::vector<float>& heads = core.head_weights[layer];
+  LayerUse use;
+  for (auto* of : {&use.copied, &use.rotated, &use.fused}) of->assign(core.sources.size(), 0);
+  for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
+    const std::uint32_t begin = group.row_begin[o], end = group.row_begin[o + 1];
+    const bool single = heads.empty() && end - begin == 1 && keeps_single;
+    for (std::uint32_t i = begin; i < end; ++i) {
+      const RowInput& input = group.inputs[i];
+      const std::uint32_t direct = heads.empty() ? input.shift : group.direct[i];
+      if (single || !heads.empty()) (direct != 0 ? use.rotated : use.copied)[input.source] = 1;
+      if (single) continue;
+      use.fused[input.source] = 1;
+      use.any_fused = true;
+      use.rotated_in = use.rotated_in || input.shift != 0;
+      use.rotated_out = use.rotated_out || group.out_shift[o] != 0;
+    }
+    if (single) continue;
+    const auto count = static_cast<int>(end - begin);
+    for (std::size_t at = 0; at < heads.size(); at += group.inputs.size()) {
+      use.weights = (std::max)(use.weights, sum_of_magnitudes({group.inputs.data() + begin,
+                                                               heads.data() + at + begin, count}));
+    }
+    if (heads.empty())
+      use.weights =
+          (std::max)(use.weights, sum_of_magnitudes({group.inputs.data() + begin, nullptr, count}));
+  }
+  return use;
+}
+
+/// Whether the sources' peaks alone say that a plane's results are numbers of its type. A rotated
+/// channel is at most √2 of the larger of its pair; 2 % more than that covers the rounding of any
+/// sum.
+/// @param peaks (sources)
+[[nodiscard]] inline bool surely_fits(const RowsCall& fuser, const LayerUse& use,
+                                      const std::vector<double>& peaks, const PlaneShape& shape,
+                                      bool rotary) {
+  constexpr double most = static_cast<double>((std::numeric_limits<float>::max)()), rounding = 1.02;
+  const double limit = largest_stored(shape.type), rotation = rotary ? 1.4142135623730951 : 1.0;
+  double peak = 0;
+  for (std::size_t s = 0; s < peaks.size(); ++s) {
+    if (use.copied[s] != 0 && !is_finite(peaks[s])) return false;
+    if (use.rotated[s] != 0 &&
+        !(rotary ? peaks[s] * rotation * rounding <= limit : is_finite(peaks[s])))
+      return false;
+    if (use.fused[s] != 0) peak = (std::max)(peak, peaks[s]);
+  }
+  if (!use.any_fused) return true;
+  if (fuser.bound == nullptr) return false;
+  const double in = peak * (use.rotated_in ? rotation : 1.0) * rounding;
+  if (!(in <= most)) return false;
+  const double fused = fuser.bound(fuser.rows, in, use.weights, static_cast<int>(shape.channels));
+  return fused <= most && fused * (use.rotated_out ? rotation : 1.0) <= limit;
+}
+
+/// Computes the rows of one plane, some at a time, and refuses what is not finite.
+inline Status check_plane(const PlanCore& core, const RowsCall& fuser, std::size_t l, std::size_t p,
+                          std::size_t index) {
+  const PlaneShape& shape = core.geometry->layers[l].planes[p];
+  const std::int64_t token_bytes = row_bytes(shape) * shape.heads;
+  if (token_bytes == 0) return {};
+  const std::int64_t most = (std::max)((std::int64_t{1} << 16) / token_bytes, std::int64_t{1});
+  std::vector<std::byte> scratch(static_cast<std::size_t>(most * token_bytes));
+  std::vector<std::int32_t> slots(static_cast<std::size_t>(core.outputs()), -1);
+  MutablePlaneRef out;
+  out.data = scratch.data();
+  out.shape = shape;
+  out.tokens = core.outputs();
+  out.token_stride = std::int64_t{shape.heads} * shape.channels;
+  out.head_stride = shape.channels;
+  out.slots = {.kind = SlotKind::slot_list_i32, .table = slots.data()};
+  std::vector<const std::byte*> bases(core.sources.size() + 1);
+  const PlaneTask task =
+      plane_task(core, l, p, index, out, bases.data(), [](const auto* host) { return host; });
+  for (std::int64_t first = 0; first < core.outputs(); first += most) {
+    const std::int64_t last = (std::min)(first + most, core.outputs());
+    for (std::int64_t o = first; o < last; ++o)
+      slots[static_cast<std::size_t>(o)] = static_cast<std::int32_t>(o - first);
+    std::fill(scratch.begin(), scratch.end(), std::byte{0});
+    fuser.render(fuser.rows, &task, core.outputs(), {best_isa(), false}, first, last);
+    const std::size_t bad = first_non_finite(shape.type, scratch.data(), scratch.size(),
+                                             static_cast<std::size_t>(row_bytes(shape)));
+    if (bad == scratch.size() / static_cast<std::size_t>(row_bytes(shape))) continue;
+    const std::int64_t o = first + static_cast<std::int64_t>(bad) / shape.heads;
+    const HeadInputs inputs = task.head_inputs(o, static_cast<std::int64_t>(bad) % shape.heads);
+    double peak = 0;
+    for (int i = 0; i < inputs.count; ++i) {
+      if (inputs.used(i))
+        peak = (std::max)(peak, peak_of(shape.type, task.input(inputs.inputs[i], 0),
+                                        static_cast<std::size_t>(token_bytes)));
+    }
+    return error(ErrorCode::non_finite, "layer ", l, " plane ", p, ", output ", o, " at position ",
+                 core.positions[static_cast<std::size_t>(o)], ", head ",
+                 static_cast<std::int64_t>(bad) % shape.heads, ": the result is beyond ",
+                 to_string(shape.type), " (largest ", largest_stored(shape.type), "); its ",
+                 inputs.used_count(), " contributions reach ", peak, ", the first is of fragment ",
+                 core.sources[inputs.inputs[inputs.first_used()].source].fragment.id().hex());
+  }
+  return {};
+}
+
+}  // namespace detail
+
+namespace extend {
+
+/// Refuses a plan whose run would write what is no number of the output's elements, with
+/// `non_finite`.
+///
+/// Most planes pass by the peaks of their payloads, O(planes · sources). The others, and those of
+/// fusers that give no `bound`, are computed here once, O(bytes) of each.
+inline Status check_range(const PlanCore& core, const RowsCall& fuser) {
+  const std::vector<LayerShape>& layers = core.geometry->layers;
+  std::vector<detail::LayerUse> of_group(core.groups.size());
+  std::vector<std::uint8_t> known(core.groups.size(), 0);
+  std::size_t index = 0;
+  for (std::size_t l = 0; l < layers.size(); ++l) {
+    const std::size_t g = core.layer_group[l];
+    if (known[g] == 0 || !core.head_weights[l].empty())
+      of_group[g] = detail::layer_use(core, l, fuser.keeps_single);
+    known[g] = 1;
+    for (std::size_t p = 0; p < layers[l].planes.size(); ++p, ++index) {
+      std::vector<double> peaks;
+      for (const PlanSource& source : core.sources)
+        peaks.push_back(detail::payload_peaks(*core.geometry, source.payload())[index]);
+      const PlaneShape& shape = layers[l].planes[p];
+      if (detail::surely_fits(fuser, of_group[g], peaks, shape,
+                              shape.rotary && core.layer_rope[l] >= 0))
+        continue;
+      KVMELD_TRY(detail::check_plane(core, fuser, l, p, index));
+    }
+  }
+  return {};
+}
+
+}  // namespace extend
+
+// Distances between the contributions of one output token: of their keys without position, over
+// heads and layers.
+
+namespace detail {
+
+/// One output whose contributions are compared in pairs.
+struct ScoredRow {
+  std::size_t output = 0;
+  std::size_t begin = 0;  ///< its part of the batch's inputs
+  std::size_t count = 0;
+  std::size_t pairs = 0;  ///< its part of the batch's distances
+  bool rotated = false;   ///< positions differ: keys are compared un-rotated
+};
+
+/// Rows that are compared in one pass over the layers, so that payloads are read in order.
+struct ScoreBatch {
+  std::vector<ScoredRow> rows;
+  std::vector<Contribution> inputs;  ///< of each row ascending by fragment id, then token
+  std::vector<std::uint32_t> place;  ///< where each of `inputs` stands in the alignment's row
+  std::vector<double> distances;     ///< (count, count) a row
+  std::vector<double> norms;         ///< (count) a row
+
+  void clear() {
+    rows.clear();
+    inputs.clear();
+    place.clear();
+    distances.clear();
+    norms.clear();
+  }
+};
+
+/// Measures squared distances between the contributions of rows: all layers of one group,
+/// ascending.
+class RowDistances {
+ public:
+  /// @param layers  those of the group; context_length: picks frequencies where they depend on it.
+  static Result<RowDistances> of(const PlanCore& core, std::vector<std::size_t> layers,
+                                 const AlignmentGroup& group, std::int64_t context_length) {
+    RowDistances out;
+    out.layers_ = std::move(layers);
+    for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
+      if (!unequal(core, group.row(o))) continue;
+      for (const Contribution& c : group.row(o))
+        out.shifts_.push_back(-core.sources[c.source].payload().positions[c.token]);
+    }
+    std::sort(out.shifts_.begin(), out.shifts_.end());
+    out.shifts_.erase(std::unique(out.shifts_.begin(), out.shifts_.end()), out.shifts_.end());
+    for (const std::size_t l : out.layers_) {
+      const LayerShape& layer = core.geometry->layers[l];
+      const bool rotates = !out.shifts_.empty() && layer.rope.kind != RopeKind::none &&
+                           layer.key_form == KeyForm::post_rope;
+      std::int32_t table = -1;
+      for (std::size_t p = 0; p < layer.planes.size(); ++p) {
+        if (!rotates || !layer.planes[p].rotary || !compared(layer.planes[p].plane)) continue;
+        if (layer.planes[p].hadamard != 0) {
+          return error(ErrorCode::unsupported, "layer ", l, ": keys in a Hadamard basis of ",
+                       layer.planes[p].hadamard,
+                       " at different positions cannot be compared; use unquantised keys, or "
+                       "positions that do not differ");
+        }
+        table = 0;
+      }
+      if (table == 0) {
+        std::size_t known = 0;
+        while (known < out.specs_.size() && !(*out.specs_[known] == layer.rope)) ++known;
+        if (known == out.specs_.size()) {
+          auto built = RopeTable::build(layer.rope, span_of(out.shifts_), context_length);
+          if (!built) return built.error();
+          out.specs_.push_back(&layer.rope);
+          out.tables_.push_back(*std::move(built));
+        }
+        table = static_cast<std::int32_t>(known);
+      }
+      out.layer_table_.push_back(table);
+    }
+    return out;
+  }
+
+  /// Whether a row's contributions stand at different positions.
+  [[nodiscard]] static bool unequal(const PlanCore& core, std::span<const Contribution> row) {
+    for (const Contribution& c : row) {
+      if (core.sources[c.source].payload().positions[c.token] !=
+          core.sources[row[0].source].payload().positions[row[0].token])
+        return true;
+    }
+    return false;
+  }
+
+  /// Fills distances, and norms where they are read, layer by layer.
+  void measure(const PlanCore& core, ScoreBatch& batch, bool norms) {
+    batch.norms.assign(batch.inputs.size(), norms ? 0.0 : NAN);
+    std::size_t plane = 0, layer = 0;
+    for (std::size_t i = 0; i < layers_.size(); ++i) {
+      for (; layer < layers_[i]; ++layer) plane += core.geometry->layers[layer].planes.size();
+      const LayerShape& shape = core.geometry->layers[layer];
+      for (std::size_t p = 0; p < shape.planes.size(); ++p) {
+        if (!compared(shape.planes[p].plane)) continue;
+        for (const ScoredRow& row : batch.rows)
+          add(core, batch, row, norms, layer, plane + p, shape.planes[p], layer_table_[i]);
+      }
+    }
+    // what overflows is far from everything
+    for (double& d : batch.distances) d = std::isfinite(d) ? d : 1e300;
+    for (double& d : batch.norms) d = !norms || std::isfinite(d) ? d : 1e300;
+  }
+
+ private:
+  [[nodiscard]] static bool compared(Plane plane) noexcept {
+    return plane == Plane::key || plane == Plane::latent || plane == Plane::rope_part;
+  }
+
+  void add(const PlanCore& core, ScoreBatch& batch, const ScoredRow& row, bool norms,
+           std::size_t layer, std::size_t plane, const PlaneShape& shape, std::int32_t table) {
+    const std::size_t n = row.count;
+    const auto padded = (static_cast<std::size_t>(shape.channels) + 31) / 32 * 32;
+    const std::size_t width = padded * static_cast<std::size_t>(shape.heads);
+    if (width == 0) return;
+    const DistanceSteps steps = distance_steps(isa_, shape.type);
+    const bool rotates = row.rotated && shape.rotary && table >= 0;
+    if (rows_.size() < n * width) rows_.resize(n * width);
+    from_.clear();
+    for (std::size_t i = 0; i < n; ++i) {
+      const Contribution& c = batch.inputs[row.begin + i];
+      const Payload& payload = core.sources[c.source].payload();
+      const std::int64_t at = payload_row(payload, layer, c.token);
+      if (at < 0) return;  // a layer that lacks one contribution compares none
+      const std::byte* from =
+          payload.bytes.get() + payload.plane_offsets[plane] + at * shape.heads * row_bytes(shape);
+      const bool whole = padded == static_cast<std::size_t>(shape.channels);
+      const std::int64_t shift = -payload.positions[c.token];
+      if (whole && steps.raw_widen != nullptr && !(rotates && shift != 0)) {
+        from_.push_back({from, steps.raw_widen, static_cast<std::size_t>(block_bytes(shape.type))});
+        continue;
+      }
+      float* to = rows_.data() + i * width;
+      from_.push_back({reinterpret_cast<const std::byte*>(to), steps.widen, sizeof(float)});
+      const bool rotated = rotates && shift != 0;
+      const RopeSpec& rope = core.geometry->layers[layer].rope;
+      const auto index =
+          rotated ? static_cast<std::size_t>(
+                        std::lower_bound(shifts_.begin(), shifts_.end(), shift) - shifts_.begin())
+                  : std::size_t{0};
+      const Rotation rotation{
+          rotated ? tables_[static_cast<std::size_t>(table)].row(index) : nullptr, shape.channels,
+          rope.first_channel, rope.rotary_channels, rope.pairing};
+      if (whole) {
+        rotated ? load_rotated(shape.type, isa_, rotation, from, shape.heads, to)
+                : load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width), to);
+        continue;
+      }
+      for (std::int32_t h = 0; h < shape.heads; ++h) {
+        float* const head = to + static_cast<std::size_t>(h) * padded;
+        load_row(shape.type, isa_, from + h * row_bytes(shape), shape.channels, head);
+        std::fill(head + shape.channels, head + padded, 0.0F);
+        if (rotated) rotate_channels(rotation, isa_, head);
+      }
+    }
+    // Every pair in turn over a few channels, which stay in the first cache as doubles, and then
+    // the next ones. The pair of a row and itself is its norm: its distance from zeros.
+    const std::size_t pairs = norms ? n * (n + 1) / 2 : n * (n - 1) / 2;
+    if (n != most_of_) {
+      most_of_ = n;
+      most_ = (std::max)(compared_bytes / sizeof(double) / (n + 1) / 32 * 32, std::size_t{128});
+    }
+    const std::size_t block = (std::min)(most_, width);
+    if (lanes_.size() < pairs * 32 + 32) lanes_.resize(pairs * 32 + 32);
+    if (wide_.size() < (n + 1) * block + 8) wide_.resize((n + 1) * block + 8);
+    // no vector lies across lines
+    double* const wide = wide_.data() + (64 - reinterpret_cast<std::uintptr_t>(wide_.data()) % 64) %
+                                            64 / sizeof(double);
+    if (norms) std::fill_n(wide + n * block, block, 0.0);
+    for (std::size_t at = 0; at < width; at += block) {
+      const std::size_t part = (std::min)(block, width - at);
+      for (std::size_t i = 0; i < n; ++i)
+        from_[i].widen(from_[i].data + at * from_[i].size, part, wide + i * block);
+      std::size_t i = norms ? 0 : 1, j = 0;
+      const auto next = [&](const double*& a, const double*& b) {
+        a = wide + i * block;
+        b = wide + (i == j ? n : j) * block;
+        if (++j == (norms ? i + 1 : i)) ++i, j = 0;
+      };
+      for (std::size_t pair = 0; pair < pairs; pair += 2) {
+        const double *a = nullptr, *b = nullptr, *c = wide, *d = wide;
+        next(a, b);
+        if (pair + 1 < pairs) next(c, d);
+        steps.add(a, b, c, d, part, at == 0, lanes_.data() + pair * 32);
+      }
+    }
+    double* lanes = lanes_.data();
+    double* const distances = batch.distances.data() + row.pairs;
+    for (std::size_t i = 0; i < n; ++i) {
+      for (std::size_t j = 0; j < i; ++j, lanes += 32)
+        distances[j * n + i] = distances[i * n + j] += steps.join(lanes);
+      if (!norms) continue;
+      batch.norms[row.begin + i] += steps.join(lanes);
+      lanes += 32;
+    }
+  }
+
+  /// Where the channels of a row come from: as they are stored, or as f32 without their rotation.
+  struct ComparedRow {
+    const std::byte* data;
+    DistanceSteps::Widen widen;
+    std::size_t size;  ///< bytes a channel
+  };
+  /// Of rows as doubles: what the first cache holds beside the sums.
+  static constexpr std::size_t compared_bytes = 32768;
+
+  Isa isa_ = best_isa();
+  std::vector<std::size_t> layers_;
+  std::vector<std::int64_t> shifts_;  // distinct, ascending
+  std::vector<const RopeSpec*> specs_;
+  std::vector<RopeTable> tables_;
+  std::vector<std::int32_t> layer_table_;  // −1: keys are not rotated
+  std::size_t most_of_ = 0;                // contributions
+  std::size_t most_ = 0;                   // channels of a block of so many
+  std::vector<float> rows_;  // (contributions, width) of those that do not come as they are stored
+  std::vector<ComparedRow> from_;  // (contributions)
+  std::vector<double> wide_;       // (contributions + 1, block) the last row: zeros
+  std::vector<double> lanes_;      // (pairs, 32)
+};
+
+}  // namespace detail
+
+// Weights that fusers give, worked out once an output token when a plan is made; weights of 0
+// leave the alignment.
+
+namespace detail {
+
+/// Contributions of one output that are compared in pairs.
+inline constexpr std::size_t max_scored = 2048;
+
+/// A fuser's `score`, of any type.
+struct ScoreCall {
+  const void* fuser = nullptr;
+  Status (*call)(const void*, const Scoring&, std::span<double>) = nullptr;
+  bool norms = false;  ///< whether it reads them
+};
+
+template <class F>
+[[nodiscard]] ScoreCall score_call([[maybe_unused]] const F& fuser) {
+  if constexpr (ScoreForm<F>) {
+    constexpr bool norms = requires { requires F::reads_norms; };
+    return {&fuser,
+            [](const void* f, const Scoring& scoring, std::span<double> weights) {
+              return static_cast<const F*>(f)->score(scoring, weights);
+            },
+            norms};
+  } else {
+    return {};
+  }
+}
+
+/// The sources of a plan give their weights to the contributions; then `score` has its say, and
+/// weights of 0 leave their rows.
+///
+/// Errors: `non_finite` for weights that are negative, not finite, or all 0; `oversized`; those of
+/// the score.
+inline Status weigh(PlanCore& core, Alignment& alignment, ScoreCall score,
+                    std::span<const std::uint8_t> recompute, std::int64_t context_length) {
+  std::vector<std::size_t> covered(core.geometry->layers.size());
+  for (std::size_t l = 0; l < covered.size(); ++l) {
+    while (covered[l] < alignment.groups.size() && !alignment.groups[covered[l]].layers.contains(l))
+      ++covered[l];
+  }
+  for (std::size_t g = 0; g < alignment.groups.size(); ++g) {
+    AlignmentGroup& group = alignment.groups[g];
+    for (Contribution& c : group.contributions)
+      c.weight = rounded_product(c.weight, core.sources[c.source].weight);
+    ScoreBatch batch;
+    std::unique_ptr<RowDistances> distances;
+    std::vector<double> weights;
+    const auto finish_batch = [&]() -> Status {
+      if (batch.rows.empty()) return {};
+      distances->measure(core, batch, score.norms);
+      for (const ScoredRow& row : batch.rows) {
+        const std::span<const Contribution> inputs =
+            span_of(batch.inputs.data() + row.begin, row.count);
+        weights.clear();
+        for (const Contribution& c : inputs) weights.push_back(static_cast<double>(c.weight));
+        const Scoring scoring{span_of(batch.distances.data() + row.pairs, row.count * row.count),
+                              span_of(batch.norms.data() + row.begin, row.count)};
+        const Status scored = score.call(score.fuser, scoring, span_of(weights));
+        if (!scored) {
+          return error(scored.code(), "output ", row.output, " at position ",
+                       core.positions[row.output], ": ", scored.message());
+        }
+        for (std::size_t i = 0; i < row.count; ++i) {
+          group.contributions[group.row_begin[row.output] + batch.place[row.begin + i]].weight =
+              static_cast<float>(weights[i]);
+        }
+      }
+      batch.clear();
+      return {};
+    };
+    const auto check_row = [&](std::size_t o, const char* whose) -> Status {
+      double total = 0;
+      for (const Contribution& c : group.row(o)) {
+        if (!(c.weight >= 0.0F) || !std::isfinite(c.weight)) {
+          return error(ErrorCode::non_finite, "the ", group.row(o).size(), " weights of output ", o,
+                       " at position ", core.positions[o], " hold ", c.weight, " for fragment ",
+                       core.sources[c.source].fragment.id().hex(), whose,
+                       "; weights are finite and at least 0");
+        }
+        total += static_cast<double>(c.weight);
+      }
+      if (total > 0) return {};
+      return error(ErrorCode::non_finite, "the ", group.row(o).size(), " weights of output ", o,
+                   " at position ", core.positions[o], " add up to ", total, whose,
+                   "; one at least must be above 0");
+    };
+    const auto fused = [&](std::size_t o) { return group.row(o).size() > 1 && recompute[o] == 0; };
+    for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
+      if (!fused(o)) continue;
+      KVMELD_TRY(check_row(o, ""));
+      if (score.call == nullptr) continue;
+      const std::span<const Contribution> inputs = group.row(o);
+      if (inputs.size() > max_scored) {
+        return error(ErrorCode::oversized, "output ", o, " has ", inputs.size(),
+                     " contributions, of which at most ", max_scored, " can be scored");
+      }
+      if (distances == nullptr) {
+        std::vector<std::size_t> layers;
+        for (std::size_t l = 0; l < covered.size(); ++l) {
+          if (covered[l] == g) layers.push_back(l);
+        }
+        auto made = RowDistances::of(core, std::move(layers), group, context_length);
+        if (!made) return made.error();
+        distances = std::make_unique<RowDistances>(*std::move(made));
+      }
+      const ScoredRow row{o, batch.inputs.size(), inputs.size(), batch.distances.size(),
+                          RowDistances::unequal(core, inputs)};
+      batch.rows.push_back(row);
+      for (std::uint32_t i = 0; i < inputs.size(); ++i) batch.place.push_back(i);
+      std::sort(batch.place.begin() + static_cast<std::ptrdiff_t>(row.begin), batch.place.end(),
+                [&](std::uint32_t a, std::uint32_t b) {
+                  const FragmentId& x = core.sources[inputs[a].source].fragment.id();
+                  const FragmentId& y = core.sources[inputs[b].source].fragment.id();
+                  return x != y                               ? x < y
+                         : inputs[a].token != inputs[b].token ? inputs[a].token < inputs[b].token
+                                                              : a < b;
+                });
+      for (std::size_t i = 0; i < row.count; ++i)
+        batch.inputs.push_back(inputs[batch.place[row.begin + i]]);
+      batch.distances.resize(row.pairs + row.count * row.count);
+      if (batch.rows.size() == 64 || batch.distances.size() >= 65536) KVMELD_TRY(finish_batch());
+    }
+    KVMELD_TRY(finish_batch());
+    // Rows close ranks over what weighs nothing. Weights by head leave it out by themselves.
+    std::uint32_t kept = 0, begin = 0;
+    for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
+      const std::uint32_t end = group.row_begin[o + 1];
+      if (score.call != nullptr && end - begin > 1 && recompute[o] == 0) {
+        group.row_begin[o] = begin;  // as it was, for the check
+        KVMELD_TRY(check_row(o, " after scoring"));
+      }
+      const bool drops = end - begin > 1 && recompute[o] == 0 && group.head_weights.empty();
+      group.row_begin[o] = kept;
+      for (std::uint32_t i = begin; i < end; ++i) {
+        if (!drops || group.contributions[i].weight != 0.0F)
+          group.contributions[kept++] = group.contributions[i];
+      }
+      begin = end;
+    }
+    group.row_begin.back() = kept;
+    group.contributions.resize(kept);
+  }
+  for (PlanSource& source : core.sources) source.weight = 1.0F;
+  return {};
+}
+
+}  // namespace detail
+
+// Planning, whatever the merger's type.
+
+namespace extend {
+
+/// Compiles an alignment into the rows of a plan, and refuses rows that its fuser, or the output's
+/// elements, cannot take: what every plan ends with.
+/// @param recompute (outputs) 1 where the engine computes the token
+inline Status finish_rows(PlanCore& core, const Alignment& alignment, const RowsCall& fuser,
+                          std::span<const std::uint8_t> recompute, std::int64_t context_length) {
+  KVMELD_TRY(compile(core, alignment, fuser, recompute, context_length));
+  KVMELD_TRY(check_rows(core, fuser));
+  if (fuser.scales_weights) detail::scale_weights(core);
+  return check_range(core, fuser);
+}
+
+}  // namespace extend
+
+namespace detail {
+
+/// What planning asks of a merger, whatever its type: thunks over the merger. Refers to it.
+struct MergerCall {
+  const void* merger = nullptr;
+  Digest128 (*digest)(const void*) = nullptr;
+  Result<TokenSet> (*select)(const void*, const Source&) = nullptr;
+  Result<std::vector<std::uint32_t>> (*order)(const void*, std::span<const Source>) = nullptr;
+  Result<Alignment> (*align)(const void*, std::span<const Source>, std::int64_t) = nullptr;
+  Status (*mark)(const void*, std::span<const Source>, const Alignment&,
+                 std::span<std::uint8_t>) = nullptr;
+  Status (*fits)(const void*, const Geometry&) = nullptr;             ///< null: fits any
+  Result<float> (*weight)(const void*, const Source&) = nullptr;      ///< null: 1
+  bool (*names_any)(const void*, std::span<const Source>) = nullptr;  ///< null: it has no table
+  MetadataFields metadata = MetadataFields::none;                     ///< what the policies read
+  bool weighs = false;  ///< weights enter before rows are compiled
+  bool chosen = false;  ///< the fuser is not the default
+  TransformCall transform;
+  ScoreCall score;
+  RowsCall rows;
+};
+
+/// @param rows  `row_form(merger.fuse.policy())`; both outlive the call
+template <class M, class Rows>
+[[nodiscard]] MergerCall merger_call(const M& merger, const Rows& rows) {
+  using Fuse = typename decltype(merger.fuse)::policy_type;
+  MergerCall call;
+  call.merger = &merger;
+  call.digest = [](const void* m) { return static_cast<const M*>(m)->digest(); };
+  call.select = [](const void* m, const Source& source) -> Result<TokenSet> {
+    return static_cast<const M*>(m)->select.select(source);
+  };
+  call.order = [](const void* m,
+                  std::span<const Source> sources) -> Result<std::vector<std::uint32_t>> {
+    return static_cast<const M*>(m)->order.order(sources);
+  };
+  call.align = [](const void* m, std::span<const Source> ordered,
+                  std::int64_t first) -> Result<Alignment> {
+    return static_cast<const M*>(m)->align.policy().align(ordered, first);
+  };
+  call.mark = [](const void* m, std::span<const Source> ordered, const Alignment& alignment,
+                 std::span<std::uint8_t> recompute) -> Status {
+    return static_cast<const M*>(m)->seam.mark(ordered, alignment, recompute);
+  };
+  const Fuse& fuser = merger.fuse.policy();
+  if constexpr (requires(const Geometry& geometry) { fuser.fits(geometry); }) {
+    call.fits = [](const void* m, const Geometry& geometry) -> Status {
+      return static_cast<const M*>(m)->fuse.policy().fits(geometry);
+    };
+  }
+  if constexpr (WeightForm<Fuse>) {
+    call.weight = [](const void* m, const Source& source) -> Result<float> {
+      return static_cast<const M*>(m)->fuse.policy().weight(source);
+    };
+  }
+  if constexpr (requires(std::span<const Source> sources) { fuser.names_any(sources); }) {
+    call.names_any = [](const void* m, std::span<const Source> sources) -> bool {
+      return static_cast<const M*>(m)->fuse.policy().names_any(sources);
+    };
+  }
+  call.metadata = M::metadata;
+  call.weighs = ScoreForm<Fuse> || MixForm<Rows> || std::is_same_v<Rows, MeanRows>;
+  call.chosen = detail::chosen(fuser);
+  call.transform = transform_call(merger.align.policy());
+  call.score = score_call(fuser);
+  call.rows = rows_call(fuser, rows);
+  return call;
+}
+
+/// A plan in the making: the steps of `plan`, in order.
+struct Planning {
+  const MergerCall& merger;
+  const Target& target;
+  SetParts parts;
+  std::vector<Source> sources;   // selected, as the set has them
+  std::vector<Source> ordered;   // and as the order policy does
+  std::vector<Fragment> mapped;  // of other models, made the target's; `ordered` refers to them
+  std::vector<std::uint8_t> is_mapped;  // (ordered)
+  std::size_t first_payload = 0;        // of the first span
+  std::int64_t first_position = 0;      // of the first span
+  Alignment alignment;
+  std::vector<std::uint8_t> recompute;  // (outputs)
+  PlanCore core;
+
+  /// Selects the tokens of every span. Errors: `payload_missing`, with the ids.
+  Status select() {
+    std::string missing;
+    for (const FragmentSet::Entry* entry : parts.spans) {
+      // nothing to order, and nothing that could come first
+      if (entry->fragment.token_count() == 0) continue;
+      Source source{&entry->fragment, &entry->fragment.payloads()[0], &entry->metadata, {}};
+      if (source.payload->bytes == nullptr) {
+        missing.append(" ").append(entry->fragment.id().hex());
+        continue;
+      }
+      auto selected = merger.select(merger.merger, source);
+      if (!selected) return selected.error();
+      KVMELD_TRY(check_selection(*selected, entry->fragment));
+      source.selected = *std::move(selected);
+      if (source.selected_count() > 0) sources.push_back(std::move(source));
+    }
+    if (parts.prefix != nullptr && parts.prefix->fragment.payloads()[0].bytes == nullptr)
+      missing.append(" ").append(parts.prefix->fragment.id().hex());
+    if (missing.empty()) return {};
+    return error(ErrorCode::payload_missing, "evicted payloads:", missing,
+                 "; fetch them and plan again");
+  }
+
+  /// Orders the spans; the prefix, where it is rendered, stands before them. Whichever span comes
+  /// first is read in its encoding without lead-in, if it has one.
+  Status order() {
+    if (merger.fits != nullptr) KVMELD_TRY(merger.fits(merger.merger, target.geometry));
+    const auto order = merger.order(merger.merger, span_of(sources));
+    if (!order) return order.error();
+    KVMELD_TRY(check_order(*order, sources.size()));
+    for (const std::uint32_t i : *order) ordered.push_back(sources[i]);
+    first_position = target.first_position;
+    if (parts.prefix != nullptr) {
+      core.sources.push_back({parts.prefix->fragment, 0, 1.0F, false});
+      first_position += parts.prefix->fragment.token_count();
+    }
+    if (ordered.empty() || ordered[0].fragment->payloads().size() < 2) return {};
+    first_payload = 1;
+    if (ordered[0].fragment->payloads()[1].bytes != nullptr) return {};
+    return error(ErrorCode::payload_missing, "evicted payloads: ", ordered[0].fragment->id().hex(),
+                 " (the encoding without lead-in, which the first span is read in); fetch it and "
+                 "plan again");
+  }
+
+  /// Fragments of other models become the target's.
+  Status map() {
+    mapped.reserve(ordered.size());
+    is_mapped.assign(ordered.size(), 0);
+    for (std::size_t s = 0; s < ordered.size(); ++s) {
+      if (!parts.maps(*ordered[s].fragment)) continue;
+      auto made = mapped_fragment(merger.transform, *ordered[s].fragment,
+                                  s == 0 ? first_payload : 0, core.geometry);
+      if (!made) return made.error();
+      mapped.push_back(*std::move(made));
+      ordered[s].fragment = &mapped.back();
+      ordered[s].payload = &mapped.back().payloads()[0];
+      is_mapped[s] = 1;
+    }
+    return {};
+  }
+
+  /// Aligns the spans, marks seams, weighs, and puts the prefix in front.
+  Status align() {
+    auto made = merger.align(merger.merger, span_of(ordered), first_position);
+    if (!made) return made.error();
+    alignment = *std::move(made);
+    KVMELD_TRY(check_alignment(alignment, target.geometry, ordered, first_position));
+    for (AlignmentGroup& group : alignment.groups) group.head_rows.clear();
+    number_head_rows(target.geometry, alignment);
+    recompute.assign(alignment.positions.size(), 0);
+    KVMELD_TRY(merger.mark(merger.merger, span_of(ordered), alignment, span_of(recompute)));
+    for (std::size_t s = 0; s < ordered.size(); ++s) {
+      const Result<float> weight =
+          merger.weight != nullptr ? merger.weight(merger.merger, ordered[s]) : 1.0F;
+      if (!weight) return weight.error();
+      if (!std::isfinite(*weight)) {
+        return error(ErrorCode::non_finite, "the fuser's weight of fragment ",
+                     ordered[s].fragment->id().hex(), " is not finite");
+      }
+      core.sources.push_back({*ordered[s].fragment,
+                              s == 0 && is_mapped[0] == 0 ? first_payload : std::size_t{0}, *weight,
+                              is_mapped[s] != 0});
+    }
+    if (parts.prefix == nullptr) return {};
+    const Fragment& prefix = parts.prefix->fragment;
+    prepend_prefix(alignment, prefix, target.first_position);
+    recompute.insert(recompute.begin(), static_cast<std::size_t>(prefix.token_count()), 0);
+    return {};
+  }
+
+  /// Adds what stays of the local cache, compiles, checks and names the plan.
+  Status finish() {
+    const std::vector<std::uint8_t> several =
+        with_several(target.geometry, alignment, recompute.size());
+    core.positions = std::move(alignment.positions);
+    core.tokens = std::move(alignment.tokens);
+    KVMELD_TRY(check_positions(target.geometry, core.sources, core, parts.in_place,
+                               target.context_length));
+    const std::size_t from_set = core.sources.size();
+    const auto kept = layer_parts(target);
+    if (!kept) return kept.error();
+    KVMELD_TRY(add_local(core, alignment, target, *kept));
+    const FragmentId local =
+        core.sources.size() > from_set ? core.sources.back().fragment.id() : FragmentId{};
+    std::int64_t length = target.context_length;
+    if (length == 0 && !core.positions.empty()) length = core.positions.back() + 1;
+    if (merger.weighs) KVMELD_TRY(weigh(core, alignment, merger.score, span_of(recompute), length));
+    add_local_heads(core, alignment, target, *kept);
+    KVMELD_TRY(finish_rows(core, alignment, merger.rows, span_of(recompute), length));
+    const bool nobody = merger.names_any != nullptr && !ordered.empty() &&
+                        !merger.names_any(merger.merger, span_of(ordered));
+    KVMELD_TRY(warn(core, span_of(several), target.refuse, merger.chosen, nobody));
+    core.render_id = render_id(local);
+    return {};
+  }
+
+  /// H(merger, target, ordered ids, metadata that the policies read).
+  [[nodiscard]] Digest128 render_id(const FragmentId& local) const {
+    Hasher h;
+    h.text("kvmeld.render.v1");
+    const Digest128 policies = merger.digest(merger.merger);
+    h.value(policies.low);
+    h.value(policies.high);
+    hash_append(h, target.geometry);
+    h.value(target.first_position);
+    h.values(span_of(target.layers.layers));
+    h.values(span_of(target.heads.heads));
+    h.value(static_cast<std::uint8_t>(target.prefix_in_place));
+    h.value(target.context_length);
+    h.bytes(std::as_bytes(std::span(local.bytes)));
+    const FragmentId prefix = parts.prefix != nullptr ? parts.prefix->fragment.id() : FragmentId{};
+    h.bytes(std::as_bytes(std::span(prefix.bytes)));
+    h.value(static_cast<std::uint64_t>(ordered.size()));
+    for (const Source& source : ordered) {
+      h.bytes(std::as_bytes(std::span(source.fragment->id().bytes)));
+      if (reads(merger.metadata, MetadataFields::provenance)) {
+        h.value(static_cast<std::uint64_t>(source.metadata->marks.size()));
+        for (const Mark& mark : source.metadata->marks) {
+          h.value(mark.dot.agent);
+          h.value(mark.dot.epoch);
+          h.value(mark.dot.sequence);
+        }
+      }
+      if (reads(merger.metadata, MetadataFields::confidence))
+        h.value(source.metadata->best_confidence());
+    }
+    return h.digest();
+  }
+};
+
+/// `plan`, whatever the merger's type.
+[[nodiscard]] inline Result<PlanCore> plan_core(const FragmentSet& set, const MergerCall& merger,
+                                                const Target& target) {
+  const exec::FloatEnvironmentGuard guard;  // orders and rope tables are computed here
+  KVMELD_TRY(exec::check_float_environment());
+  KVMELD_TRY(validate(target.geometry));
+  if (target.first_position < 0 || target.first_position > max_position) {
+    return error(ErrorCode::invalid_argument, "first_position ", target.first_position,
+                 " is not in [0, ", max_position, "]");
+  }
+  auto parts = split(set, target, merger.transform);
+  if (!parts) return parts.error();
+  Planning planning{merger, target, *std::move(parts), {}, {}, {}, {}, 0, 0, {}, {}, {}};
+  planning.core.geometry = std::make_shared<const Geometry>(target.geometry);
+  planning.core.first_position = target.first_position;
+  KVMELD_TRY(planning.select());
+  KVMELD_TRY(planning.order());
+  KVMELD_TRY(planning.map());
+  KVMELD_TRY(planning.align());
+  KVMELD_TRY(planning.finish());
+  return std::move(planning.core);
+}
+
+}  // namespace detail
 
 KVMELD_NAMESPACE_END
