@@ -343,15 +343,15 @@ struct SoftUpdateWork {
     gather_row(task.local, b, head, local);
     if (beta == 0.0F || beta == 1.0F)
       return scatter_row(task.out, o, head, beta == 0.0F ? local : fused);
-    load_row<Isa::baseline>(shape.type, fused, shape.channels, x);
-    load_row<Isa::baseline>(shape.type, local, shape.channels, y);
+    load_row(shape.type, Isa::baseline, fused, shape.channels, x);
+    load_row(shape.type, Isa::baseline, local, shape.channels, y);
     for (std::int32_t c = 0; c < shape.channels; ++c) {
       // Numbers may lie farther apart than f32 reaches: then their halves, which are exact.
       const float apart = x[c] - y[c];
       const float half = fma(beta, fma(0.5F, x[c], -0.5F * y[c]), 0.5F * y[c]);
       y[c] = apart - apart == 0.0F ? fma(beta, apart, y[c]) : half + half;
     }
-    store_row<Isa::baseline>(shape.type, y, shape.channels, fused);
+    store_row(shape.type, Isa::baseline, y, shape.channels, fused);
     scatter_row(task.out, o, head, fused);
   }
 

@@ -351,8 +351,6 @@ class FragmentSet {
 /// and marks, so it is the same on every replica. O(n + superseded · log n).
 [[nodiscard]] KVMELD_API std::vector<const FragmentSet::Entry*> in_force(const FragmentSet& set);
 
-// How sets meet: the bodies of `FragmentSet`'s joins, deltas and compaction.
-
 KVMELD_NAMESPACE_END
 
 #if KVMELD_BODIES

@@ -109,73 +109,7 @@ struct RunOptionsOf {
   using type = RunOptions;
 };
 
-/// Whether a layer of the output has a place for every row that is rendered and read later.
-[[nodiscard]] inline Status check_slots_present(const PlanCore& core, std::size_t layer,
-                                                const TokenSlots& slots) {
-  if (slots.kind == SlotKind::identity) return {};
-  for (auto o = static_cast<std::int64_t>(core.layer_needed_from[layer]); o < core.outputs(); ++o) {
-    if (core.rendered(layer, o) && slots.slot(o) < 0) {
-      return error(ErrorCode::output_too_small, "layer ", layer,
-                   " of the output has no slot for token ", o, ", which later queries read");
-    }
-  }
-  return {};
-}
-
 }  // namespace extend
-
-namespace detail {
-
-/// Refuses outputs that cannot take the rows: other shapes, too few slots, slots that share memory
-/// with each other, with a payload or with the workspace. `scratch`, in the workspace, takes a
-/// number for each output.
-inline Status check_output(const PlanCore& core, const MutableKvCacheRef& out,
-                           std::span<const std::byte> workspace, std::int64_t* scratch) {
-  if (!out.valid()) return error(ErrorCode::invalid_argument, "the output view has no geometry");
-  KVMELD_TRY(check_same(*core.geometry, out.geometry()));
-  KVMELD_TRY(check_on_host(out, "run"));
-  if (out.tokens() < core.outputs()) {
-    return error(ErrorCode::output_too_small, "the plan renders ", core.outputs(),
-                 " tokens, the output holds ", out.tokens());
-  }
-  const TokenSlots* apart = nullptr;  // planes mostly share one table, which is sorted once
-  for (const MutablePlaneRef& whole : out.planes()) {
-    MutablePlaneRef plane = whole;
-    plane.tokens = core.outputs();
-    KVMELD_TRY(check_steps(plane));
-    const Footprint span = footprint(plane);
-    const auto first =
-        reinterpret_cast<std::uintptr_t>(plane.data) + static_cast<std::uintptr_t>(span.first_byte);
-    const auto last =
-        reinterpret_cast<std::uintptr_t>(plane.data) + static_cast<std::uintptr_t>(span.last_byte);
-    for (const PlanSource& source : core.sources) {
-      const Payload& payload = source.payload();
-      const auto begin = reinterpret_cast<std::uintptr_t>(payload.bytes.get());
-      if (!span.empty() && first < begin + payload.byte_count && begin <= last) {
-        return error(ErrorCode::aliasing, "the output overlaps the payload of fragment ",
-                     source.fragment.id().hex());
-      }
-    }
-    const auto work = reinterpret_cast<std::uintptr_t>(workspace.data());
-    if (!span.empty() && !workspace.empty() && first < work + workspace.size() && work <= last) {
-      return error(ErrorCode::aliasing, "the output overlaps the workspace of ", workspace.size(),
-                   " bytes");
-    }
-    const bool same = apart != nullptr && apart->table == plane.slots.table &&
-                      apart->kind == plane.slots.kind &&
-                      apart->block_size == plane.slots.block_size;
-    if (!same) KVMELD_TRY(check_slots_apart(plane.slots, plane.tokens, scratch));
-    apart = &whole.slots;
-  }
-  for (std::size_t l = 0; l < core.geometry->layers.size(); ++l) {
-    for (std::size_t p = 0; p < core.geometry->layers[l].planes.size(); ++p) {
-      KVMELD_TRY(check_slots_present(core, l, out.plane(l, p).slots));
-    }
-  }
-  return {};
-}
-
-}  // namespace detail
 
 /// Renders a plan into the caller's cache, in the caller's workspace: output row i is output token
 /// i, holes are left as they are.

@@ -441,9 +441,6 @@ struct Rotation {
 
 // bf16 rows rotated in 512-bit registers: rounding is most of their work, and these halve it.
 
-#if KVMELD_X86_DISPATCH
-
-#endif  // KVMELD_X86_DISPATCH
 
 // Many rows rotated by one angle, vectorised: what a concatenation spends its time on.
 

@@ -200,8 +200,8 @@ class TestCache {
           for (float& x : row) x = random.value();
           if (!holds(p, t)) continue;
           if (kvmeld::block_elements(shape(p).type) > 1) {
-            kvmeld::extend::store_row<kvmeld::Isa::baseline>(shape(p).type, row.data(),
-                                                             std::ssize(row), bytes(p, t, h, 0));
+            kvmeld::extend::store_row(shape(p).type, kvmeld::Isa::baseline, row.data(),
+                                      std::ssize(row), bytes(p, t, h, 0));
           } else {
             for (std::size_t c = 0; c < row.size(); ++c) {
               const auto channel = static_cast<std::int64_t>(c);

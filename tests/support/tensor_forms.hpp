@@ -36,11 +36,11 @@ KVMELD_ALWAYS_INLINE void functions_body(const double* x, std::ptrdiff_t n, doub
 #define KVMELD_TEST_FORM(ISA, TARGET)                                                            \
   TARGET inline void load_##ISA(kvmeld::ElementType type, const std::byte* in, std::ptrdiff_t n, \
                                 float* out) {                                                    \
-    kvmeld::extend::load_row<kvmeld::Isa::ISA>(type, in, n, out);                                \
+    kvmeld::extend::load_row(type, kvmeld::Isa::ISA, in, n, out);                                \
   }                                                                                              \
   TARGET inline void store_##ISA(kvmeld::ElementType type, const float* in, std::ptrdiff_t n,    \
                                  std::byte* out) {                                               \
-    kvmeld::extend::store_row<kvmeld::Isa::ISA>(type, in, n, out);                               \
+    kvmeld::extend::store_row(type, kvmeld::Isa::ISA, in, n, out);                               \
   }                                                                                              \
   TARGET inline void functions_##ISA(const double* x, std::ptrdiff_t n, double* out) {           \
     functions_body(x, n, out);                                                                   \

@@ -441,8 +441,8 @@ TEST_CASE("the scale of quantised blocks is a number too") {
   std::vector<float> row(64, 8.2e6F);  // 127 · 65504 is 8.3e6
   for (std::size_t p = 0; p < 2; ++p) {
     for (std::int64_t t = 0; t < 2; ++t) {
-      kvmeld::extend::store_row<kvmeld::Isa::baseline>(ElementType::q8_0, row.data(), 64,
-                                                       cache.bytes(p, t, 0, 0));
+      kvmeld::extend::store_row(ElementType::q8_0, kvmeld::Isa::baseline, row.data(), 64,
+                                cache.bytes(p, t, 0, 0));
     }
   }
   const auto span = kvmeld::seal(cache.ref());

@@ -90,7 +90,7 @@ inline void unrotate(const RopeSpec& rope, std::span<const double> frequencies,
   for (const std::int32_t token : keys.tokens) {
     for (std::int32_t h = 0; h < shape.heads;
          ++h, from += byte_size(shape.type, shape.channels), to += shape.channels) {
-      load_row<Isa::baseline>(shape.type, from, shape.channels, row.data());
+      load_row(shape.type, Isa::baseline, from, shape.channels, row.data());
       for (std::size_t c = 0; c < keys.channels; ++c) to[c] = static_cast<double>(row[c]);
       if (rotates)
         unrotate(rope, span_of(frequencies), payload.positions[static_cast<std::size_t>(token)], to,

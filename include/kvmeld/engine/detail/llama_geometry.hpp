@@ -486,8 +486,8 @@ inline void hadamard_blocks(float* row, std::int32_t channels, std::int32_t side
       ::kvmeld::extend::gather_row(plane, slot, head, bytes.data());
       keys.resize(keys.size() + channels);
       float* const row = keys.data() + keys.size() - channels;
-      ::kvmeld::extend::load_row<Isa::baseline>(plane.shape.type, bytes.data(),
-                                                plane.shape.channels, row);
+      ::kvmeld::extend::load_row(plane.shape.type, Isa::baseline, bytes.data(),
+                                 plane.shape.channels, row);
       if (plane.shape.hadamard > 0)
         hadamard_blocks(row, plane.shape.channels, plane.shape.hadamard);
     }
