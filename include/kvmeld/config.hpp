@@ -83,14 +83,20 @@ static_assert(std::endian::native == std::endian::little,
 /// Marks a function whose body need not stand in every user's object.
 ///
 /// Headers alone are enough: then it means `inline`, and the bodies follow where they are declared.
-/// A user of the companion library (CMake: `kvmeld::compiled`) has `KVMELD_COMPILED` defined and
-/// only declarations; the library's one source, which says `KVMELD_COMPILED=2`, holds the bodies.
+/// Users of the companion library (CMake: `kvmeld::compiled`) have `KVMELD_COMPILED` defined as 1
+/// and see declarations only; the library's one source has it defined as 2 and holds the bodies,
+/// and the instances of templates that `KVMELD_INSTANCE` names.
 #if !defined(KVMELD_COMPILED)
 #define KVMELD_API inline
 #define KVMELD_BODIES 1
+#elif KVMELD_COMPILED == 2
+#define KVMELD_API __attribute__((visibility("default")))
+#define KVMELD_BODIES 1
+#define KVMELD_INSTANCE template
 #else
 #define KVMELD_API __attribute__((visibility("default")))
-#define KVMELD_BODIES (KVMELD_COMPILED == 2)
+#define KVMELD_BODIES 0
+#define KVMELD_INSTANCE extern template
 #endif
 
 /// Marks what only refusals call: it is compiled for size, and branches to it are unlikely.

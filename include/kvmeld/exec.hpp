@@ -114,72 +114,23 @@ namespace exec {
 class ThreadPool {
  public:
   /// @param threads how many threads work on a job, the caller included; at least 1.
-  explicit ThreadPool(std::size_t threads) {
-#if defined(__cpp_exceptions)
-    try {
-      start(threads);
-    } catch (const std::system_error&) {
-    }
-#else
-    start(threads);
-#endif
-  }
+  KVMELD_API explicit ThreadPool(std::size_t threads);
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
-  ~ThreadPool() {
-    {
-      const std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread& worker : workers_) worker.join();
-  }
+  KVMELD_API ~ThreadPool();
 
   [[nodiscard]] std::size_t size() const noexcept { return workers_.size() + 1; }
 
   /// Calls `task(context, i)` once for each i < tasks, from any of the threads, and returns when
   /// all are done.
-  void run(std::size_t tasks, void (*task)(void*, std::size_t), void* context) {
-    const std::lock_guard one_job(jobs_);
-    {
-      const std::lock_guard lock(mutex_);
-      task_ = task;
-      context_ = context;
-      tasks_ = tasks;
-      next_.store(0, std::memory_order_relaxed);
-      busy_ = workers_.size();
-      ++generation_;
-    }
-    wake_.notify_all();
-    drain(task, context, tasks);
-    std::unique_lock lock(mutex_);
-    done_.wait(lock, [this] { return busy_ == 0; });
-  }
+  KVMELD_API void run(std::size_t tasks, void (*task)(void*, std::size_t), void* context);
 
  private:
-  void start(std::size_t threads) {
-    workers_.reserve(threads);
-    for (std::size_t i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
-  }
+  KVMELD_API void start(std::size_t threads);
   void drain(void (*task)(void*, std::size_t), void* context, std::size_t tasks) {
     for (std::size_t i = next_.fetch_add(1); i < tasks; i = next_.fetch_add(1)) task(context, i);
   }
-  void work() {
-    std::size_t seen = 0;
-    std::unique_lock lock(mutex_);
-    while (true) {
-      wake_.wait(lock, [&] { return stop_ || generation_ != seen; });
-      if (stop_) return;
-      seen = generation_;
-      const auto task = task_;
-      void* const context = context_;
-      const std::size_t tasks = tasks_;
-      lock.unlock();
-      drain(task, context, tasks);
-      lock.lock();
-      if (--busy_ == 0) done_.notify_all();
-    }
-  }
+  KVMELD_API void work();
 
   std::mutex jobs_;
   std::mutex mutex_;
@@ -435,5 +386,71 @@ inline const Lanes lanes{};
 inline const Cpu cpu{};
 
 }  // namespace exec
+
+#if KVMELD_BODIES
+namespace exec {
+
+KVMELD_API ThreadPool::ThreadPool(std::size_t threads) {
+#if defined(__cpp_exceptions)
+  try {
+    start(threads);
+  } catch (const std::system_error&) {
+  }
+#else
+  start(threads);
+#endif
+}
+
+KVMELD_API ThreadPool::~ThreadPool() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+KVMELD_API void ThreadPool::run(std::size_t tasks, void (*task)(void*, std::size_t),
+                                void* context) {
+  const std::lock_guard one_job(jobs_);
+  {
+    const std::lock_guard lock(mutex_);
+    task_ = task;
+    context_ = context;
+    tasks_ = tasks;
+    next_.store(0, std::memory_order_relaxed);
+    busy_ = workers_.size();
+    ++generation_;
+  }
+  wake_.notify_all();
+  drain(task, context, tasks);
+  std::unique_lock lock(mutex_);
+  done_.wait(lock, [this] { return busy_ == 0; });
+}
+
+KVMELD_API void ThreadPool::start(std::size_t threads) {
+  workers_.reserve(threads);
+  for (std::size_t i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+}
+
+KVMELD_API void ThreadPool::work() {
+  std::size_t seen = 0;
+  std::unique_lock lock(mutex_);
+  while (true) {
+    wake_.wait(lock, [&] { return stop_ || generation_ != seen; });
+    if (stop_) return;
+    seen = generation_;
+    const auto task = task_;
+    void* const context = context_;
+    const std::size_t tasks = tasks_;
+    lock.unlock();
+    drain(task, context, tasks);
+    lock.lock();
+    if (--busy_ == 0) done_.notify_all();
+  }
+}
+
+}  // namespace exec
+#endif
 
 KVMELD_NAMESPACE_END

@@ -351,42 +351,11 @@ class FragmentView {
 
 namespace detail {
 
-/// Hashes the rows for which `present(layer, token)` holds.
-template <class Present>
-[[nodiscard]] Digest128 content_digest_of(const KvCacheRef& cache, const Present& present) {
-  Xxh3_128 hash;
-  std::vector<std::byte> rows;
-  std::vector<float> scales;
-  const auto each_row = [&](std::size_t layer, const PlaneRef& plane, const auto& use) {
-    for (std::int64_t t = 0; t < cache.tokens(); ++t) {
-      const std::int64_t slot = plane.slots.slot(t);
-      if (slot >= 0 && present(layer, t)) use(slot);
-    }
-  };
-  for (std::size_t layer = 0; layer < cache.geometry().layers.size(); ++layer) {
-    for (std::size_t index = 0; index < cache.geometry().layers[layer].planes.size(); ++index) {
-      const PlaneRef& plane = cache.plane(layer, index);
-      const auto heads_bytes = static_cast<std::size_t>(row_bytes(plane.shape) * plane.shape.heads);
-      rows.resize(heads_bytes);
-      each_row(layer, plane, [&](std::int64_t slot) {
-        if (contiguous_heads(plane)) {
-          hash.update(extend::span_of(plane.data + plane.byte_offset(plane.row_offset(slot, 0)),
-                                      heads_bytes));
-        } else {
-          gather_heads(plane, slot, rows.data());
-          hash.update(extend::span_of(rows));
-        }
-      });
-      if (plane.shape.scales == ScaleScheme::none) continue;
-      scales.resize(static_cast<std::size_t>(row_scales(plane.shape) * plane.shape.heads));
-      each_row(layer, plane, [&](std::int64_t slot) {
-        gather_scales(plane, slot, scales.data());
-        hash.update(std::as_bytes(extend::span_of(scales)));
-      });
-    }
-  }
-  return hash.digest();
-}
+/// Hashes the rows for which `present(of, layer, token)` holds; null: all that the view holds.
+[[nodiscard]] KVMELD_API Digest128 content_digest_of(const KvCacheRef& cache,
+                                                     bool (*present)(const void*, std::size_t,
+                                                                     std::int64_t) = nullptr,
+                                                     const void* of = nullptr);
 
 }  // namespace detail
 
@@ -456,6 +425,18 @@ class HostCache {
   std::span<std::byte> used_;  // of them, from the first whole line on
   MutableKvCacheRef ref_;
 };
+
+// By the default hash these stand in the companion library.
+#if defined(KVMELD_COMPILED)
+KVMELD_INSTANCE Result<Fragment> seal<Xxh3_128>(const KvCacheRef&, const SealOptions&);
+KVMELD_INSTANCE Result<Fragment> with_variant<Xxh3_128>(const Fragment&, const KvCacheRef&,
+                                                        const SealOptions&);
+KVMELD_INSTANCE Status verify_fragment<Xxh3_128>(const Fragment&);
+namespace extend {
+KVMELD_INSTANCE std::array<std::uint8_t, 31> payload_digest<Xxh3_128>(const Payload&);
+KVMELD_INSTANCE FragmentId fragment_id<Xxh3_128>(const Fragment::Body&);
+}  // namespace extend
+#endif
 
 KVMELD_NAMESPACE_END
 

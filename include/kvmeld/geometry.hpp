@@ -275,6 +275,11 @@ class Adapters {
 [[nodiscard]] KVMELD_API Result<std::string> adapted_model(std::string_view model,
                                                            const Adapters& adapters);
 
+#if defined(KVMELD_COMPILED)
+KVMELD_INSTANCE void hash_append<Xxh3_128>(Hasher&, const RopeSpec&);
+KVMELD_INSTANCE void hash_append<Xxh3_128>(Hasher&, const Geometry&);
+#endif
+
 KVMELD_NAMESPACE_END
 
 #if KVMELD_BODIES

@@ -66,18 +66,11 @@ class Xxh3_128 {
  public:
   static constexpr std::uint8_t tag = 1;
 
-  Xxh3_128() noexcept { (void)XXH3_128bits_reset(&state_); }
-  explicit Xxh3_128(std::uint64_t seed) noexcept {
-    (void)XXH3_128bits_reset_withSeed(&state_, seed);
-  }
+  KVMELD_API Xxh3_128() noexcept;
+  KVMELD_API explicit Xxh3_128(std::uint64_t seed) noexcept;
 
-  void update(std::span<const std::byte> bytes) noexcept {
-    if (!bytes.empty()) (void)XXH3_128bits_update(&state_, bytes.data(), bytes.size());
-  }
-  [[nodiscard]] Digest128 digest() const noexcept {
-    const XXH128_hash_t h = XXH3_128bits_digest(&state_);
-    return {h.low64, h.high64};
-  }
+  KVMELD_API void update(std::span<const std::byte> bytes) noexcept;
+  [[nodiscard]] KVMELD_API Digest128 digest() const noexcept;
   [[nodiscard]] std::array<std::uint8_t, 31> finish() const noexcept {
     const Digest128 d = digest();
     std::array<std::uint8_t, 31> out{};
@@ -201,5 +194,24 @@ namespace extend {
 }
 
 }  // namespace extend
+
+#if KVMELD_BODIES
+
+KVMELD_API Xxh3_128::Xxh3_128() noexcept { (void)XXH3_128bits_reset(&state_); }
+
+KVMELD_API Xxh3_128::Xxh3_128(std::uint64_t seed) noexcept {
+  (void)XXH3_128bits_reset_withSeed(&state_, seed);
+}
+
+KVMELD_API void Xxh3_128::update(std::span<const std::byte> bytes) noexcept {
+  if (!bytes.empty()) (void)XXH3_128bits_update(&state_, bytes.data(), bytes.size());
+}
+
+KVMELD_API Digest128 Xxh3_128::digest() const noexcept {
+  const XXH128_hash_t h = XXH3_128bits_digest(&state_);
+  return {h.low64, h.high64};
+}
+
+#endif
 
 KVMELD_NAMESPACE_END

@@ -90,6 +90,7 @@ class Plan {
 /// among others), and those of the policies.
 template <class M>
 [[nodiscard]] Result<Plan<M>> plan(const FragmentSet& set, const M& merger, const Target& target) {
+  KVMELD_TRY(exec::check_float_environment());  // of the file that the policies are compiled in
   const auto rows = extend::row_form(merger.fuse.policy());
   auto core = detail::plan_core(set, detail::merger_call(merger, rows), target);
   if (!core) return core.error();
@@ -146,9 +147,8 @@ requires(!E::on_device) [[nodiscard]] Result<RenderReport> run(const E& exec, co
     KVMELD_TRY(exec.bulk(static_cast<std::int64_t>(planes) * core.outputs(), work));
   RenderReport report = detail::report_of(core);
   if (options.content_digest) {
-    report.content_digest = detail::content_digest_of(
-        KvCacheRef(out).first(core.outputs()),
-        [&](std::size_t layer, std::int64_t o) { return core.rendered(layer, o); });
+    report.content_digest =
+        detail::content_digest_of(KvCacheRef(out).first(core.outputs()), &detail::rendered, &core);
   }
   return report;
 }

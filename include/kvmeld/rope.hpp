@@ -441,7 +441,6 @@ struct Rotation {
 
 // bf16 rows rotated in 512-bit registers: rounding is most of their work, and these halve it.
 
-
 // Many rows rotated by one angle, vectorised: what a concatenation spends its time on.
 
 namespace detail {

@@ -328,15 +328,15 @@ class MessagePart {
  public:
   MessagePart(const char* text) noexcept : kind_(Kind::literal) { text_ = text; }  // NOLINT
   template <class Text>
-  requires std::convertible_to<const Text&, std::string_view>
-  MessagePart(const Text& text) noexcept : kind_(Kind::text) {  // NOLINT: implicit on purpose
+  requires std::convertible_to<const Text&, std::string_view> MessagePart(const Text& text)
+  noexcept : kind_(Kind::text) {  // NOLINT: implicit on purpose
     const std::string_view view = text;
     text_ = view.data();
     size_ = view.size();
   }
   template <class Number>
-  requires std::is_arithmetic_v<Number>
-  MessagePart(Number number) noexcept {  // NOLINT: implicit on purpose
+  requires std::is_arithmetic_v<Number> MessagePart(Number number)
+  noexcept {  // NOLINT: implicit on purpose
     if constexpr (std::same_as<Number, float>) {
       kind_ = Kind::single_number;
       float_ = number;
@@ -353,8 +353,8 @@ class MessagePart {
   }
   /// An enumerator by its name, and by its number too where this build has no name for it.
   template <class Enum>
-  requires std::is_enum_v<Enum>
-  MessagePart(Enum value) noexcept : MessagePart(to_string(value)) {  // NOLINT
+  requires std::is_enum_v<Enum> MessagePart(Enum value)
+  noexcept : MessagePart(to_string(value)) {  // NOLINT
     kind_ = Kind::enumerator;
     signed_ = static_cast<std::int64_t>(value);
   }
@@ -426,7 +426,8 @@ KVMELD_API void MessagePart::append_to(std::string& message) const {
       return;
     case Kind::enumerator:
       message.append(text_, size_);
-      if (std::string_view(text_, size_) == "unknown") detail::append_decimal(message += ' ', signed_);
+      if (std::string_view(text_, size_) == "unknown")
+        detail::append_decimal(message += ' ', signed_);
       return;
     case Kind::text:
       message.append(text_, size_);

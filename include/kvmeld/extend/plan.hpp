@@ -450,6 +450,11 @@ namespace extend {
 
 namespace detail {
 
+/// Whether a plan, given as a pointer to its core, renders a token in a layer.
+[[nodiscard]] inline bool rendered(const void* core, std::size_t layer, std::int64_t token) {
+  return static_cast<const PlanCore*>(core)->rendered(layer, token);
+}
+
 /// Refuses outputs that cannot take the rows: other shapes, too few slots, slots that share memory
 /// with each other, with a payload or with the workspace. `scratch`, in the workspace, takes a
 /// number for each output.

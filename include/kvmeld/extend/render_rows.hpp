@@ -744,6 +744,11 @@ void render_rows(const F& fuser, const PlaneTask* tasks, std::int64_t outputs, R
   if (mode.streams) stream_fence();
 }
 
+#if defined(KVMELD_COMPILED)
+KVMELD_INSTANCE void render_rows<MeanRows>(const MeanRows&, const PlaneTask*, std::int64_t, RowMode,
+                                           std::int64_t, std::int64_t);
+#endif
+
 }  // namespace detail
 
 KVMELD_NAMESPACE_END

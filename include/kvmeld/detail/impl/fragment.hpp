@@ -235,12 +235,53 @@ KVMELD_API FragmentView::FragmentView(const Fragment& fragment, std::size_t payl
   ref_ = KvCacheRef(fragment.shared_geometry(), std::move(planes), fragment.token_count());
 }
 
+namespace detail {
+
+KVMELD_API Digest128 content_digest_of(const KvCacheRef& cache,
+                                       bool (*present)(const void*, std::size_t, std::int64_t),
+                                       const void* of) {
+  Xxh3_128 hash;
+  std::vector<std::byte> rows;
+  std::vector<float> scales;
+  const auto each_row = [&](std::size_t layer, const PlaneRef& plane, const auto& use) {
+    for (std::int64_t t = 0; t < cache.tokens(); ++t) {
+      const std::int64_t slot = plane.slots.slot(t);
+      if (slot >= 0 && (present == nullptr || present(of, layer, t))) use(slot);
+    }
+  };
+  for (std::size_t layer = 0; layer < cache.geometry().layers.size(); ++layer) {
+    for (std::size_t index = 0; index < cache.geometry().layers[layer].planes.size(); ++index) {
+      const PlaneRef& plane = cache.plane(layer, index);
+      const auto heads_bytes = static_cast<std::size_t>(row_bytes(plane.shape) * plane.shape.heads);
+      rows.resize(heads_bytes);
+      each_row(layer, plane, [&](std::int64_t slot) {
+        if (contiguous_heads(plane)) {
+          hash.update(extend::span_of(plane.data + plane.byte_offset(plane.row_offset(slot, 0)),
+                                      heads_bytes));
+        } else {
+          gather_heads(plane, slot, rows.data());
+          hash.update(extend::span_of(rows));
+        }
+      });
+      if (plane.shape.scales == ScaleScheme::none) continue;
+      scales.resize(static_cast<std::size_t>(row_scales(plane.shape) * plane.shape.heads));
+      each_row(layer, plane, [&](std::int64_t slot) {
+        gather_scales(plane, slot, scales.data());
+        hash.update(std::as_bytes(extend::span_of(scales)));
+      });
+    }
+  }
+  return hash.digest();
+}
+
+}  // namespace detail
+
 KVMELD_API Result<Digest128> content_digest(const KvCacheRef& cache) {
   KVMELD_TRY(extend::check_on_host(cache, "content_digest"));
   KVMELD_TRY(validate(cache.geometry()));
   for (const PlaneRef& plane : cache.planes())
     KVMELD_TRY(extend::check_scales(plane, "content_digest"));
-  return detail::content_digest_of(cache, [](std::size_t, std::int64_t) { return true; });
+  return detail::content_digest_of(cache);
 }
 
 KVMELD_API HostCache::HostCache(std::shared_ptr<const Geometry> geometry, std::int64_t tokens) {
