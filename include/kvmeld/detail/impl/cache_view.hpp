@@ -1,6 +1,6 @@
 #pragma once
 
-/// Bodies.
+/// Bodies of cache_view.hpp: tables of slots, rows read and written by strides.
 
 #include <algorithm>
 #include <concepts>

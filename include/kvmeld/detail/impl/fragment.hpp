@@ -1,6 +1,6 @@
 #pragma once
 
-/// Bodies.
+/// Bodies of fragment.hpp: what is sealed, hashed and viewed.
 
 #include <algorithm>
 #include <array>

@@ -1,6 +1,6 @@
 #pragma once
 
-/// Bodies.
+/// Bodies of rope.hpp: frequencies, tables, and the rotation of stored rows.
 
 #include <cstddef>
 #include <cstdint>
