@@ -3,13 +3,15 @@
 # kvmeld_component(NAME) makes the target kvmeld::NAME and sets kvmeld_NAME_FOUND; where something is missing it sets
 # kvmeld_NAME_REASON to one line that says what to do. It never stops the configuration itself.
 
-set(kvmeld_known_components cuda llama openssl zstd redis grpc mpi eigen http)
+set(kvmeld_known_components compiled cuda llama openssl zstd redis grpc mpi eigen http)
 
 function(kvmeld_component name)
   set(found FALSE)
   set(reason "")
   if(TARGET kvmeld::${name})
     set(found TRUE)
+  elseif(name STREQUAL "compiled")
+    _kvmeld_component_compiled()
   elseif(name STREQUAL "cuda")
     _kvmeld_component_cuda()
   elseif(name STREQUAL "llama")
@@ -35,6 +37,18 @@ function(kvmeld_component name)
   set(kvmeld_${name}_FOUND ${found} PARENT_SCOPE)
   set(kvmeld_${name}_REASON "${reason}" PARENT_SCOPE)
 endfunction()
+
+# The companion library: what does not depend on a user's types, compiled once and with the user's own compiler and flags. Whoever
+# links it sees declarations where the headers alone would give bodies (KVMELD_COMPILED in config.hpp); files of both kinds may meet
+# in one program.
+macro(_kvmeld_component_compiled)
+  add_library(kvmeld_compiled STATIC EXCLUDE_FROM_ALL "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/compiled.cpp")
+  target_compile_definitions(kvmeld_compiled PRIVATE KVMELD_COMPILED=2 INTERFACE KVMELD_COMPILED=1)
+  set_target_properties(kvmeld_compiled PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  target_link_libraries(kvmeld_compiled PUBLIC kvmeld::kvmeld)
+  add_library(kvmeld::compiled ALIAS kvmeld_compiled)
+  set(found TRUE)
+endmacro()
 
 # Headers *.cuh. nvcc may be off the PATH, so the toolkit is searched, not the compiler.
 macro(_kvmeld_component_cuda)

@@ -14,4 +14,4 @@ write_basic_package_version_file("${PROJECT_BINARY_DIR}/kvmeldConfigVersion.cmak
   COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
 install(FILES LICENSE DESTINATION "${CMAKE_INSTALL_DATADIR}/licenses/kvmeld")
 install(FILES "${PROJECT_BINARY_DIR}/kvmeldConfig.cmake" "${PROJECT_BINARY_DIR}/kvmeldConfigVersion.cmake"
-  cmake/kvmeldComponents.cmake DESTINATION "${package_dir}")
+  cmake/kvmeldComponents.cmake cmake/compiled.cpp DESTINATION "${package_dir}")

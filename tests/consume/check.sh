@@ -34,6 +34,14 @@ case $consumer in
     build_and_run -DCMAKE_PREFIX_PATH="$work/prefix" -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
     # The language standard is all that a user's command line may gain.
     if grep -oE ' -(m|W|f|O)[^ ]*' "$work/build/compile_commands.json"; then echo "these flags leaked"; exit 1; fi ;;
+  compiled)  # with the companion library, beside a file that knows headers alone
+    install_kvmeld
+    project 'find_package(kvmeld 0.1 REQUIRED COMPONENTS compiled)' 'add_library(other OBJECT other.cpp)' \
+      'target_link_libraries(other PRIVATE kvmeld::kvmeld)' 'add_executable(consumer consumer.cpp)' \
+      'target_link_libraries(consumer PRIVATE other kvmeld::compiled)'
+    build_and_run -DCMAKE_PREFIX_PATH="$work/prefix" -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
+    grep -q 'KVMELD_COMPILED=1 .*/consumer.cpp' "$work/build/compile_commands.json" || { echo "no KVMELD_COMPILED"; exit 1; }
+    if grep -q 'KVMELD_COMPILED.*/other.cpp' "$work/build/compile_commands.json"; then echo "KVMELD_COMPILED leaked"; exit 1; fi ;;
   add_subdirectory)
     project "add_subdirectory(\"$tree\" kvmeld)" 'add_executable(consumer consumer.cpp other.cpp)' \
       'target_link_libraries(consumer PRIVATE kvmeld::kvmeld)'
