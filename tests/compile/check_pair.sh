@@ -13,7 +13,7 @@ field() { sed -n "s,^// $1: ,,p" "$source"; }
 
 name=$(basename "$compiler")
 case $name in
-  nvcc*) command=("$compiler" -std=c++20 -x cu -c -o /dev/null) ;;
+  nvcc*) command=("$compiler" -std=c++20 -x cu -cuda -o /dev/null) ;;  # its front end, which is what reads C++
   *) command=("$compiler" -std=c++20 -fsyntax-only) ;;
 esac
 
