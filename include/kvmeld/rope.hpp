@@ -439,8 +439,6 @@ struct Rotation {
 
 }  // namespace extend
 
-// bf16 rows rotated in 512-bit registers: rounding is most of their work, and these halve it.
-
 // Many rows rotated by one angle, vectorised: what a concatenation spends its time on.
 
 namespace detail {
@@ -463,24 +461,12 @@ KVMELD_API void stream_rotated_rows(ElementType type, Isa isa, const Rotation& r
 
 #endif  // KVMELD_X86_DISPATCH
 
-/// Rotates one f32 row in place.
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void rotate_row_avx2(const Rotation& rotation,
-                                                               float* row) noexcept {
-  rotate_row(rotation.pairing, rotation.first_channel, rotation.rotary_channels, rotation.table,
-             row);
-}
-KVMELD_NOINLINE inline void rotate_row_baseline(const Rotation& rotation, float* row) noexcept {
-  rotate_row(rotation.pairing, rotation.first_channel, rotation.rotary_channels, rotation.table,
-             row);
-}
 }  // namespace detail
 
 namespace extend {
 
-inline void rotate_channels(const Rotation& rotation, Isa isa, float* row) noexcept {
-  isa == Isa::baseline ? detail::rotate_row_baseline(rotation, row)
-                       : detail::rotate_row_avx2(rotation, row);
-}
+/// Rotates one f32 row in place.
+KVMELD_API void rotate_channels(const Rotation& rotation, Isa isa, float* row) noexcept;
 
 }  // namespace extend
 

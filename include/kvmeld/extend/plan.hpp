@@ -328,12 +328,21 @@ KVMELD_API Status check_positions(const Geometry& geometry, const std::vector<Pl
 
 namespace detail {
 
-/// A fuser's `score`, of any type.
+/// A fuser's `score`, whatever its type, and what asks it.
 struct ScoreCall {
   const void* fuser = nullptr;
   Status (*call)(const void*, const Scoring&, std::span<double>) = nullptr;
   bool norms = false;  ///< whether it reads them
+  /// `score_rows`, which only those pay for whose fuser scores.
+  Status (*rows)(const PlanCore&, AlignmentGroup&, std::vector<std::size_t>, const ScoreCall&,
+                 std::span<const std::uint8_t>, std::int64_t) = nullptr;
 };
+
+/// Weights of every output that has several contributions, by their distances.
+/// @param layers  of the group, ascending
+KVMELD_API Status score_rows(const PlanCore& core, AlignmentGroup& group,
+                             std::vector<std::size_t> layers, const ScoreCall& score,
+                             std::span<const std::uint8_t> recompute, std::int64_t context_length);
 
 template <class F>
 [[nodiscard]] ScoreCall score_call([[maybe_unused]] const F& fuser) {
@@ -343,7 +352,7 @@ template <class F>
             [](const void* f, const Scoring& scoring, std::span<double> weights) {
               return static_cast<const F*>(f)->score(scoring, weights);
             },
-            norms};
+            norms, &score_rows};
   } else {
     return {};
   }

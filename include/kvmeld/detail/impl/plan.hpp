@@ -1252,6 +1252,7 @@ class RowDistances {
     return plane == Plane::key || plane == Plane::latent || plane == Plane::rope_part;
   }
 
+  /// Adds one plane of one layer to the distances of a row.
   void add(const PlanCore& core, ScoreBatch& batch, const ScoredRow& row, bool norms,
            std::size_t layer, std::size_t plane, const PlaneShape& shape, std::int32_t table) {
     const std::size_t n = row.count;
@@ -1269,37 +1270,61 @@ class RowDistances {
       if (at < 0) return;  // a layer that lacks one contribution compares none
       const std::byte* from =
           payload.bytes.get() + payload.plane_offsets[plane] + at * shape.heads * row_bytes(shape);
-      const bool whole = padded == static_cast<std::size_t>(shape.channels);
       const std::int64_t shift = -payload.positions[c.token];
-      if (whole && steps.raw_widen != nullptr && !(rotates && shift != 0)) {
+      const bool rotated = rotates && shift != 0;
+      if (padded == static_cast<std::size_t>(shape.channels) && steps.raw_widen != nullptr &&
+          !rotated) {
         from_.push_back({from, steps.raw_widen, static_cast<std::size_t>(block_bytes(shape.type))});
         continue;
       }
       float* to = rows_.data() + i * width;
       from_.push_back({reinterpret_cast<const std::byte*>(to), steps.widen, sizeof(float)});
-      const bool rotated = rotates && shift != 0;
       const RopeSpec& rope = core.geometry->layers[layer].rope;
-      const auto index =
-          rotated ? static_cast<std::size_t>(
-                        std::lower_bound(shifts_.begin(), shifts_.end(), shift) - shifts_.begin())
-                  : std::size_t{0};
-      const Rotation rotation{
-          rotated ? tables_[static_cast<std::size_t>(table)].row(index) : nullptr, shape.channels,
-          rope.first_channel, rope.rotary_channels, rope.pairing};
-      if (whole) {
-        rotated ? load_rotated(shape.type, isa_, rotation, from, shape.heads, to)
-                : load_row(shape.type, isa_, from, static_cast<std::ptrdiff_t>(width), to);
-        continue;
-      }
-      for (std::int32_t h = 0; h < shape.heads; ++h) {
-        float* const head = to + static_cast<std::size_t>(h) * padded;
-        load_row(shape.type, isa_, from + h * row_bytes(shape), shape.channels, head);
-        std::fill(head + shape.channels, head + padded, 0.0F);
-        if (rotated) rotate_channels(rotation, isa_, head);
-      }
+      const float* angles =
+          rotated ? tables_[static_cast<std::size_t>(table)].row(index_of(shift)) : nullptr;
+      read_row({angles, shape.channels, rope.first_channel, rope.rotary_channels, rope.pairing},
+               shape, from, padded, to);
     }
-    // Every pair in turn over a few channels, which stay in the first cache as doubles, and then
-    // the next ones. The pair of a row and itself is its norm: its distance from zeros.
+    compare(n, width, norms, steps);
+    double* lanes = lanes_.data();
+    double* const distances = batch.distances.data() + row.pairs;
+    for (std::size_t i = 0; i < n; ++i) {
+      for (std::size_t j = 0; j < i; ++j, lanes += 32)
+        distances[j * n + i] = distances[i * n + j] += steps.join(lanes);
+      if (!norms) continue;
+      batch.norms[row.begin + i] += steps.join(lanes);
+      lanes += 32;
+    }
+  }
+
+  [[nodiscard]] std::size_t index_of(std::int64_t shift) const {
+    return static_cast<std::size_t>(std::lower_bound(shifts_.begin(), shifts_.end(), shift) -
+                                    shifts_.begin());
+  }
+
+  /// Reads the heads of a row as f32, each padded with zeros, rotated where there are angles.
+  void read_row(const Rotation& rotation, const PlaneShape& shape, const std::byte* from,
+                std::size_t padded, float* to) const {
+    const bool rotated = rotation.table != nullptr;
+    if (padded == static_cast<std::size_t>(shape.channels)) {
+      const auto width = static_cast<std::ptrdiff_t>(padded) * shape.heads;
+      rotated ? load_rotated(shape.type, isa_, rotation, from, shape.heads, to)
+              : load_row(shape.type, isa_, from, width, to);
+      return;
+    }
+    for (std::int32_t h = 0; h < shape.heads; ++h) {
+      float* const head = to + static_cast<std::size_t>(h) * padded;
+      load_row(shape.type, isa_, from + h * row_bytes(shape), shape.channels, head);
+      std::fill(head + shape.channels, head + padded, 0.0F);
+      if (rotated) rotate_channels(rotation, isa_, head);
+    }
+  }
+
+  /// Sums the squares of every pair's differences into `lanes_`, 32 lanes a pair.
+  ///
+  /// Every pair in turn over a few channels, which stay in the first cache as doubles, and then the
+  /// next ones. The pair of a row and itself is its norm: its distance from zeros.
+  void compare(std::size_t n, std::size_t width, bool norms, const DistanceSteps& steps) {
     const std::size_t pairs = norms ? n * (n + 1) / 2 : n * (n - 1) / 2;
     if (n != most_of_) {
       most_of_ = n;
@@ -1328,15 +1353,6 @@ class RowDistances {
         if (pair + 1 < pairs) next(c, d);
         steps.add(a, b, c, d, part, at == 0, lanes_.data() + pair * 32);
       }
-    }
-    double* lanes = lanes_.data();
-    double* const distances = batch.distances.data() + row.pairs;
-    for (std::size_t i = 0; i < n; ++i) {
-      for (std::size_t j = 0; j < i; ++j, lanes += 32)
-        distances[j * n + i] = distances[i * n + j] += steps.join(lanes);
-      if (!norms) continue;
-      batch.norms[row.begin + i] += steps.join(lanes);
-      lanes += 32;
     }
   }
 
@@ -1369,119 +1385,159 @@ class RowDistances {
 /// Contributions of one output that are compared in pairs.
 inline constexpr std::size_t max_scored = 2048;
 
+/// Refuses weights of one output that are negative, not finite, or all 0.
+/// @param whose  what gave them, for the message
+inline Status check_weights(const PlanCore& core, const AlignmentGroup& group, std::size_t o,
+                            const char* whose) {
+  double total = 0;
+  for (const Contribution& c : group.row(o)) {
+    if (!(c.weight >= 0.0F) || !std::isfinite(c.weight)) {
+      return error(ErrorCode::non_finite, "the ", group.row(o).size(), " weights of output ", o,
+                   " at position ", core.positions[o], " hold ", c.weight, " for fragment ",
+                   core.sources[c.source].fragment.id().hex(), whose,
+                   "; weights are finite and at least 0");
+    }
+    total += static_cast<double>(c.weight);
+  }
+  if (total > 0) return {};
+  return error(ErrorCode::non_finite, "the ", group.row(o).size(), " weights of output ", o,
+               " at position ", core.positions[o], " add up to ", total, whose,
+               "; one at least must be above 0");
+}
+
+/// Measures the distances of a batch, has its rows scored, and writes the weights back.
+inline Status score_batch(const PlanCore& core, AlignmentGroup& group, const ScoreCall& score,
+                          RowDistances& distances, ScoreBatch& batch) {
+  if (batch.rows.empty()) return {};
+  distances.measure(core, batch, score.norms);
+  std::vector<double> weights;
+  for (const ScoredRow& row : batch.rows) {
+    const std::span<const Contribution> inputs =
+        span_of(batch.inputs.data() + row.begin, row.count);
+    weights.clear();
+    for (const Contribution& c : inputs) weights.push_back(static_cast<double>(c.weight));
+    const Scoring scoring{span_of(batch.distances.data() + row.pairs, row.count * row.count),
+                          span_of(batch.norms.data() + row.begin, row.count)};
+    const Status scored = score.call(score.fuser, scoring, span_of(weights));
+    if (!scored) {
+      return error(scored.code(), "output ", row.output, " at position ",
+                   core.positions[row.output], ": ", scored.message());
+    }
+    for (std::size_t i = 0; i < row.count; ++i) {
+      group.contributions[group.row_begin[row.output] + batch.place[row.begin + i]].weight =
+          static_cast<float>(weights[i]);
+    }
+  }
+  batch.clear();
+  return {};
+}
+
+/// Appends an output's contributions to a batch, ascending by fragment id, then token.
+inline void add_scored_row(const PlanCore& core, std::size_t output,
+                           std::span<const Contribution> inputs, ScoreBatch& batch) {
+  const ScoredRow row{output, batch.inputs.size(), inputs.size(), batch.distances.size(),
+                      RowDistances::unequal(core, inputs)};
+  batch.rows.push_back(row);
+  for (std::uint32_t i = 0; i < inputs.size(); ++i) batch.place.push_back(i);
+  std::sort(batch.place.begin() + static_cast<std::ptrdiff_t>(row.begin), batch.place.end(),
+            [&](std::uint32_t a, std::uint32_t b) {
+              const FragmentId& x = core.sources[inputs[a].source].fragment.id();
+              const FragmentId& y = core.sources[inputs[b].source].fragment.id();
+              return x != y                               ? x < y
+                     : inputs[a].token != inputs[b].token ? inputs[a].token < inputs[b].token
+                                                          : a < b;
+            });
+  for (std::size_t i = 0; i < row.count; ++i)
+    batch.inputs.push_back(inputs[batch.place[row.begin + i]]);
+  batch.distances.resize(row.pairs + row.count * row.count);
+}
+
+/// Whether several contributions of an output meet.
+[[nodiscard]] inline bool meets(const AlignmentGroup& group, std::size_t o,
+                                std::span<const std::uint8_t> recompute) noexcept {
+  return group.row(o).size() > 1 && recompute[o] == 0;
+}
+
+KVMELD_API Status score_rows(const PlanCore& core, AlignmentGroup& group,
+                             std::vector<std::size_t> layers, const ScoreCall& score,
+                             std::span<const std::uint8_t> recompute, std::int64_t context_length) {
+  ScoreBatch batch;
+  std::unique_ptr<RowDistances> distances;
+  for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
+    if (!meets(group, o, recompute)) continue;
+    const std::span<const Contribution> inputs = group.row(o);
+    if (inputs.size() > max_scored) {
+      return error(ErrorCode::oversized, "output ", o, " has ", inputs.size(),
+                   " contributions, of which at most ", max_scored, " can be scored");
+    }
+    if (distances == nullptr) {
+      auto made = RowDistances::of(core, std::move(layers), group, context_length);
+      if (!made) return made.error();
+      distances = std::make_unique<RowDistances>(*std::move(made));
+    }
+    add_scored_row(core, o, inputs, batch);
+    if (batch.rows.size() == 64 || batch.distances.size() >= 65536)
+      KVMELD_TRY(score_batch(core, group, score, *distances, batch));
+  }
+  return distances == nullptr ? Status() : score_batch(core, group, score, *distances, batch);
+}
+
+/// Rows close ranks over what weighs nothing. Weights by head leave it out by themselves.
+/// @param scored  weights come from a score, and are checked first
+inline Status drop_weightless(const PlanCore& core, AlignmentGroup& group,
+                              std::span<const std::uint8_t> recompute, bool scored) {
+  std::uint32_t kept = 0, begin = 0;
+  for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
+    const std::uint32_t end = group.row_begin[o + 1];
+    const bool meet = end - begin > 1 && recompute[o] == 0;
+    if (scored && meet) {
+      group.row_begin[o] = begin;  // as it was, for the check
+      KVMELD_TRY(check_weights(core, group, o, " after scoring"));
+    }
+    const bool drops = meet && group.head_weights.empty();
+    group.row_begin[o] = kept;
+    for (std::uint32_t i = begin; i < end; ++i) {
+      if (!drops || group.contributions[i].weight != 0.0F)
+        group.contributions[kept++] = group.contributions[i];
+    }
+    begin = end;
+  }
+  group.row_begin.back() = kept;
+  group.contributions.resize(kept);
+  return {};
+}
+
+/// The layers that an alignment's group is for: those that no group before it covers.
+[[nodiscard]] inline std::vector<std::size_t> layers_of(const Alignment& alignment,
+                                                        std::size_t group, std::size_t layers) {
+  std::vector<std::size_t> out;
+  for (std::size_t l = 0; l < layers; ++l) {
+    std::size_t g = 0;
+    while (g < group && !alignment.groups[g].layers.contains(l)) ++g;
+    if (g == group && alignment.groups[g].layers.contains(l)) out.push_back(l);
+  }
+  return out;
+}
+
 /// The sources of a plan give their weights to the contributions; then `score` has its say, and
 /// weights of 0 leave their rows.
 ///
 /// Errors: `non_finite` for weights that are negative, not finite, or all 0; `oversized`; those of
 /// the score.
-inline Status weigh(PlanCore& core, Alignment& alignment, ScoreCall score,
+inline Status weigh(PlanCore& core, Alignment& alignment, const ScoreCall& score,
                     std::span<const std::uint8_t> recompute, std::int64_t context_length) {
-  std::vector<std::size_t> covered(core.geometry->layers.size());
-  for (std::size_t l = 0; l < covered.size(); ++l) {
-    while (covered[l] < alignment.groups.size() && !alignment.groups[covered[l]].layers.contains(l))
-      ++covered[l];
-  }
   for (std::size_t g = 0; g < alignment.groups.size(); ++g) {
     AlignmentGroup& group = alignment.groups[g];
     for (Contribution& c : group.contributions)
       c.weight = rounded_product(c.weight, core.sources[c.source].weight);
-    ScoreBatch batch;
-    std::unique_ptr<RowDistances> distances;
-    std::vector<double> weights;
-    const auto finish_batch = [&]() -> Status {
-      if (batch.rows.empty()) return {};
-      distances->measure(core, batch, score.norms);
-      for (const ScoredRow& row : batch.rows) {
-        const std::span<const Contribution> inputs =
-            span_of(batch.inputs.data() + row.begin, row.count);
-        weights.clear();
-        for (const Contribution& c : inputs) weights.push_back(static_cast<double>(c.weight));
-        const Scoring scoring{span_of(batch.distances.data() + row.pairs, row.count * row.count),
-                              span_of(batch.norms.data() + row.begin, row.count)};
-        const Status scored = score.call(score.fuser, scoring, span_of(weights));
-        if (!scored) {
-          return error(scored.code(), "output ", row.output, " at position ",
-                       core.positions[row.output], ": ", scored.message());
-        }
-        for (std::size_t i = 0; i < row.count; ++i) {
-          group.contributions[group.row_begin[row.output] + batch.place[row.begin + i]].weight =
-              static_cast<float>(weights[i]);
-        }
-      }
-      batch.clear();
-      return {};
-    };
-    const auto check_row = [&](std::size_t o, const char* whose) -> Status {
-      double total = 0;
-      for (const Contribution& c : group.row(o)) {
-        if (!(c.weight >= 0.0F) || !std::isfinite(c.weight)) {
-          return error(ErrorCode::non_finite, "the ", group.row(o).size(), " weights of output ", o,
-                       " at position ", core.positions[o], " hold ", c.weight, " for fragment ",
-                       core.sources[c.source].fragment.id().hex(), whose,
-                       "; weights are finite and at least 0");
-        }
-        total += static_cast<double>(c.weight);
-      }
-      if (total > 0) return {};
-      return error(ErrorCode::non_finite, "the ", group.row(o).size(), " weights of output ", o,
-                   " at position ", core.positions[o], " add up to ", total, whose,
-                   "; one at least must be above 0");
-    };
-    const auto fused = [&](std::size_t o) { return group.row(o).size() > 1 && recompute[o] == 0; };
     for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
-      if (!fused(o)) continue;
-      KVMELD_TRY(check_row(o, ""));
-      if (score.call == nullptr) continue;
-      const std::span<const Contribution> inputs = group.row(o);
-      if (inputs.size() > max_scored) {
-        return error(ErrorCode::oversized, "output ", o, " has ", inputs.size(),
-                     " contributions, of which at most ", max_scored, " can be scored");
-      }
-      if (distances == nullptr) {
-        std::vector<std::size_t> layers;
-        for (std::size_t l = 0; l < covered.size(); ++l) {
-          if (covered[l] == g) layers.push_back(l);
-        }
-        auto made = RowDistances::of(core, std::move(layers), group, context_length);
-        if (!made) return made.error();
-        distances = std::make_unique<RowDistances>(*std::move(made));
-      }
-      const ScoredRow row{o, batch.inputs.size(), inputs.size(), batch.distances.size(),
-                          RowDistances::unequal(core, inputs)};
-      batch.rows.push_back(row);
-      for (std::uint32_t i = 0; i < inputs.size(); ++i) batch.place.push_back(i);
-      std::sort(batch.place.begin() + static_cast<std::ptrdiff_t>(row.begin), batch.place.end(),
-                [&](std::uint32_t a, std::uint32_t b) {
-                  const FragmentId& x = core.sources[inputs[a].source].fragment.id();
-                  const FragmentId& y = core.sources[inputs[b].source].fragment.id();
-                  return x != y                               ? x < y
-                         : inputs[a].token != inputs[b].token ? inputs[a].token < inputs[b].token
-                                                              : a < b;
-                });
-      for (std::size_t i = 0; i < row.count; ++i)
-        batch.inputs.push_back(inputs[batch.place[row.begin + i]]);
-      batch.distances.resize(row.pairs + row.count * row.count);
-      if (batch.rows.size() == 64 || batch.distances.size() >= 65536) KVMELD_TRY(finish_batch());
+      if (meets(group, o, recompute)) KVMELD_TRY(check_weights(core, group, o, ""));
     }
-    KVMELD_TRY(finish_batch());
-    // Rows close ranks over what weighs nothing. Weights by head leave it out by themselves.
-    std::uint32_t kept = 0, begin = 0;
-    for (std::size_t o = 0; o + 1 < group.row_begin.size(); ++o) {
-      const std::uint32_t end = group.row_begin[o + 1];
-      if (score.call != nullptr && end - begin > 1 && recompute[o] == 0) {
-        group.row_begin[o] = begin;  // as it was, for the check
-        KVMELD_TRY(check_row(o, " after scoring"));
-      }
-      const bool drops = end - begin > 1 && recompute[o] == 0 && group.head_weights.empty();
-      group.row_begin[o] = kept;
-      for (std::uint32_t i = begin; i < end; ++i) {
-        if (!drops || group.contributions[i].weight != 0.0F)
-          group.contributions[kept++] = group.contributions[i];
-      }
-      begin = end;
+    if (score.call != nullptr) {
+      KVMELD_TRY(score.rows(core, group, layers_of(alignment, g, core.geometry->layers.size()),
+                            score, recompute, context_length));
     }
-    group.row_begin.back() = kept;
-    group.contributions.resize(kept);
+    KVMELD_TRY(drop_weightless(core, group, recompute, score.call != nullptr));
   }
   for (PlanSource& source : core.sources) source.weight = 1.0F;
   return {};

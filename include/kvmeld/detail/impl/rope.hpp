@@ -18,6 +18,30 @@
 
 KVMELD_NAMESPACE_BEGIN
 
+namespace detail {
+
+/// Rotates one f32 row in place.
+KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void rotate_row_avx2(const Rotation& rotation,
+                                                               float* row) noexcept {
+  rotate_row(rotation.pairing, rotation.first_channel, rotation.rotary_channels, rotation.table,
+             row);
+}
+KVMELD_NOINLINE inline void rotate_row_baseline(const Rotation& rotation, float* row) noexcept {
+  rotate_row(rotation.pairing, rotation.first_channel, rotation.rotary_channels, rotation.table,
+             row);
+}
+
+}  // namespace detail
+
+namespace extend {
+
+KVMELD_API void rotate_channels(const Rotation& rotation, Isa isa, float* row) noexcept {
+  isa == Isa::baseline ? detail::rotate_row_baseline(rotation, row)
+                       : detail::rotate_row_avx2(rotation, row);
+}
+
+}  // namespace extend
+
 KVMELD_API RopeSpec RopeSpec::rotary(std::int32_t channels, double base, RopePairing pairing) {
   RopeSpec rope;
   rope.kind = RopeKind::rotary;
