@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compile time of headers against the standard headers that they pull in.
 
-    header_time.py --compiler g++ --include include [--limit 1.5] [--memory-limit 1.5] [--json] kvmeld/kvmeld.hpp...
+    header_time.py --compiler g++ --include include [--compiled] [--limit 1.5] [--memory-limit 1.5] [--json] kvmeld/kvmeld.hpp...
 
 For each header two files are compiled: one that includes it, and one that includes the standard headers which it and
 its own includes name. The factor is the median over pairs of neighbouring runs, since the speed of a shared machine drifts by
@@ -60,6 +60,7 @@ def main():
     parser.add_argument("--include", type=pathlib.Path, default=pathlib.Path("include"))
     parser.add_argument("--limit", type=float)
     parser.add_argument("--memory-limit", type=float, help="of g++ only")
+    parser.add_argument("--compiled", action="store_true", help="as users of the companion library read it: without bodies")
     parser.add_argument("--runs", type=int, default=11)
     parser.add_argument("--json", action="store_true", help="print in Google Benchmark's format")
     parser.add_argument("headers", nargs="+")
@@ -73,6 +74,7 @@ def main():
             ours.write_text("#include <%s>\n" % header)
             std.write_text("".join("#include <%s>\n" % name for name in sorted(std_includes(arguments.include, header, set()))))
             command = [arguments.compiler, "-std=c++20", "-O0", "-I%s" % arguments.include, "-c", "-o", str(folder / "out.o")]
+            command += ["-DKVMELD_COMPILED=1"] if arguments.compiled else []
             times = [(seconds(command + [str(ours)]), seconds(command + [str(std)])) for _ in range(arguments.runs)]
             mine, base = min(t[0] for t in times), min(t[1] for t in times)
             factor = statistics.median(t[0] / t[1] for t in times)
