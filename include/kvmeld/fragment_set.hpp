@@ -330,6 +330,13 @@ class FragmentSet {
     if (at == removals_.end() || at->dot != removal.dot) removals_.insert(at, std::move(removal));
   }
   KVMELD_API void join_entry(const Entry& theirs, const CausalContext& their_context);
+  // Whether this set has seen an operation on the other's entry that is not on its own.
+  [[nodiscard]] KVMELD_API bool forgets(const Entry& mine) const;
+  // Entries of both. Returns those of mine whose marks the other has seen removed; those of its log
+  // name their entries, for compacted ones every entry is looked at.
+  KVMELD_API std::vector<FragmentId> join_entries(const FragmentSet& other);
+  KVMELD_API void join_removals(const FragmentSet& other, std::vector<FragmentId>& touched);
+  KVMELD_API void forget_compacted();
   [[nodiscard]] bool explained() const noexcept { return compacted_.empty(); }
 
   SetHash hash_;

@@ -488,20 +488,12 @@ struct RopeFit {
   return fit;
 }
 
-}  // namespace detail
-
-KVMELD_API Result<RopeCheck> verify_rope(const RopeSpec& rope, std::int32_t heads,
-                                         std::int32_t channels,
-                                         // (token, head, channel)
-                                         std::span<const float> keys_at_p,
-                                         // (token, head, channel)
-                                         std::span<const float> keys_at_q, std::int64_t p,
-                                         std::int64_t q, double tolerance,
-                                         std::int64_t context_length) {
-  using extend::error;
-  if (Status status = validate(rope, channels); !status) return status;
+/// Refuses what `verify_rope` cannot measure by: (token, head, channel) keys at p and at q.
+inline Status check_rope_samples(std::int32_t heads, std::int32_t channels,
+                                 std::span<const float> keys_at_p, std::span<const float> keys_at_q,
+                                 std::int64_t p, std::int64_t q, double tolerance) {
   if (heads <= 0) return error(ErrorCode::invalid_argument, "verify_rope: ", heads, " heads");
-  if (!detail::finite_positive(tolerance))
+  if (!finite_positive(tolerance))
     return error(ErrorCode::invalid_argument, "verify_rope: tolerance is ", tolerance,
                  "; it is finite and above 0");
   if (p < 0 || q < 0 || p > max_rope_shift || q > max_rope_shift)
@@ -526,67 +518,95 @@ KVMELD_API Result<RopeCheck> verify_rope(const RopeSpec& rope, std::int32_t head
     size_p = fma(x, x, size_p);
     size_q = fma(y, y, size_q);
   }
-  if (size_p <= 0.0 || size_q <= 0.0)
-    return error(ErrorCode::invalid_argument, "verify_rope: all keys at position ",
-                 size_p <= 0.0 ? p : q, " are zero");
+  if (size_p > 0.0 && size_q > 0.0) return {};
+  return error(ErrorCode::invalid_argument, "verify_rope: all keys at position ",
+               size_p <= 0.0 ? p : q, " are zero");
+}
 
-  const Result<std::vector<double>> frequencies = inverse_frequencies(rope, context_length);
-  if (!frequencies) return frequencies.error();
-  const std::size_t pairs = frequencies->size();
-  std::vector<double> cosines(pairs), sines(pairs);
-  for (std::size_t i = 0; i < pairs; ++i) {
-    const auto [sine, cosine] = math::sin_cos(static_cast<double>(q - p) * (*frequencies)[i]);
-    cosines[i] = cosine;
-    sines[i] = sine;
+/// How well each of four explanations fits the keys.
+struct RopeFits {
+  RopeFit declared, swapped, still, reverse;
+};
+
+/// @param frequencies  (pairs) of the declared rope; distance: q − p
+[[nodiscard]] inline RopeFits fit_ropes(const RopeSpec& rope, std::int32_t channels,
+                                        std::span<const double> frequencies,
+                                        std::span<const float> keys_at_p,
+                                        std::span<const float> keys_at_q, std::int64_t distance) {
+  std::vector<double> cosines, sines, backward;
+  for (const double frequency : frequencies) {
+    const auto [sine, cosine] = math::sin_cos(static_cast<double>(distance) * frequency);
+    cosines.push_back(cosine);
+    sines.push_back(sine);
+    backward.push_back(-sine);
   }
-  std::vector<double> backward(sines);
-  for (double& s : backward) s = -s;
-  const std::vector<double> ones(pairs, 1.0), zeros(pairs, 0.0);
+  const std::vector<double> ones(cosines.size(), 1.0), zeros(cosines.size(), 0.0);
   const RopePairing other =
       rope.pairing == RopePairing::interleaved ? RopePairing::half_split : RopePairing::interleaved;
-  const detail::RopeFit declared =
-      detail::fit_rope(rope, rope.pairing, channels, cosines, sines, keys_at_p, keys_at_q);
-  const detail::RopeFit swapped =
-      detail::fit_rope(rope, other, channels, cosines, sines, keys_at_p, keys_at_q);
-  const detail::RopeFit still =
-      detail::fit_rope(rope, rope.pairing, channels, ones, zeros, keys_at_p, keys_at_q);
-  const detail::RopeFit reverse =
-      detail::fit_rope(rope, rope.pairing, channels, cosines, backward, keys_at_p, keys_at_q);
+  const auto fit = [&](RopePairing pairing, const std::vector<double>& cos,
+                       const std::vector<double>& sin) {
+    return fit_rope(rope, pairing, channels, cos, sin, keys_at_p, keys_at_q);
+  };
+  return {fit(rope.pairing, cosines, sines), fit(other, cosines, sines),
+          fit(rope.pairing, ones, zeros), fit(rope.pairing, cosines, backward)};
+}
 
-  const RopeCheck check{declared.error, still.error, swapped.error, q - p, declared.scale};
-  if (declared.error <= tolerance) {
-    if (rope.kind == RopeKind::rotary && still.error <= tolerance)
-      return error(ErrorCode::invalid_argument, "verify_rope: keys move by ", still.error, " over ",
-                   distance, " positions, less than the tolerance ", tolerance,
-                   ", and tell nothing; take a larger distance or other tokens");
-    return check;
+/// What a caller may have declared wrong.
+[[nodiscard]] inline std::string rope_hint(const RopeSpec& rope, const RopeFits& fits,
+                                           double tolerance) {
+  if (fits.still.error <= tolerance)
+    return "the keys do not move at all: this layer has no rope, or its keys were taken before "
+           "rotation";
+  if (rope.kind == RopeKind::none)
+    return "the keys do move with position: declare the layer's rope";
+  if (fits.swapped.error <= tolerance)
+    return rope.pairing == RopePairing::half_split ? "the interleaved pairing fits"
+                                                   : "the half_split pairing fits";
+  if (fits.reverse.error <= tolerance)
+    return "the opposite direction fits: p and q, or the two spans, are swapped";
+  if (fits.declared.scaled_error <= tolerance) {
+    std::string hint = "a common scale of ";
+    append_decimal(hint, fits.declared.scale);
+    return hint +
+           " fits: the keys at the second position were scaled, as by an engine that applies "
+           "YaRN's magnitude again in a shift";
   }
-  std::string hint =
-      "neither pairing fits, nor no rotation: check base, scaling, rotary_channels and "
-      "first_channel";
-  if (still.error <= tolerance)
-    hint =
-        "the keys do not move at all: this layer has no rope, or its keys were taken before "
-        "rotation";
-  else if (rope.kind == RopeKind::none)
-    hint = "the keys do move with position: declare the layer's rope";
-  else if (swapped.error <= tolerance)
-    hint = other == RopePairing::interleaved ? "the interleaved pairing fits"
-                                             : "the half_split pairing fits";
-  else if (reverse.error <= tolerance)
-    hint = "the opposite direction fits: p and q, or the two spans, are swapped";
-  else if (declared.scaled_error <= tolerance) {
-    hint = "a common scale of ";
-    detail::append_decimal(hint, declared.scale);
-    hint +=
-        " fits: the keys at the second position were scaled, as by an engine that applies YaRN's "
-        "magnitude again in a "
-        "shift";
+  return "neither pairing fits, nor no rotation: check base, scaling, rotary_channels and "
+         "first_channel";
+}
+
+}  // namespace detail
+
+KVMELD_API Result<RopeCheck> verify_rope(const RopeSpec& rope, std::int32_t heads,
+                                         std::int32_t channels,
+                                         // (token, head, channel)
+                                         std::span<const float> keys_at_p,
+                                         // (token, head, channel)
+                                         std::span<const float> keys_at_q, std::int64_t p,
+                                         std::int64_t q, double tolerance,
+                                         std::int64_t context_length) {
+  KVMELD_TRY(validate(rope, channels));
+  KVMELD_TRY(detail::check_rope_samples(heads, channels, keys_at_p, keys_at_q, p, q, tolerance));
+  const Result<std::vector<double>> frequencies = inverse_frequencies(rope, context_length);
+  if (!frequencies) return frequencies.error();
+  const detail::RopeFits fits =
+      detail::fit_ropes(rope, channels, extend::span_of(*frequencies), keys_at_p, keys_at_q, q - p);
+  const std::int64_t distance = q > p ? q - p : p - q;
+  if (fits.declared.error > tolerance) {
+    return extend::error(ErrorCode::rope_mismatch,
+                         "verify_rope: the declared rope leaves a relative error of ",
+                         fits.declared.error, " over ", distance, " positions (", fits.still.error,
+                         " without rotation, ", fits.swapped.error, " with the other pairing); ",
+                         detail::rope_hint(rope, fits, tolerance));
   }
-  return error(ErrorCode::rope_mismatch,
-               "verify_rope: the declared rope leaves a relative error of ", declared.error,
-               " over ", distance, " positions (", still.error, " without rotation, ",
-               swapped.error, " with the other pairing); ", hint);
+  if (rope.kind == RopeKind::rotary && fits.still.error <= tolerance) {
+    return extend::error(ErrorCode::invalid_argument, "verify_rope: keys move by ",
+                         fits.still.error, " over ", distance,
+                         " positions, less than the tolerance ", tolerance,
+                         ", and tell nothing; take a larger distance or other tokens");
+  }
+  return RopeCheck{fits.declared.error, fits.still.error, fits.swapped.error, q - p,
+                   fits.declared.scale};
 }
 
 KVMELD_NAMESPACE_END

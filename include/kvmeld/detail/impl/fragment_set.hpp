@@ -397,59 +397,58 @@ KVMELD_API void FragmentSet::join_entry(const Entry& theirs, const CausalContext
   put(std::move(mine));
 }
 
-KVMELD_API Status FragmentSet::join(const FragmentSet& other) {
-  if (other.hash_.tag != hash_.tag) {
-    return extend::error(ErrorCode::hash_mismatch, "sets of hash tags ", hash_.tag, " and ",
-                         other.hash_.tag);
-  }
-  if (&other == this) return {};
-  const auto forgotten = [&](const Entry& mine) {
-    const auto& marks = mine.metadata.marks;
-    return std::any_of(marks.begin(), marks.end(),
-                       [&](const Mark& mark) { return other.context_.contains(mark.dot); });
-  };
-  // Marks of mine that the other has seen removed. Those of its log name their entries; for
-  // compacted ones every entry is looked at.
+KVMELD_API bool FragmentSet::forgets(const Entry& mine) const {
+  const auto& marks = mine.metadata.marks;
+  return std::any_of(marks.begin(), marks.end(),
+                     [&](const Mark& mark) { return context_.contains(mark.dot); });
+}
+
+KVMELD_API std::vector<FragmentId> FragmentSet::join_entries(const FragmentSet& other) {
   std::vector<FragmentId> touched;
-  if (other.explained() && other.size() * 16 < size()) {
+  const bool may_remove = !other.explained();
+  if (!may_remove && other.size() * 16 < size()) {
     for (const Entry& theirs : other.entries()) join_entry(theirs, other.context_);
-  } else {
-    std::vector<const Entry*> changed;
-    const bool may_remove = !other.explained();
-    detail::EntryLeaves::Walk i(entries_);
-    detail::EntryLeaves::Walk j(other.entries_);
-    while (!i.done() && !j.done()) {
-      const detail::Probe mine = i.probe();
-      const detail::Probe theirs = j.probe();
-      bool equal = mine.same_prefix(theirs);
-      bool first = mine.before(theirs);
-      if (equal && mine.tag != theirs.tag) {  // of one id most likely, and it may be two
-        equal = i.entry().id == j.entry().id;
-        first = i.entry().id < j.entry().id;
-      }
-      if (equal) {
-        if (mine.tag != theirs.tag || (!mine.complete() && j.entry().fragment.valid()))
-          changed.push_back(&j.entry());
-        i.next();
-        j.next();
-      } else if (first) {
-        if (may_remove && forgotten(i.entry())) touched.push_back(i.entry().id);
-        i.next();
-      } else {
-        changed.push_back(&j.entry());
-        j.next();
-      }
-    }
-    for (; !j.done(); j.next()) changed.push_back(&j.entry());
-    for (; may_remove && !i.done(); i.next()) {
-      if (forgotten(i.entry())) touched.push_back(i.entry().id);
-    }
-    for (const Entry* theirs : changed) join_entry(*theirs, other.context_);
+    return touched;
   }
+  std::vector<const Entry*> changed;
+  detail::EntryLeaves::Walk i(entries_);
+  detail::EntryLeaves::Walk j(other.entries_);
+  while (!i.done() && !j.done()) {
+    const detail::Probe mine = i.probe();
+    const detail::Probe theirs = j.probe();
+    bool equal = mine.same_prefix(theirs);
+    bool first = mine.before(theirs);
+    if (equal && mine.tag != theirs.tag) {  // of one id most likely, and it may be two
+      equal = i.entry().id == j.entry().id;
+      first = i.entry().id < j.entry().id;
+    }
+    if (equal) {
+      if (mine.tag != theirs.tag || (!mine.complete() && j.entry().fragment.valid()))
+        changed.push_back(&j.entry());
+      i.next();
+      j.next();
+    } else if (first) {
+      if (may_remove && other.forgets(i.entry())) touched.push_back(i.entry().id);
+      i.next();
+    } else {
+      changed.push_back(&j.entry());
+      j.next();
+    }
+  }
+  for (; !j.done(); j.next()) changed.push_back(&j.entry());
+  for (; may_remove && !i.done(); i.next()) {
+    if (other.forgets(i.entry())) touched.push_back(i.entry().id);
+  }
+  for (const Entry* theirs : changed) join_entry(*theirs, other.context_);
+  return touched;
+}
+
+KVMELD_API void FragmentSet::join_removals(const FragmentSet& other,
+                                           std::vector<FragmentId>& touched) {
   std::vector<Dot> elsewhere;
   for (const Removal& removal : other.removals_) {
     const Entry* const mine = find(removal.id);
-    if (mine != nullptr && other.find(removal.id) == nullptr && forgotten(*mine))
+    if (mine != nullptr && other.find(removal.id) == nullptr && other.forgets(*mine))
       touched.push_back(removal.id);
     if (context_.contains(removal.dot)) continue;
     // What a new removal takes back is in force on its id, or not seen yet. If neither, it was
@@ -460,14 +459,9 @@ KVMELD_API Status FragmentSet::join(const FragmentSet& other) {
     }
   }
   if (!elsewhere.empty()) drop_everywhere(std::move(elsewhere));
-  for (const FragmentId& id : touched) {
-    const Entry* const entry = find(id);
-    if (entry == nullptr) continue;  // several removals may name one id
-    set_marks(*entry, detail::join_marks(entry->metadata.marks, context_, {}, other.context_));
-  }
-  context_.join(other.context_);
-  compacted_.join(other.compacted_);
-  for (const Removal& removal : other.removals_) log(removal);
+}
+
+KVMELD_API void FragmentSet::forget_compacted() {
   // What a removal took goes where the removal goes, also where the other's word on it was clipped:
   // else these operations would be in no record, and nobody could be told that they ended.
   CausalContext taken;
@@ -477,6 +471,25 @@ KVMELD_API Status FragmentSet::join(const FragmentSet& other) {
   }
   compacted_.join(taken);
   std::erase_if(removals_, [&](const Removal& r) { return compacted_.contains(r.dot); });
+}
+
+KVMELD_API Status FragmentSet::join(const FragmentSet& other) {
+  if (other.hash_.tag != hash_.tag) {
+    return extend::error(ErrorCode::hash_mismatch, "sets of hash tags ", hash_.tag, " and ",
+                         other.hash_.tag);
+  }
+  if (&other == this) return {};
+  std::vector<FragmentId> touched = join_entries(other);
+  join_removals(other, touched);
+  for (const FragmentId& id : touched) {
+    const Entry* const entry = find(id);
+    if (entry == nullptr) continue;  // several removals may name one id
+    set_marks(*entry, detail::join_marks(entry->metadata.marks, context_, {}, other.context_));
+  }
+  context_.join(other.context_);
+  compacted_.join(other.compacted_);
+  for (const Removal& removal : other.removals_) log(removal);
+  forget_compacted();
   return {};
 }
 

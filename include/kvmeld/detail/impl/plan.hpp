@@ -687,9 +687,8 @@ inline Status check_order(std::span<const std::uint32_t> order, std::size_t coun
   return {};
 }
 
-/// Refuses alignments that a policy (perhaps the user's) built wrong.
-inline Status check_alignment(const Alignment& alignment, const Geometry& geometry,
-                              std::span<const Source> ordered, std::int64_t first_position) {
+/// Refuses positions of an alignment that do not ascend, or not from where outputs may begin.
+inline Status check_outputs(const Alignment& alignment, std::int64_t first_position) {
   const std::size_t n = alignment.positions.size();
   if (alignment.tokens.size() != n)
     return error(ErrorCode::token_count_mismatch, "alignment: ", alignment.tokens.size(),
@@ -708,10 +707,16 @@ inline Status check_alignment(const Alignment& alignment, const Geometry& geomet
     return error(ErrorCode::invalid_argument, "alignment: position ", alignment.positions[n - 1],
                  " is beyond ", 2 * max_position);
   }
-  // rows of weights that each group must have
-  std::vector<std::size_t> heads(alignment.groups.size());
-  for (const LayerShape& layer : geometry.layers) {
-    const auto l = static_cast<std::size_t>(&layer - geometry.layers.data());
+  return {};
+}
+
+/// Counts the rows of weights by head that each group must have. Errors: `unsupported` where planes
+/// of one layer differ in heads.
+inline Status count_heads(const Alignment& alignment, const Geometry& geometry,
+                          std::vector<std::size_t>& heads) {
+  heads.assign(alignment.groups.size(), 0);
+  for (std::size_t l = 0; l < geometry.layers.size(); ++l) {
+    const LayerShape& layer = geometry.layers[l];
     std::size_t g = 0;
     while (g < heads.size() && !alignment.groups[g].layers.contains(l)) ++g;
     if (g == heads.size()) continue;  // refused later
@@ -723,41 +728,62 @@ inline Status check_alignment(const Alignment& alignment, const Geometry& geomet
                    layer.planes[0].heads, " and ", shape.heads, " heads in layer ", l);
     }
   }
-  for (const AlignmentGroup& group : alignment.groups) {
-    const auto g = static_cast<std::size_t>(&group - alignment.groups.data());
-    if (!group.head_weights.empty() &&
-        group.head_weights.size() != heads[g] * group.contributions.size()) {
-      return error(ErrorCode::invalid_argument, "alignment: ", group.head_weights.size(),
-                   " weights by head for ", heads[g], " heads and ", group.contributions.size(),
+  return {};
+}
+
+/// Refuses weights by head that are not of the group's size or not finite.
+inline Status check_head_weights(const AlignmentGroup& group, std::size_t heads) {
+  if (!group.head_weights.empty() &&
+      group.head_weights.size() != heads * group.contributions.size()) {
+    return error(ErrorCode::invalid_argument, "alignment: ", group.head_weights.size(),
+                 " weights by head for ", heads, " heads and ", group.contributions.size(),
+                 " contributions");
+  }
+  for (const float w : group.head_weights) {
+    if (!std::isfinite(w))
+      return error(ErrorCode::non_finite, "alignment: a weight by head is not finite");
+  }
+  return {};
+}
+
+/// Refuses rows of `outputs` outputs that are cut wrongly or name what is not there.
+inline Status check_contributions(const AlignmentGroup& group, std::size_t outputs,
+                                  std::span<const Source> ordered) {
+  if (group.row_begin.size() != outputs + 1 || group.row_begin.front() != 0 ||
+      group.row_begin.back() != group.contributions.size() ||
+      !std::is_sorted(group.row_begin.begin(), group.row_begin.end())) {
+    return error(ErrorCode::invalid_argument, "alignment: ", group.row_begin.size(),
+                 " row offsets for ", outputs, " outputs and ", group.contributions.size(),
+                 " contributions");
+  }
+  for (std::size_t o = 0; o < outputs; ++o) {
+    if (group.row(o).size() > (std::size_t{chunk_inputs} << (max_levels - 1))) {
+      return error(ErrorCode::oversized, "alignment: output ", o, " has ", group.row(o).size(),
                    " contributions");
     }
-    for (const float w : group.head_weights) {
-      if (!std::isfinite(w))
-        return error(ErrorCode::non_finite, "alignment: a weight by head is not finite");
+  }
+  for (const Contribution& c : group.contributions) {
+    if (c.source >= ordered.size() ||
+        c.token >= static_cast<std::uint64_t>(ordered[c.source].fragment->token_count())) {
+      return error(ErrorCode::invalid_argument, "alignment: contribution of token ", c.token,
+                   " of source ", c.source, " does not exist");
     }
-    if (group.row_begin.size() != n + 1 || group.row_begin.front() != 0 ||
-        group.row_begin.back() != group.contributions.size() ||
-        !std::is_sorted(group.row_begin.begin(), group.row_begin.end())) {
-      return error(ErrorCode::invalid_argument, "alignment: ", group.row_begin.size(),
-                   " row offsets for ", n, " outputs and ", group.contributions.size(),
-                   " contributions");
-    }
-    for (std::size_t o = 0; o < n; ++o) {
-      if (group.row(o).size() > (std::size_t{chunk_inputs} << (max_levels - 1))) {
-        return error(ErrorCode::oversized, "alignment: output ", o, " has ", group.row(o).size(),
-                     " contributions");
-      }
-    }
-    for (const Contribution& c : group.contributions) {
-      if (c.source >= ordered.size() ||
-          c.token >= static_cast<std::uint64_t>(ordered[c.source].fragment->token_count())) {
-        return error(ErrorCode::invalid_argument, "alignment: contribution of token ", c.token,
-                     " of source ", c.source, " does not exist");
-      }
-      if (!std::isfinite(c.weight))
-        return error(ErrorCode::non_finite, "alignment: a weight of source ", c.source,
-                     " is not finite");
-    }
+    if (!std::isfinite(c.weight))
+      return error(ErrorCode::non_finite, "alignment: a weight of source ", c.source,
+                   " is not finite");
+  }
+  return {};
+}
+
+/// Refuses alignments that a policy (perhaps the user's) built wrong.
+inline Status check_alignment(const Alignment& alignment, const Geometry& geometry,
+                              std::span<const Source> ordered, std::int64_t first_position) {
+  KVMELD_TRY(check_outputs(alignment, first_position));
+  std::vector<std::size_t> heads;
+  KVMELD_TRY(count_heads(alignment, geometry, heads));
+  for (std::size_t g = 0; g < heads.size(); ++g) {
+    KVMELD_TRY(check_head_weights(alignment.groups[g], heads[g]));
+    KVMELD_TRY(check_contributions(alignment.groups[g], alignment.positions.size(), ordered));
   }
   return {};
 }
