@@ -3,7 +3,7 @@
 base_packages=(g++ cmake ninja-build ccache libxxhash-dev git ca-certificates)
 model_packages=(python3 python3-pip unzip)
 example_packages=("${base_packages[@]}" "${model_packages[@]}" nlohmann-json3-dev libcli11-dev)
-test_packages=("${example_packages[@]}" clang clang-format python3-clang catch2 librapidcheck-dev libssl-dev libzstd-dev libhiredis-dev redis-server libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc openssl python3-grpcio python3-protobuf python3-xxhash libopenmpi-dev openmpi-bin libeigen3-dev libcpp-httplib-dev pkg-config python3-prometheus-client)
+test_packages=("${example_packages[@]}" clang clang-format python3-clang doxygen catch2 librapidcheck-dev libssl-dev libzstd-dev libhiredis-dev redis-server libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc openssl python3-grpcio python3-protobuf python3-xxhash libopenmpi-dev openmpi-bin libeigen3-dev libcpp-httplib-dev pkg-config python3-prometheus-client)
 benchmark_packages=("${base_packages[@]}" "${model_packages[@]}" libbenchmark-dev libssl-dev libzstd-dev libhiredis-dev redis-server libeigen3-dev)
 
 # configure SOURCE BUILD OPTION...: only when the options differ from last time's; ninja does the rest by itself.

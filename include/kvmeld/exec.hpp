@@ -212,7 +212,7 @@ class FloatEnvironmentGuard {
 ///
 /// Finds reassociation, reciprocal division, ignored signed zeros, NaNs assumed absent, excess
 /// precision, a fused multiply-add that rounds twice, and flush-to-zero that stays. `-ffast-math`
-/// is an #error in config.hpp, but its parts define no macro. Always inlined, so that it judges the
+/// is an error in config.hpp, but its parts define no macro. Always inlined, so that it judges the
 /// options of the caller's own translation unit. Some 20 ns.
 ///
 /// Errors: `float_environment`, naming the check that failed.

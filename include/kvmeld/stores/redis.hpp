@@ -615,8 +615,8 @@ struct RedisTransportCounters {
 /// `counters().reconnects` tells of a gap. Two connections: `send` and `receive` may be called by
 /// two threads at once, and each by several in turn. A lost connection is made again by later
 /// calls, with backoff; `send` tries once more within the call, and waits as `RedisConnection`
-/// does. `receive` keeps to its timeout, but where it connects anew it may take `connect_timeout_ms
-/// + command_timeout_ms` more.
+/// does. `receive` keeps to its timeout, but where it connects anew it may take
+/// `connect_timeout_ms` and `command_timeout_ms` more.
 class RedisTransport final : public replica::Transport {
  public:
   /// Connects and subscribes: what is sent after this returned arrives.
