@@ -52,6 +52,8 @@ static_assert(std::endian::native == std::endian::little,
 /// Marks the one body that is inlined into each instruction set's wrapper (docs/numerics.md).
 #define KVMELD_ALWAYS_INLINE inline __attribute__((always_inline))
 #define KVMELD_NOINLINE __attribute__((noinline))
+/// Marks a lambda that is part of a loop.
+#define KVMELD_INLINE_LAMBDA __attribute__((always_inline))
 
 /// Keeps clang from unrolling the loop that follows: it unrolls short constant loops before it
 /// vectorises them, then finds no vectors in strided pairs, and takes minutes over a file of

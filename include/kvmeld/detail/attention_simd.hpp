@@ -108,7 +108,7 @@ struct AttentionSteps {
   /// out[q · stride + k] = queries[q] · keys[k], k < keys.count
   Dots dots = nullptr;
   /// weights[i] = e^(dots[i] · factor − top) for one block; returns their sum in eight strands.
-  double (*weigh)(const float* dots, double factor, double top, float* weights) noexcept = nullptr;
+  double (*weigh)(const float* dots, double factor, double top, float* weights) = nullptr;
   /// The largest of one block; −infinity where none is.
   float (*largest)(const float* dots) noexcept = nullptr;
   /// acc[q] += weights[q · stride + j] · rows[j], j < rows.count in order, a multiple of
@@ -219,58 +219,44 @@ KVMELD_NOINLINE inline void add_baseline(const float* weights, std::size_t strid
 
 namespace detail {
 
-// The expressions of `weight_exp`, which compilers spread over registers they do not have.
-#define KVMELD_WEIGH(NAME, TARGET, BYTES, FMA, WIDEN, NARROW)                                     \
-  TARGET KVMELD_NOINLINE inline double NAME(const float* dots, double factor, double top,         \
-                                            float* weights) noexcept {                            \
-    using Doubles = vector_t<double, BYTES>;                                                      \
-    using Words = vector_t<unsigned long long, BYTES>;                                            \
-    using Floats = vector_t<float, BYTES / 2>;                                                    \
-    const Doubles by = Doubles{} + factor, from = Doubles{} - top,                                \
-                  magic = Doubles{} + integer_magic;                                              \
-    const Doubles least = Doubles{} - 104.0, one = Doubles{} + 1.0;                               \
-    alignas(64) double sums[8];                                                                   \
-    for (std::size_t l = 0; l < 8; l += BYTES / 8) {                                              \
-      Doubles sum{};                                                                              \
-      for (std::size_t i = l; i < attended_block; i += 8) {                                       \
-        const Floats dot =                                                                        \
-            *reinterpret_cast<const unaligned_vector_t<float, BYTES / 2>*>(dots + i);             \
-        const Doubles x = FMA(WIDEN(dot), by, from);                                              \
-        const Doubles bounded = x < least ? least : x;                                            \
-        const Doubles k = FMA(bounded, Doubles{} + 0x1.71547652b82fep+0, magic);                  \
-        const Doubles r = FMA(magic - k, Doubles{} + 0x1.62e42fefa39efp-1, bounded);              \
-        Doubles p = FMA(Doubles{} + 0x1.a15179d80ae96p-13, r, Doubles{} + 0x1.6d7543e4127b8p-10); \
-        p = FMA(p, r, Doubles{} + 0x1.1110c632a3088p-7);                                          \
-        p = FMA(p, r, Doubles{} + 0x1.5554accfdb593p-5);                                          \
-        p = FMA(p, r, Doubles{} + 0x1.55555567532adp-3);                                          \
-        p = FMA(p, r, Doubles{} + 0x1.000000287f871p-1);                                          \
-        p = FMA(p, r, one);                                                                       \
-        p = FMA(p, r, one);                                                                       \
-        p = reinterpret_cast<Doubles>(reinterpret_cast<Words>(p) +                                \
-                                      (reinterpret_cast<Words>(k) << 52));                        \
-        p = x < least ? Doubles{} : p;                                                            \
-        p = x == x ? p : x;                                                                       \
-        const Floats w = NARROW(p);                                                               \
-        *reinterpret_cast<unaligned_vector_t<float, BYTES / 2>*>(weights + i) = w;                \
-        sum = sum + WIDEN(w);                                                                     \
-      }                                                                                           \
-      *reinterpret_cast<Doubles*>(sums + l) = sum;                                                \
-    }                                                                                             \
-    return ((sums[0] + sums[4]) + (sums[2] + sums[6])) +                                          \
-           ((sums[1] + sums[5]) + (sums[3] + sums[7]));                                           \
+/// The expressions of `weight_exp`, which compilers spread over registers they do not have.
+template <int bytes>
+struct Weigh {
+  using Doubles = extend::Vec<double, bytes>;
+  using Floats = extend::Vec<float, bytes / 2>;
+
+  KVMELD_ALWAYS_INLINE static double run(const float* dots, double factor, double top,
+                                         float* weights) noexcept {
+    const Doubles by = Doubles::spread(factor), from = Doubles{} - Doubles::spread(top),
+                  magic = Doubles::spread(integer_magic);
+    const Doubles least = Doubles::spread(-104.0), one = Doubles::spread(1.0);
+    alignas(64) double sums[8];
+    for (std::size_t l = 0; l < 8; l += Doubles::lanes) {
+      Doubles sum{};
+      for (std::size_t i = l; i < attended_block; i += 8) {
+        const Doubles x = multiply_add(widen(Floats::load(dots + i)), by, from);
+        const Doubles bounded = if_less(x, least, least, x);
+        const Doubles k = multiply_add(bounded, Doubles::spread(0x1.71547652b82fep+0), magic);
+        const Doubles r = multiply_add(magic - k, Doubles::spread(0x1.62e42fefa39efp-1), bounded);
+        Doubles p = Doubles::spread(0x1.a15179d80ae96p-13);
+        p = multiply_add(p, r, Doubles::spread(0x1.6d7543e4127b8p-10));
+        p = multiply_add(p, r, Doubles::spread(0x1.1110c632a3088p-7));
+        p = multiply_add(p, r, Doubles::spread(0x1.5554accfdb593p-5));
+        p = multiply_add(p, r, Doubles::spread(0x1.55555567532adp-3));
+        p = multiply_add(p, r, Doubles::spread(0x1.000000287f871p-1));
+        p = multiply_add(p, r, one);
+        p = multiply_add(p, r, one);
+        p = if_less(x, least, Doubles{}, add_exponent(p, k));
+        const Floats w = narrow(if_equal(x, x, p, x));
+        w.store(weights + i);
+        sum = sum + widen(w);
+      }
+      sum.store(sums + l);
+    }
+    return ((sums[0] + sums[4]) + (sums[2] + sums[6])) +
+           ((sums[1] + sums[5]) + (sums[3] + sums[7]));
   }
-#define KVMELD_FMA_256(a, b, c) __builtin_ia32_vfmaddpd256(a, b, c)
-#define KVMELD_FMA_512(a, b, c) __builtin_ia32_vfmaddpd512_mask(a, b, c, 0xff, 4)
-#define KVMELD_WIDEN_256(x) __builtin_convertvector(x, Doubles)
-#define KVMELD_NARROW_256(x) __builtin_convertvector(x, Floats)
-KVMELD_WEIGH(weigh_avx2, KVMELD_TARGET_AVX2, 32, KVMELD_FMA_256, KVMELD_WIDEN_256,
-             KVMELD_NARROW_256)
-KVMELD_WEIGH(weigh_avx512, KVMELD_TARGET_AVX512, 64, KVMELD_FMA_512, widen_lanes, narrow_lanes)
-#undef KVMELD_WIDEN_256
-#undef KVMELD_NARROW_256
-#undef KVMELD_FMA_256
-#undef KVMELD_FMA_512
-#undef KVMELD_WEIGH
+};
 
 KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline float largest_avx2(const float* dots) noexcept {
   return largest_body(dots);
@@ -494,45 +480,84 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE void dots_avx2(const float* queries, std::siz
   }
 }
 
-/// Adds all rows to the sums of four queries, 16 channels of which stay in registers.
+/// Sixteen elements that stay in a register: g++ would load f32 again for each use, and loads are
+/// what these loops run out of.
 template <ElementType type>
-KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void add_four_avx2(const float* weights, std::size_t stride,
-                                                           const RowParts& rows,
-                                                           float* acc) noexcept {
-  constexpr std::ptrdiff_t step = 8 * block_bytes(type);
-  const std::size_t n = rows.n;
-  std::ptrdiff_t offset = rows.offset;
-  for (std::size_t c = 0; c < n; c += 16, acc += 16, offset += 2 * step) {
-    FloatLanes a = load_lanes(acc), b = load_lanes(acc + n), d = load_lanes(acc + 2 * n),
-               e = load_lanes(acc + 3 * n);
-    FloatLanes a1 = load_lanes(acc + 8), b1 = load_lanes(acc + n + 8);
-    FloatLanes d1 = load_lanes(acc + 2 * n + 8), e1 = load_lanes(acc + 3 * n + 8);
-    for (std::size_t j = 0; j < rows.count; ++j) {
-      const std::byte* const row = rows.rows[j] + offset;
-      const FloatLanes x = take_eight<type>(row), y = take_eight<type>(row + step);
-      FloatLanes w = weights[j] - FloatLanes{};
-      a = fma_lanes(w, x, a);
-      a1 = fma_lanes(w, y, a1);
-      w = weights[stride + j] - FloatLanes{};
-      b = fma_lanes(w, x, b);
-      b1 = fma_lanes(w, y, b1);
-      w = weights[2 * stride + j] - FloatLanes{};
-      d = fma_lanes(w, x, d);
-      d1 = fma_lanes(w, y, d1);
-      w = weights[3 * stride + j] - FloatLanes{};
-      e = fma_lanes(w, x, e);
-      e1 = fma_lanes(w, y, e1);
-    }
-    store_lanes(a, acc);
-    store_lanes(a1, acc + 8);
-    store_lanes(b, acc + n);
-    store_lanes(b1, acc + n + 8);
-    store_lanes(d, acc + 2 * n);
-    store_lanes(d1, acc + 2 * n + 8);
-    store_lanes(e, acc + 3 * n);
-    store_lanes(e1, acc + 3 * n + 8);
-  }
+[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats
+take_sixteen(const std::byte* in) noexcept {
+  WideFloats x = load_sixteen<type>(in);
+  if constexpr (type == ElementType::f32) asm("" : "+v"(x));
+  return x;
 }
+[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats
+take_sixteen(const float* in) noexcept {
+  return take_sixteen<ElementType::f32>(reinterpret_cast<const std::byte*>(in));
+}
+/// Elements of a row, a vector full, that stay in a register.
+template <ElementType type, int bytes>
+struct TakeVector {
+  KVMELD_TARGET_AVX2 static extend::Vec<float, bytes> take(const std::byte* in) noexcept {
+    return {take_eight<type>(in)};
+  }
+};
+template <ElementType type>
+struct TakeVector<type, 64> {
+  KVMELD_TARGET_AVX512 static extend::Vec<float, 64> take(const std::byte* in) noexcept {
+    return {take_sixteen<type>(in)};
+  }
+};
+
+/// Adds all rows to the sums of four queries, `vectors` of which stay in registers for each.
+template <int bytes, ElementType type, int vectors>
+struct AddForFour {
+  using Floats = extend::Vec<float, bytes>;
+  struct Sums {  // a vector of each query
+    Floats a, b, c, d;
+  };
+  static constexpr std::size_t lanes = Floats::lanes, channels = vectors * lanes;
+  static constexpr std::ptrdiff_t step = static_cast<std::ptrdiff_t>(lanes) * block_bytes(type);
+
+  /// Whole groups of `channels`, from channel c on; returns the first that is left.
+  KVMELD_ALWAYS_INLINE static std::size_t run(const float* weights, std::size_t stride,
+                                              const RowParts& rows, std::size_t c,
+                                              float* sums) noexcept {
+    const std::size_t n = rows.n;
+    for (; c + channels <= n; c += channels) {
+      float* const acc = sums + c;
+      const std::ptrdiff_t offset =
+          rows.offset + static_cast<std::ptrdiff_t>(c) * block_bytes(type);
+      extend::Vecs<Sums, vectors> held;
+      held.each([&](Sums& s, std::size_t i) KVMELD_INLINE_LAMBDA {
+        const float* const from = acc + i * lanes;
+        s = {Floats::load(from), Floats::load(from + n), Floats::load(from + 2 * n),
+             Floats::load(from + 3 * n)};
+      });
+      for (std::size_t j = 0; j < rows.count; ++j) {
+        const std::byte* const row = rows.rows[j] + offset;
+        const float* const w = weights + j;
+        const Floats wa = Floats::spread(w[0]), wb = Floats::spread(w[stride]),
+                     wc = Floats::spread(w[2 * stride]), wd = Floats::spread(w[3 * stride]);
+        held.each([&](Sums& s, std::size_t i) KVMELD_INLINE_LAMBDA {
+          const Floats x =
+              TakeVector<type, bytes>::take(row + static_cast<std::ptrdiff_t>(i) * step);
+          s.a = multiply_add(wa, x, s.a);
+          s.b = multiply_add(wb, x, s.b);
+          s.c = multiply_add(wc, x, s.c);
+          s.d = multiply_add(wd, x, s.d);
+        });
+      }
+      held.each([&](Sums& s, std::size_t i) KVMELD_INLINE_LAMBDA {
+        float* const to = acc + i * lanes;
+        s.a.store(to);
+        s.b.store(to + n);
+        s.c.store(to + 2 * n);
+        s.d.store(to + 3 * n);
+      });
+    }
+    return c;
+  }
+};
+
 /// The same for one query, 32 channels of which stay in registers, in the order of `Lanes16`.
 template <ElementType type>
 KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void add_one_avx2(const float* weights,
@@ -571,7 +596,8 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE void add_avx2(const float* weights, std::size
   }
   std::size_t q = 0;
   for (; q + paired_queries <= count; q += paired_queries) {
-    add_four_avx2<type>(weights + q * stride, stride, rows, acc + q * rows.n);
+    extend::Kernel<AddForFour<32, type, 2>>::avx2(weights + q * stride, stride, rows, 0,
+                                                  acc + q * rows.n);
   }
   for (; q < count; ++q) add_one_avx2<type>(weights + q * stride, rows, acc + q * rows.n);
 }
@@ -614,19 +640,6 @@ join_neighbours(WideFloats xy, WideFloats zw) noexcept {
   return __builtin_shufflevector(xy, zw, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28,
                                  30) +
          __builtin_shufflevector(xy, zw, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
-}
-/// Sixteen elements that stay in a register: g++ would load f32 again for each use, and loads are
-/// what these loops run out of.
-template <ElementType type>
-[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats
-take_sixteen(const std::byte* in) noexcept {
-  WideFloats x = load_sixteen<type>(in);
-  if constexpr (type == ElementType::f32) asm("" : "+v"(x));
-  return x;
-}
-[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats
-take_sixteen(const float* in) noexcept {
-  return take_sixteen<ElementType::f32>(reinterpret_cast<const std::byte*>(in));
 }
 /// Asks for what lies ahead of four rows, line by line.
 KVMELD_ALWAYS_INLINE void ask_for_rows(const std::byte* a, const std::byte* b, const std::byte* c,
@@ -763,72 +776,6 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE void dots_avx512(const float* queries, std:
   }
 }
 
-// Sums of four queries, or of one, over 64 or 32 channels, which stay in registers for all rows.
-// Macros, because compilers keep arrays of sums on the stack.
-#define KVMELD_ADD_FOUR(ONE, ROW)     \
-  {                                   \
-    const WideFloats x = ROW;         \
-    ONE##a = fma_wide(wa, x, ONE##a); \
-    ONE##b = fma_wide(wb, x, ONE##b); \
-    ONE##c = fma_wide(wc, x, ONE##c); \
-    ONE##d = fma_wide(wd, x, ONE##d); \
-  }
-#define KVMELD_LOAD_FOUR(ONE, AT)                                                                \
-  WideFloats ONE##a = load_wide(AT), ONE##b = load_wide(AT + n), ONE##c = load_wide(AT + 2 * n), \
-             ONE##d = load_wide(AT + 3 * n);
-#define KVMELD_STORE_FOUR(ONE, AT) \
-  store_wide(ONE##a, AT);          \
-  store_wide(ONE##b, AT + n);      \
-  store_wide(ONE##c, AT + 2 * n);  \
-  store_wide(ONE##d, AT + 3 * n);
-
-template <ElementType type>
-KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void add_for_four(const float* weights,
-                                                            std::size_t stride,
-                                                            const RowParts& rows,
-                                                            float* acc) noexcept {
-  constexpr std::ptrdiff_t step = 16 * block_bytes(type);
-  const std::size_t n = rows.n;
-  std::ptrdiff_t offset = rows.offset;
-  std::size_t c = 0;
-  for (; c + 64 <= n; c += 64, acc += 64, offset += 4 * step) {
-    KVMELD_LOAD_FOUR(s, acc)
-    KVMELD_LOAD_FOUR(t, acc + 16)
-    KVMELD_LOAD_FOUR(u, acc + 32)
-    KVMELD_LOAD_FOUR(v, acc + 48)
-    for (std::size_t j = 0; j < rows.count; ++j) {
-      const std::byte* const row = rows.rows[j] + offset;
-      const float* const w = weights + j;
-      const WideFloats wa = w[0] - WideFloats{}, wb = w[stride] - WideFloats{},
-                       wc = w[2 * stride] - WideFloats{}, wd = w[3 * stride] - WideFloats{};
-      KVMELD_ADD_FOUR(s, take_sixteen<type>(row))
-      KVMELD_ADD_FOUR(t, take_sixteen<type>(row + step))
-      KVMELD_ADD_FOUR(u, take_sixteen<type>(row + 2 * step))
-      KVMELD_ADD_FOUR(v, take_sixteen<type>(row + 3 * step))
-    }
-    KVMELD_STORE_FOUR(s, acc)
-    KVMELD_STORE_FOUR(t, acc + 16)
-    KVMELD_STORE_FOUR(u, acc + 32)
-    KVMELD_STORE_FOUR(v, acc + 48)
-  }
-  if (c == n) return;
-  KVMELD_LOAD_FOUR(s, acc)
-  KVMELD_LOAD_FOUR(t, acc + 16)
-  for (std::size_t j = 0; j < rows.count; ++j) {
-    const std::byte* const row = rows.rows[j] + offset;
-    const float* const w = weights + j;
-    const WideFloats wa = w[0] - WideFloats{}, wb = w[stride] - WideFloats{},
-                     wc = w[2 * stride] - WideFloats{}, wd = w[3 * stride] - WideFloats{};
-    KVMELD_ADD_FOUR(s, take_sixteen<type>(row))
-    KVMELD_ADD_FOUR(t, take_sixteen<type>(row + step))
-  }
-  KVMELD_STORE_FOUR(s, acc)
-  KVMELD_STORE_FOUR(t, acc + 16)
-}
-#undef KVMELD_ADD_FOUR
-#undef KVMELD_LOAD_FOUR
-#undef KVMELD_STORE_FOUR
-
 template <ElementType type>
 KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void add_for_one(const float* weights,
                                                            const RowParts& rows,
@@ -874,8 +821,13 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE void add_avx512(const float* weights, std::
                  rows.n * block_bytes(type), rows.ahead);
   }
   std::size_t q = 0;
-  for (; q + paired_queries <= count; q += paired_queries)
-    add_for_four<type>(weights + q * stride, stride, rows, acc + q * rows.n);
+  for (; q + paired_queries <= count; q += paired_queries) {
+    using extend::Kernel;
+    const float* const four = weights + q * stride;
+    float* const sums = acc + q * rows.n;
+    const std::size_t c = Kernel<AddForFour<64, type, 4>>::avx512(four, stride, rows, 0, sums);
+    if (c < rows.n) Kernel<AddForFour<64, type, 2>>::avx512(four, stride, rows, c, sums);
+  }
   for (; q < count; ++q) add_for_one<type>(weights + q * stride, rows, acc + q * rows.n);
 }
 
@@ -891,7 +843,7 @@ namespace detail {
 #if KVMELD_X86_DISPATCH
   if (isa == Isa::avx512) {
     AttentionSteps steps{dots_avx512<ElementType::f32>,
-                         weigh_avx512,
+                         extend::Kernel<Weigh<64>>::avx512,
                          largest_avx2,
                          add_avx512<ElementType::f32>,
                          carry_avx512,
@@ -911,7 +863,7 @@ namespace detail {
   }
   if (isa == Isa::avx2) {
     AttentionSteps steps{dots_avx2<ElementType::f32>,
-                         weigh_avx2,
+                         extend::Kernel<Weigh<32>>::avx2,
                          largest_avx2,
                          add_avx2<ElementType::f32>,
                          carry_avx2,

@@ -101,55 +101,50 @@ struct FoldRows {
 
 #if KVMELD_X86_DISPATCH
 
-// Folds bytes [at, at + bytes) of one or more inputs' rows into `out`. A macro, because a function
-// that calls another for a wider instruction set must itself be compiled for it.
-//
-// The first input starts the accumulators: g++ would make a loop of zeros before it a `rep stos`,
-// slower than all the rest.
-#define KVMELD_FUSE_LANES(NAME, TARGET, LANES)                                         \
-  template <class F, ElementType type>                                                 \
-  TARGET KVMELD_NOINLINE void NAME(F fuser, const FoldInputs& inputs, std::int64_t at, \
-                                   std::int64_t bytes, std::byte* out) {               \
-    constexpr std::int64_t step = 32 * block_bytes(type);                              \
-    const int count = inputs.count;                                                    \
-    const float total = inputs.total;                                                  \
-    const std::ptrdiff_t ahead = prefetch_bytes(count);                                \
-    for (std::int64_t done = 0; done < bytes; done += step) {                          \
-      alignas(64) decltype(fuser.init()) acc[32];                                      \
-      alignas(64) float x[32];                                                         \
-      LANES<type>::load(inputs.rows[0] + at + done, x);                                \
-      KVMELD_FUSE_AHEAD(inputs.rows[0] + at + done + ahead, 0)                         \
-      float weight = inputs.weights[0];                                                \
-      KVMELD_KEEP_LOOP                                                                 \
-      for (int c = 0; c < 32; ++c) acc[c] = fuser.absorb(fuser.init(), x[c], weight);  \
-      for (int i = 1; i < count; ++i) {                                                \
-        const std::byte* const in = inputs.rows[i] + at + done;                        \
-        LANES<type>::load(in, x);                                                      \
-        KVMELD_FUSE_AHEAD(in + ahead, 0)                                               \
-        weight = inputs.weights[i];                                                    \
-        KVMELD_KEEP_LOOP                                                               \
-        for (int c = 0; c < 32; ++c) acc[c] = fuser.absorb(acc[c], x[c], weight);      \
-      }                                                                                \
-      KVMELD_KEEP_LOOP                                                                 \
-      for (int c = 0; c < 32; ++c) x[c] = fuser.finish(acc[c], total, count);          \
-      KVMELD_FUSE_AHEAD(out + done + written_ahead, 1)                                 \
-      LANES<type>::store(x, out + done);                                               \
-    }                                                                                  \
+/// Folds bytes [at, at + size) of one or more inputs' rows into `out`.
+///
+/// The first input starts the accumulators: g++ would make a loop of zeros before it a `rep stos`,
+/// slower than all the rest.
+template <int bytes, class F, ElementType type>
+struct FuseLanes {
+  using Lanes = extend::Lanes32<type, bytes>;
+
+  KVMELD_ALWAYS_INLINE static void run(F fuser, const FoldInputs& inputs, std::int64_t at,
+                                       std::int64_t size, std::byte* out) {
+    constexpr std::int64_t step = 32 * block_bytes(type);
+    const int count = inputs.count;
+    const float total = inputs.total;
+    const std::ptrdiff_t ahead = prefetch_bytes(count);
+    for (std::int64_t done = 0; done < size; done += step) {
+      alignas(64) decltype(fuser.init()) acc[32];
+      alignas(64) float x[32];
+      Lanes::load(inputs.rows[0] + at + done, x);
+      extend::prefetch_step<type, 0>(inputs.rows[0] + at + done + ahead);
+      float weight = inputs.weights[0];
+      KVMELD_KEEP_LOOP
+      for (int c = 0; c < 32; ++c) acc[c] = fuser.absorb(fuser.init(), x[c], weight);
+      for (int i = 1; i < count; ++i) {
+        const std::byte* const in = inputs.rows[i] + at + done;
+        Lanes::load(in, x);
+        extend::prefetch_step<type, 0>(in + ahead);
+        weight = inputs.weights[i];
+        KVMELD_KEEP_LOOP
+        for (int c = 0; c < 32; ++c) acc[c] = fuser.absorb(acc[c], x[c], weight);
+      }
+      KVMELD_KEEP_LOOP
+      for (int c = 0; c < 32; ++c) x[c] = fuser.finish(acc[c], total, count);
+      extend::prefetch_step<type, 1>(out + done + written_ahead);
+      Lanes::store(x, out + done);
+    }
   }
-// Asks for what lies ahead of a step: one of f32 may be two lines.
-#define KVMELD_FUSE_AHEAD(ADDRESS, WRITTEN) \
-  __builtin_prefetch(ADDRESS, WRITTEN);     \
-  if constexpr (block_bytes(type) == 4) __builtin_prefetch((ADDRESS) + 64, WRITTEN);
-KVMELD_FUSE_LANES(fuse_avx2, KVMELD_TARGET_AVX2, Avx2Lanes32)
-KVMELD_FUSE_LANES(fuse_avx512, KVMELD_TARGET_AVX512, Avx512Lanes32)
-#undef KVMELD_FUSE_AHEAD
-#undef KVMELD_FUSE_LANES
+};
 
 template <ElementType type, class F>
 void fuse_in_registers(const F& fuser, Isa isa, const FoldInputs& inputs, std::int64_t at,
                        std::int64_t bytes, std::byte* out) {
-  if (isa == Isa::avx512) return fuse_avx512<F, type>(fuser, inputs, at, bytes, out);
-  fuse_avx2<F, type>(fuser, inputs, at, bytes, out);
+  if (isa == Isa::avx512)
+    return extend::Kernel<FuseLanes<64, F, type>>::avx512(fuser, inputs, at, bytes, out);
+  extend::Kernel<FuseLanes<32, F, type>>::avx2(fuser, inputs, at, bytes, out);
 }
 template <class F>
 void fuse_in_registers(const F& fuser, ElementType type, Isa isa, const FoldInputs& inputs,
@@ -245,115 +240,94 @@ struct Comparators {
 template <std::size_t count>
 inline constexpr Comparators<count> comparators{};
 
-[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes min_lanes(FloatLanes a,
-                                                                           FloatLanes b) noexcept {
-  return __builtin_ia32_minps256(a, b);
-}
-[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes max_lanes(FloatLanes a,
-                                                                           FloatLanes b) noexcept {
-  return __builtin_ia32_maxps256(a, b);
-}
-[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats min_wide(WideFloats a,
-                                                                            WideFloats b) noexcept {
-#if defined(__clang__)
-  return a < b ? a : b;
-#else  // g++ compares and chooses
-  return __builtin_ia32_minps512_mask(a, b, WideFloats{}, -1, 4);
-#endif
-}
-[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats max_wide(WideFloats a,
-                                                                            WideFloats b) noexcept {
-#if defined(__clang__)
-  return a > b ? a : b;
-#else
-  return __builtin_ia32_maxps512_mask(a, b, WideFloats{}, -1, 4);
-#endif
-}
+/// The same by vectors: min and max with the comparison of `exchange`. Up to seven rows are sorted
+/// in registers, a comparator after the other by recursion, so that every index is a constant.
+template <int bytes, class F, std::size_t count>
+struct SelectFew {
+  using Floats = extend::Vec<float, bytes>;
 
-// The same by vectors: min and max with the comparison of `exchange`. Up to seven rows are sorted
-// in registers, a comparator after the other by recursion, so that every index is a constant; more
-// of them in memory, where all blocks pass each comparator together, so that the network is walked
-// once.
-#define KVMELD_SELECT(NAME, TARGET, VECTOR, LOAD, STORE, MIN, MAX)                                \
-  template <std::size_t count, std::size_t at = 0>                                                \
-  TARGET KVMELD_ALWAYS_INLINE void sort_##NAME(VECTOR(&v)[count]) noexcept {                      \
-    if constexpr (at < comparators<count>.size) {                                                 \
-      constexpr Comparator here = comparators<count>.all[at];                                     \
-      const VECTOR x = v[here.a], y = v[here.b];                                                  \
-      v[here.a] = MIN(y, x);                                                                      \
-      v[here.b] = MAX(x, y);                                                                      \
-      sort_##NAME<count, at + 1>(v);                                                              \
-    }                                                                                             \
-  }                                                                                               \
-  template <std::size_t count, std::size_t at = 0>                                                \
-  TARGET KVMELD_ALWAYS_INLINE void load_##NAME(const float* values, VECTOR(&v)[count]) noexcept { \
-    if constexpr (at < count) {                                                                   \
-      v[at] = LOAD(values + at * selected_channels);                                              \
-      load_##NAME<count, at + 1>(values, v);                                                      \
-    }                                                                                             \
-  }                                                                                               \
-  template <std::size_t count, std::size_t at = 0>                                                \
-  TARGET KVMELD_ALWAYS_INLINE void sum_##NAME(const VECTOR(&v)[count], Ranks ranks,               \
-                                              VECTOR& sum) noexcept {                             \
-    if constexpr (at < count) {                                                                   \
-      constexpr int rank = at;                                                                    \
-      if (rank == ranks.first) sum = v[at];                                                       \
-      if (rank > ranks.first && rank < ranks.last) sum = sum + v[at];                             \
-      sum_##NAME<count, at + 1>(v, ranks, sum);                                                   \
-    }                                                                                             \
-  }                                                                                               \
-  template <std::size_t count, class F>                                                           \
-  TARGET KVMELD_NOINLINE void select_few_##NAME(F fuser, const float* values,                     \
-                                                std::ptrdiff_t channels, float* out) {            \
-    constexpr std::ptrdiff_t lanes = sizeof(VECTOR) / sizeof(float);                              \
-    const Ranks ranks = fuser.ranks(static_cast<int>(count));                                     \
-    const auto many = static_cast<float>(ranks.last - ranks.first);                               \
-    const bool exact = is_power_of_two(ranks.last - ranks.first);                                 \
-    const VECTOR divisor = VECTOR{} + many, reciprocal = VECTOR{} + 1.0F / many;                  \
-    for (std::ptrdiff_t c = 0; c < channels; c += lanes) {                                        \
-      VECTOR v[count], sum{};                                                                     \
-      load_##NAME(values + c, v);                                                                 \
-      sort_##NAME(v);                                                                             \
-      sum_##NAME(v, ranks, sum);                                                                  \
-      STORE(exact ? sum* reciprocal : sum / divisor, out + c);                                    \
-    }                                                                                             \
-  }                                                                                               \
-  template <class F>                                                                              \
-  TARGET KVMELD_NOINLINE void select_many_##NAME(F fuser, float* values, int count, int blocks,   \
-                                                 float* out) {                                    \
-    constexpr std::ptrdiff_t lanes = sizeof(VECTOR) / sizeof(float);                              \
-    for (SortingNetwork network(count); network.next();) {                                        \
-      float* const a = values + network.i * selected_channels;                                    \
-      float* const b = values + (network.i + network.d) * selected_channels;                      \
-      for (std::ptrdiff_t c = 0; c < blocks * row_block; c += lanes) {                            \
-        const VECTOR x = LOAD(a + c), y = LOAD(b + c);                                            \
-        STORE(MIN(y, x), a + c);                                                                  \
-        STORE(MAX(x, y), b + c);                                                                  \
-      }                                                                                           \
-    }                                                                                             \
-    for (int b = 0; b < blocks; ++b)                                                              \
-      select_channels(fuser, values + b * row_block, count, out + b * row_block);                 \
-  }                                                                                               \
-  template <class F>                                                                              \
-  void select_##NAME(const F& fuser, float* values, int count, int blocks, float* out) {          \
-    if constexpr (requires { fuser.ranks(count); }) {                                             \
-      if (count == 3) return select_few_##NAME<3>(fuser, values, blocks * row_block, out);        \
-      if (count == 4) return select_few_##NAME<4>(fuser, values, blocks * row_block, out);        \
-      if (count == 5) return select_few_##NAME<5>(fuser, values, blocks * row_block, out);        \
-      if (count == 6) return select_few_##NAME<6>(fuser, values, blocks * row_block, out);        \
-      if (count == 7) return select_few_##NAME<7>(fuser, values, blocks * row_block, out);        \
-    }                                                                                             \
-    select_many_##NAME(fuser, values, count, blocks, out);                                        \
+  template <std::size_t at = 0>
+  KVMELD_ALWAYS_INLINE static void sort(Floats (&v)[count]) noexcept {
+    if constexpr (at < comparators<count>.size) {
+      constexpr Comparator here = comparators<count>.all[at];
+      const Floats x = v[here.a], y = v[here.b];
+      v[here.a] = min_of(y, x);
+      v[here.b] = max_of(x, y);
+      sort<at + 1>(v);
+    }
   }
-KVMELD_SELECT(avx2, KVMELD_TARGET_AVX2, FloatLanes, load_lanes, store_lanes, min_lanes, max_lanes)
-KVMELD_SELECT(avx512, KVMELD_TARGET_AVX512, WideFloats, load_wide, store_wide, min_wide, max_wide)
-#undef KVMELD_SELECT
+  template <std::size_t at = 0>
+  KVMELD_ALWAYS_INLINE static void load(const float* values, Floats (&v)[count]) noexcept {
+    if constexpr (at < count) {
+      v[at] = Floats::load(values + at * selected_channels);
+      load<at + 1>(values, v);
+    }
+  }
+  template <std::size_t at = 0>
+  KVMELD_ALWAYS_INLINE static void add(const Floats (&v)[count], Ranks ranks,
+                                       Floats& sum) noexcept {
+    if constexpr (at < count) {
+      constexpr int rank = at;
+      if (rank == ranks.first) sum = v[at];
+      if (rank > ranks.first && rank < ranks.last) sum = sum + v[at];
+      add<at + 1>(v, ranks, sum);
+    }
+  }
+  KVMELD_ALWAYS_INLINE static void run(F fuser, const float* values, std::ptrdiff_t channels,
+                                       float* out) {
+    const Ranks ranks = fuser.ranks(static_cast<int>(count));
+    const auto many = static_cast<float>(ranks.last - ranks.first);
+    const bool exact = is_power_of_two(ranks.last - ranks.first);
+    const Floats divisor = Floats::spread(many), reciprocal = Floats::spread(1.0F / many);
+    for (std::ptrdiff_t c = 0; c < channels; c += static_cast<std::ptrdiff_t>(Floats::lanes)) {
+      Floats v[count], sum{};
+      load(values + c, v);
+      sort(v);
+      add(v, ranks, sum);
+      (exact ? sum * reciprocal : sum / divisor).store(out + c);
+    }
+  }
+};
+/// More of them in memory, where all blocks pass each comparator together, so that the network is
+/// walked once.
+template <int bytes, class F>
+struct SelectMany {
+  using Floats = extend::Vec<float, bytes>;
 
+  KVMELD_ALWAYS_INLINE static void run(F fuser, float* values, int count, int blocks, float* out) {
+    for (SortingNetwork network(count); network.next();) {
+      float* const a = values + network.i * selected_channels;
+      float* const b = values + (network.i + network.d) * selected_channels;
+      for (std::ptrdiff_t c = 0; c < blocks * row_block;
+           c += static_cast<std::ptrdiff_t>(Floats::lanes)) {
+        const Floats x = Floats::load(a + c), y = Floats::load(b + c);
+        min_of(y, x).store(a + c);
+        max_of(x, y).store(b + c);
+      }
+    }
+    for (int b = 0; b < blocks; ++b)
+      select_channels(fuser, values + b * row_block, count, out + b * row_block);
+  }
+};
+
+template <std::size_t count, class F>
+void select_few(const F& fuser, Isa isa, const float* values, std::ptrdiff_t channels, float* out) {
+  isa == Isa::avx512 ? extend::Kernel<SelectFew<64, F, count>>::avx512(fuser, values, channels, out)
+                     : extend::Kernel<SelectFew<32, F, count>>::avx2(fuser, values, channels, out);
+}
 template <class F>
 void select_rows(const F& fuser, Isa isa, float* values, int count, int blocks, float* out) {
-  if (isa == Isa::avx512) return select_avx512(fuser, values, count, blocks, out);
-  isa == Isa::baseline ? select_baseline(fuser, values, count, blocks, out)
-                       : select_avx2(fuser, values, count, blocks, out);
+  if (isa == Isa::baseline) return select_baseline(fuser, values, count, blocks, out);
+  if constexpr (requires { fuser.ranks(count); }) {
+    const std::ptrdiff_t channels = blocks * row_block;
+    if (count == 3) return select_few<3>(fuser, isa, values, channels, out);
+    if (count == 4) return select_few<4>(fuser, isa, values, channels, out);
+    if (count == 5) return select_few<5>(fuser, isa, values, channels, out);
+    if (count == 6) return select_few<6>(fuser, isa, values, channels, out);
+    if (count == 7) return select_few<7>(fuser, isa, values, channels, out);
+  }
+  isa == Isa::avx512 ? extend::Kernel<SelectMany<64, F>>::avx512(fuser, values, count, blocks, out)
+                     : extend::Kernel<SelectMany<32, F>>::avx2(fuser, values, count, blocks, out);
 }
 
 #else

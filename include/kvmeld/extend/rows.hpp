@@ -672,6 +672,224 @@ load_sixteen(const std::byte* in) noexcept {
 
 #endif  // KVMELD_X86_DISPATCH
 
+// One vector type, so that a kernel is written once: as a template without a target of its own,
+// which goes as a whole into an entry for each instruction set. It is never compiled alone, so it
+// names no vectors of the compiler's own: g++ would take those apart before. For the same reason a
+// vector's operations are plain inline functions, which follow the kernel into its entry.
+
+#if KVMELD_X86_DISPATCH
+
+namespace extend {
+
+/// `bytes` of numbers: 16 or 32 need AVX2, 64 need AVX-512.
+template <class T, int bytes>
+struct Vec {
+  using Raw = vector_t<T, bytes>;
+  using Stored = unaligned_vector_t<T, bytes>;
+  static constexpr std::size_t lanes = static_cast<std::size_t>(bytes) / sizeof(T);
+
+  Raw raw;
+
+  [[nodiscard]] KVMELD_TARGET_AVX2 static Vec load(const void* in) noexcept {
+    return {*static_cast<const Stored*>(in)};
+  }
+  KVMELD_TARGET_AVX2 void store(void* out) const noexcept { *static_cast<Stored*>(out) = raw; }
+  [[nodiscard]] KVMELD_TARGET_AVX2 static Vec spread(T x) noexcept { return {x - Raw{}}; }
+
+  KVMELD_TARGET_AVX2 friend Vec operator+(Vec a, Vec b) noexcept { return {a.raw + b.raw}; }
+  KVMELD_TARGET_AVX2 friend Vec operator-(Vec a, Vec b) noexcept { return {a.raw - b.raw}; }
+  KVMELD_TARGET_AVX2 friend Vec operator*(Vec a, Vec b) noexcept { return {a.raw * b.raw}; }
+  KVMELD_TARGET_AVX2 friend Vec operator/(Vec a, Vec b) noexcept { return {a.raw / b.raw}; }
+  KVMELD_TARGET_AVX2 friend Vec operator-(Vec a) noexcept { return {-a.raw}; }
+  KVMELD_TARGET_AVX2 friend Vec if_less(Vec a, Vec b, Vec yes, Vec no) noexcept {
+    return {a.raw < b.raw ? yes.raw : no.raw};
+  }
+  KVMELD_TARGET_AVX2 friend Vec if_equal(Vec a, Vec b, Vec yes, Vec no) noexcept {
+    return {a.raw == b.raw ? yes.raw : no.raw};
+  }
+};
+template <class T>
+struct Vec<T, 64> {
+  using Raw = vector_t<T, 64>;
+  using Stored = unaligned_vector_t<T, 64>;
+  static constexpr std::size_t lanes = 64 / sizeof(T);
+
+  Raw raw;
+
+  [[nodiscard]] KVMELD_TARGET_AVX512 static Vec load(const void* in) noexcept {
+    return {*static_cast<const Stored*>(in)};
+  }
+  KVMELD_TARGET_AVX512 void store(void* out) const noexcept { *static_cast<Stored*>(out) = raw; }
+  [[nodiscard]] KVMELD_TARGET_AVX512 static Vec spread(T x) noexcept { return {x - Raw{}}; }
+
+  KVMELD_TARGET_AVX512 friend Vec operator+(Vec a, Vec b) noexcept { return {a.raw + b.raw}; }
+  KVMELD_TARGET_AVX512 friend Vec operator-(Vec a, Vec b) noexcept { return {a.raw - b.raw}; }
+  KVMELD_TARGET_AVX512 friend Vec operator*(Vec a, Vec b) noexcept { return {a.raw * b.raw}; }
+  KVMELD_TARGET_AVX512 friend Vec operator/(Vec a, Vec b) noexcept { return {a.raw / b.raw}; }
+  KVMELD_TARGET_AVX512 friend Vec operator-(Vec a) noexcept { return {-a.raw}; }
+  KVMELD_TARGET_AVX512 friend Vec if_less(Vec a, Vec b, Vec yes, Vec no) noexcept {
+    return {a.raw < b.raw ? yes.raw : no.raw};
+  }
+  KVMELD_TARGET_AVX512 friend Vec if_equal(Vec a, Vec b, Vec yes, Vec no) noexcept {
+    return {a.raw == b.raw ? yes.raw : no.raw};
+  }
+};
+
+/// a * b + c, one rounding in each lane.
+KVMELD_TARGET_AVX2 inline Vec<float, 32> multiply_add(Vec<float, 32> a, Vec<float, 32> b,
+                                                      Vec<float, 32> c) noexcept {
+  return {fma_lanes(a.raw, b.raw, c.raw)};
+}
+KVMELD_TARGET_AVX512 inline Vec<float, 64> multiply_add(Vec<float, 64> a, Vec<float, 64> b,
+                                                        Vec<float, 64> c) noexcept {
+  return {fma_wide(a.raw, b.raw, c.raw)};
+}
+KVMELD_TARGET_AVX2 inline Vec<double, 32> multiply_add(Vec<double, 32> a, Vec<double, 32> b,
+                                                       Vec<double, 32> c) noexcept {
+  return {__builtin_ia32_vfmaddpd256(a.raw, b.raw, c.raw)};
+}
+KVMELD_TARGET_AVX512 inline Vec<double, 64> multiply_add(Vec<double, 64> a, Vec<double, 64> b,
+                                                         Vec<double, 64> c) noexcept {
+  return {__builtin_ia32_vfmaddpd512_mask(a.raw, b.raw, c.raw, 0xff, 4)};
+}
+
+/// The smaller, b where either is NaN: as `b < a ? ...` of `exchange` chooses.
+KVMELD_TARGET_AVX2 inline Vec<float, 32> min_of(Vec<float, 32> a, Vec<float, 32> b) noexcept {
+  return {__builtin_ia32_minps256(a.raw, b.raw)};
+}
+KVMELD_TARGET_AVX2 inline Vec<float, 32> max_of(Vec<float, 32> a, Vec<float, 32> b) noexcept {
+  return {__builtin_ia32_maxps256(a.raw, b.raw)};
+}
+KVMELD_TARGET_AVX512 inline Vec<float, 64> min_of(Vec<float, 64> a, Vec<float, 64> b) noexcept {
+#if defined(__clang__)
+  return {a.raw < b.raw ? a.raw : b.raw};
+#else  // g++ compares and chooses
+  return {__builtin_ia32_minps512_mask(a.raw, b.raw, WideFloats{}, -1, 4)};
+#endif
+}
+KVMELD_TARGET_AVX512 inline Vec<float, 64> max_of(Vec<float, 64> a, Vec<float, 64> b) noexcept {
+#if defined(__clang__)
+  return {a.raw > b.raw ? a.raw : b.raw};
+#else
+  return {__builtin_ia32_maxps512_mask(a.raw, b.raw, WideFloats{}, -1, 4)};
+#endif
+}
+
+/// Floats of half the size as doubles, and back.
+KVMELD_TARGET_AVX2 inline Vec<double, 32> widen(Vec<float, 16> x) noexcept {
+  return {__builtin_convertvector(x.raw, vector_t<double, 32>)};
+}
+KVMELD_TARGET_AVX512 inline Vec<double, 64> widen(Vec<float, 32> x) noexcept {
+  return {detail::widen_lanes(x.raw)};
+}
+KVMELD_TARGET_AVX2 inline Vec<float, 16> narrow(Vec<double, 32> x) noexcept {
+  return {__builtin_convertvector(x.raw, vector_t<float, 16>)};
+}
+KVMELD_TARGET_AVX512 inline Vec<float, 32> narrow(Vec<double, 64> x) noexcept {
+  return {detail::narrow_lanes(x.raw)};
+}
+
+/// x · 2^k, the lowest bits of `k` being those of a whole number.
+KVMELD_TARGET_AVX2 inline Vec<double, 32> add_exponent(Vec<double, 32> x,
+                                                       Vec<double, 32> k) noexcept {
+  using Words = vector_t<unsigned long long, 32>;
+  return {reinterpret_cast<Vec<double, 32>::Raw>(reinterpret_cast<Words>(x.raw) +
+                                                 (reinterpret_cast<Words>(k.raw) << 52))};
+}
+KVMELD_TARGET_AVX512 inline Vec<double, 64> add_exponent(Vec<double, 64> x,
+                                                         Vec<double, 64> k) noexcept {
+  using Words = vector_t<unsigned long long, 64>;
+  return {reinterpret_cast<Vec<double, 64>::Raw>(reinterpret_cast<Words>(x.raw) +
+                                                 (reinterpret_cast<Words>(k.raw) << 52))};
+}
+
+KVMELD_TARGET_AVX2 inline Vec<float, 16> lower_half(Vec<float, 32> x) noexcept {
+  return {__builtin_shufflevector(x.raw, x.raw, 0, 1, 2, 3)};
+}
+KVMELD_TARGET_AVX2 inline Vec<float, 16> upper_half(Vec<float, 32> x) noexcept {
+  return {__builtin_shufflevector(x.raw, x.raw, 4, 5, 6, 7)};
+}
+KVMELD_TARGET_AVX512 inline Vec<double, 32> lower_half(Vec<double, 64> x) noexcept {
+  return {__builtin_shufflevector(x.raw, x.raw, 0, 1, 2, 3)};
+}
+KVMELD_TARGET_AVX512 inline Vec<double, 32> upper_half(Vec<double, 64> x) noexcept {
+  return {__builtin_shufflevector(x.raw, x.raw, 4, 5, 6, 7)};
+}
+
+/// Eight elements in order.
+template <ElementType type>
+KVMELD_TARGET_AVX2 inline Vec<float, 32> load_eight(const std::byte* in) noexcept {
+  return {detail::load_eight<type>(in)};
+}
+
+/// Thirty-two elements between memory and an array that compilers keep in registers, in an order of
+/// the type's own.
+template <ElementType type, int bytes>
+struct Lanes32 {
+  KVMELD_TARGET_AVX2 static void load(const std::byte* in, float* x) noexcept {
+    detail::Avx2Lanes32<type>::load(in, x);
+  }
+  KVMELD_TARGET_AVX2 static void store(const float* x, std::byte* out) noexcept {
+    detail::Avx2Lanes32<type>::store(x, out);
+  }
+};
+template <ElementType type>
+struct Lanes32<type, 64> {
+  KVMELD_TARGET_AVX512 static void load(const std::byte* in, float* x) noexcept {
+    Avx512Lanes32<type>::load(in, x);
+  }
+  KVMELD_TARGET_AVX512 static void store(const float* x, std::byte* out) noexcept {
+    Avx512Lanes32<type>::store(x, out);
+  }
+};
+
+/// Asks for what lies ahead of a step of 32 elements: of f32 those may be two lines.
+template <ElementType type, int written>
+KVMELD_ALWAYS_INLINE void prefetch_step(const std::byte* at) noexcept {
+  __builtin_prefetch(at, written);
+  if constexpr (block_bytes(type) == 4) __builtin_prefetch(at + 64, written);
+}
+
+/// Entries of a kernel, which is `Body::run`.
+template <class Body, class Function = decltype(Body::run)>
+struct Kernel;
+template <class Body, class R, class... A, bool quiet>
+struct Kernel<Body, R(A...) noexcept(quiet)> {
+  KVMELD_TARGET_AVX2 KVMELD_NOINLINE __attribute__((flatten)) static R avx2(A... a) {
+    return Body::run(a...);
+  }
+  KVMELD_TARGET_AVX512 KVMELD_NOINLINE __attribute__((flatten)) static R avx512(A... a) {
+    return Body::run(a...);
+  }
+};
+
+/// A few vectors by name: compilers keep arrays of them in memory.
+template <class V, int n>
+struct Vecs {
+  V first;
+  Vecs<V, n - 1> rest;
+
+  /// Calls f(vector, number) for each.
+  template <class F>
+  KVMELD_ALWAYS_INLINE void each(const F& f, std::size_t number = 0) noexcept {
+    f(first, number);
+    rest.each(f, number + 1);
+  }
+};
+template <class V>
+struct Vecs<V, 1> {
+  V first;
+
+  template <class F>
+  KVMELD_ALWAYS_INLINE void each(const F& f, std::size_t number = 0) noexcept {
+    f(first, number);
+  }
+};
+
+}  // namespace extend
+
+#endif  // KVMELD_X86_DISPATCH
+
 // How a render writes outputs that are larger than the caches, and how that is chosen for the
 // processor at hand.
 

@@ -81,83 +81,77 @@ inline KVMELD_NOINLINE void row_products_baseline(const RowProducts& p, int rows
 
 #if KVMELD_X86_DISPATCH
 
-// Sums of `rows` rows by four vectors of columns, as named members: compilers keep an array of them
-// in memory.
-#define KVMELD_ROW_PRODUCTS(NAME, TARGET, FLOATS, LOAD, STORE, FMA)                               \
-  template <int rows>                                                                             \
-  struct NAME##Sums {                                                                             \
-    NAME##Sums<rows - 1> before;                                                                  \
-    FLOATS a, b, c, d;                                                                            \
-    static constexpr std::ptrdiff_t lanes = sizeof(FLOATS) / sizeof(float);                       \
-                                                                                                  \
-    TARGET KVMELD_ALWAYS_INLINE void set(FLOATS w, FLOATS x, FLOATS y, FLOATS z) noexcept {       \
-      before.set(w, x, y, z);                                                                     \
-      a = w;                                                                                      \
-      b = x;                                                                                      \
-      c = y;                                                                                      \
-      d = z;                                                                                      \
-    }                                                                                             \
-    TARGET KVMELD_ALWAYS_INLINE void add(const float* x, std::ptrdiff_t stride, FLOATS w,         \
-                                         FLOATS y, FLOATS z, FLOATS v) noexcept {                 \
-      before.add(x, stride, w, y, z, v);                                                          \
-      const FLOATS value = x[(rows - 1) * stride] - FLOATS{};                                     \
-      a = FMA(value, w, a);                                                                       \
-      b = FMA(value, y, b);                                                                       \
-      c = FMA(value, z, c);                                                                       \
-      d = FMA(value, v, d);                                                                       \
-    }                                                                                             \
-    TARGET KVMELD_ALWAYS_INLINE void store(float* out, std::ptrdiff_t columns) const noexcept {   \
-      before.store(out, columns);                                                                 \
-      float* const to = out + (rows - 1) * columns;                                               \
-      STORE(a, to);                                                                               \
-      STORE(b, to + lanes);                                                                       \
-      STORE(c, to + 2 * lanes);                                                                   \
-      STORE(d, to + 3 * lanes);                                                                   \
-    }                                                                                             \
-  };                                                                                              \
-  template <>                                                                                     \
-  struct NAME##Sums<0> {                                                                          \
-    TARGET KVMELD_ALWAYS_INLINE void set(FLOATS, FLOATS, FLOATS, FLOATS) noexcept {}              \
-    TARGET KVMELD_ALWAYS_INLINE void add(const float*, std::ptrdiff_t, FLOATS, FLOATS, FLOATS,    \
-                                         FLOATS) noexcept {}                                      \
-    TARGET KVMELD_ALWAYS_INLINE void store(float*, std::ptrdiff_t) const noexcept {}              \
-  };                                                                                              \
-  template <int rows, bool shared>                                                                \
-  TARGET KVMELD_NOINLINE void NAME(const RowProducts& p, std::ptrdiff_t column) noexcept {        \
-    constexpr std::ptrdiff_t lanes = sizeof(FLOATS) / sizeof(float);                              \
-    NAME##Sums<rows> sums;                                                                        \
-    NAME##Sums<shared ? 1 : 0> common;                                                            \
-    const float* const start = p.start + column;                                                  \
-    sums.set(LOAD(start), LOAD(start + lanes), LOAD(start + 2 * lanes), LOAD(start + 3 * lanes)); \
-    common.set(FLOATS{}, FLOATS{}, FLOATS{}, FLOATS{});                                           \
-    const float* m = p.matrix + column;                                                           \
-    const float* s = shared ? p.shared_matrix + column : m;                                       \
-    const std::ptrdiff_t stride = p.x_stride, columns = p.columns;                                \
-    for (int k = 0; k < p.inputs; ++k, m += columns, s += columns) {                              \
-      sums.add(p.x + k, stride, LOAD(m), LOAD(m + lanes), LOAD(m + 2 * lanes),                    \
-               LOAD(m + 3 * lanes));                                                              \
-      if constexpr (shared)                                                                       \
-        common.add(p.shared + k, 0, LOAD(s), LOAD(s + lanes), LOAD(s + 2 * lanes),                \
-                   LOAD(s + 3 * lanes));                                                          \
-    }                                                                                             \
-    sums.store(p.out + column, columns);                                                          \
-    if constexpr (shared) common.store(p.shared_out + column, columns);                           \
-  }                                                                                               \
-  template <bool shared>                                                                          \
-  void NAME(const RowProducts& p, int rows, std::ptrdiff_t column) noexcept {                     \
-    if (rows == 1) return NAME<1, shared>(p, column);                                             \
-    if (rows == 2) return NAME<2, shared>(p, column);                                             \
-    if constexpr (sizeof(FLOATS) == 64) { /* AVX2 has registers for two */                        \
-      if (rows == 3) return NAME<3, shared>(p, column);                                           \
-      if (rows == 4) return NAME<4, shared>(p, column);                                           \
-      if (rows == 5) return NAME<5, shared>(p, column);                                           \
-    }                                                                                             \
+/// Four vectors of columns.
+template <int bytes>
+struct FourColumns {
+  using Floats = extend::Vec<float, bytes>;
+  static constexpr std::size_t lanes = Floats::lanes;
+
+  Floats a, b, c, d;
+
+  KVMELD_ALWAYS_INLINE static FourColumns load(const float* in) noexcept {
+    return {Floats::load(in), Floats::load(in + lanes), Floats::load(in + 2 * lanes),
+            Floats::load(in + 3 * lanes)};
   }
-KVMELD_ROW_PRODUCTS(row_products_avx2, KVMELD_TARGET_AVX2, FloatLanes, load_lanes, store_lanes,
-                    fma_lanes)
-KVMELD_ROW_PRODUCTS(row_products_avx512, KVMELD_TARGET_AVX512, WideFloats, load_wide, store_wide,
-                    fma_wide)
-#undef KVMELD_ROW_PRODUCTS
+  KVMELD_ALWAYS_INLINE void add(float x, const FourColumns& w) noexcept {
+    const Floats value = Floats::spread(x);
+    a = multiply_add(value, w.a, a);
+    b = multiply_add(value, w.b, b);
+    c = multiply_add(value, w.c, c);
+    d = multiply_add(value, w.d, d);
+  }
+  KVMELD_ALWAYS_INLINE void store(float* out) const noexcept {
+    a.store(out);
+    b.store(out + lanes);
+    c.store(out + 2 * lanes);
+    d.store(out + 3 * lanes);
+  }
+};
+
+/// Products of `rows` rows by four vectors of columns, and of the shared one where there is one.
+template <int bytes, int rows, bool shared>
+struct MultiplyRows {
+  using Columns = FourColumns<bytes>;
+
+  KVMELD_ALWAYS_INLINE static void run(const RowProducts& p, std::ptrdiff_t column) noexcept {
+    extend::Vecs<Columns, rows> sums;
+    Columns common{};
+    const Columns start = Columns::load(p.start + column);
+    sums.each([&](Columns& sum, std::size_t) KVMELD_INLINE_LAMBDA { sum = start; });
+    const float* m = p.matrix + column;
+    const float* s = shared ? p.shared_matrix + column : m;
+    const std::ptrdiff_t stride = p.x_stride, columns = p.columns;
+    for (int k = 0; k < p.inputs; ++k, m += columns, s += columns) {
+      const Columns w = Columns::load(m);
+      const float* const x = p.x + k;
+      sums.each([&](Columns& sum, std::size_t row) KVMELD_INLINE_LAMBDA {
+        sum.add(x[static_cast<std::ptrdiff_t>(row) * stride], w);
+      });
+      if constexpr (shared) common.add(p.shared[k], Columns::load(s));
+    }
+    float* const out = p.out + column;
+    sums.each([&](Columns& sum, std::size_t row) KVMELD_INLINE_LAMBDA {
+      sum.store(out + static_cast<std::ptrdiff_t>(row) * columns);
+    });
+    if constexpr (shared) common.store(p.shared_out + column);
+  }
+};
+
+template <bool shared>
+void row_products_avx512(const RowProducts& p, int rows, std::ptrdiff_t column) noexcept {
+  using extend::Kernel;
+  if (rows == 1) return Kernel<MultiplyRows<64, 1, shared>>::avx512(p, column);
+  if (rows == 2) return Kernel<MultiplyRows<64, 2, shared>>::avx512(p, column);
+  if (rows == 3) return Kernel<MultiplyRows<64, 3, shared>>::avx512(p, column);
+  if (rows == 4) return Kernel<MultiplyRows<64, 4, shared>>::avx512(p, column);
+  if (rows == 5) return Kernel<MultiplyRows<64, 5, shared>>::avx512(p, column);
+}
+/// AVX2 has registers for two rows.
+template <bool shared>
+void row_products_avx2(const RowProducts& p, int rows, std::ptrdiff_t column) noexcept {
+  rows == 1 ? extend::Kernel<MultiplyRows<32, 1, shared>>::avx2(p, column)
+            : extend::Kernel<MultiplyRows<32, 2, shared>>::avx2(p, column);
+}
 
 #endif  // KVMELD_X86_DISPATCH
 

@@ -395,7 +395,7 @@ class InputTile {
 /// Continues the sums of some tokens and one panel by `n` inputs. `x`: (token, block_inputs), `y`:
 /// (token, y_stride).
 using ProductKernel = void (*)(const float* w, const float* x, std::int32_t n, float* y,
-                               std::size_t y_stride) noexcept;
+                               std::size_t y_stride);
 
 inline void product_baseline(const float* w, const float* x, std::int32_t n, float* y,
                              std::size_t) noexcept {
@@ -410,84 +410,38 @@ inline void product_baseline(const float* w, const float* x, std::int32_t n, flo
 
 #if KVMELD_X86_DISPATCH
 
-[[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats spread_wide(float x) noexcept {
-  return WideFloats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
-}
-[[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes spread_lanes(float x) noexcept {
-  return FloatLanes{x, x, x, x, x, x, x, x};
-}
+/// Two vectors of sums for each of some tokens.
+template <int bytes, int tokens>
+struct Product {
+  using Floats = extend::Vec<float, bytes>;
+  static constexpr std::size_t width = Floats::lanes;
+  struct Sums {
+    Floats a, b;
+  };
 
-#define KVMELD_TOKENS_1(DO) DO(0)
-#define KVMELD_TOKENS_4(DO) DO(0) DO(1) DO(2) DO(3)
-#define KVMELD_TOKENS_6(DO) KVMELD_TOKENS_4(DO) DO(4) DO(5)
-#define KVMELD_TOKENS_14(DO) KVMELD_TOKENS_6(DO) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12) DO(13)
-
-// Two vectors of sums a token, in named variables: compilers keep arrays of vectors in memory at
-// -O2.
-#define KVMELD_SUMS_LOAD(t)                  \
-  auto a##t = KVMELD_LOAD(y + (t)*y_stride); \
-  auto b##t = KVMELD_LOAD(y + (t)*y_stride + width);
-#define KVMELD_SUMS_STEP(t)                                  \
-  {                                                          \
-    const auto x_t = KVMELD_SPREAD(x[(t)*block_inputs + i]); \
-    a##t = KVMELD_FMA(x_t, w_a, a##t);                       \
-    b##t = KVMELD_FMA(x_t, w_b, b##t);                       \
+  KVMELD_ALWAYS_INLINE static void run(const float* w, const float* x, std::int32_t n, float* y,
+                                       std::size_t y_stride) noexcept {
+    for (std::size_t part = 0; part < panel_outputs; part += 2 * width, y += 2 * width) {
+      const float* w_i = w + part;
+      extend::Vecs<Sums, tokens> sums;
+      sums.each([&](Sums& sum, std::size_t t) KVMELD_INLINE_LAMBDA {
+        sum = {Floats::load(y + t * y_stride), Floats::load(y + t * y_stride + width)};
+      });
+      for (std::ptrdiff_t i = 0; i < n; ++i, w_i += panel_outputs) {
+        const Floats w_a = Floats::load(w_i), w_b = Floats::load(w_i + width);
+        sums.each([&](Sums& sum, std::size_t t) KVMELD_INLINE_LAMBDA {
+          const Floats x_t = Floats::spread(x[static_cast<std::ptrdiff_t>(t) * block_inputs + i]);
+          sum.a = multiply_add(x_t, w_a, sum.a);
+          sum.b = multiply_add(x_t, w_b, sum.b);
+        });
+      }
+      sums.each([&](Sums& sum, std::size_t t) KVMELD_INLINE_LAMBDA {
+        sum.a.store(y + t * y_stride);
+        sum.b.store(y + t * y_stride + width);
+      });
+    }
   }
-#define KVMELD_SUMS_STORE(t)            \
-  KVMELD_STORE(a##t, y + (t)*y_stride); \
-  KVMELD_STORE(b##t, y + (t)*y_stride + width);
-#define KVMELD_PRODUCT(NAME, TARGET, TOKENS)                                              \
-  TARGET inline void NAME(const float* w, const float* x, std::int32_t n, float* y,       \
-                          std::size_t y_stride) noexcept {                                \
-    for (std::size_t part = 0; part < panel_outputs; part += 2 * width, y += 2 * width) { \
-      const float* w_i = w + part;                                                        \
-      TOKENS(KVMELD_SUMS_LOAD)                                                            \
-      for (std::ptrdiff_t i = 0; i < n; ++i, w_i += panel_outputs) {                      \
-        const auto w_a = KVMELD_LOAD(w_i);                                                \
-        const auto w_b = KVMELD_LOAD(w_i + width);                                        \
-        TOKENS(KVMELD_SUMS_STEP)                                                          \
-      }                                                                                   \
-      TOKENS(KVMELD_SUMS_STORE)                                                           \
-    }                                                                                     \
-  }
-
-namespace product_avx512 {
-inline constexpr std::size_t width = 16;
-#define KVMELD_LOAD load_wide
-#define KVMELD_STORE store_wide
-#define KVMELD_SPREAD spread_wide
-#define KVMELD_FMA fma_wide
-KVMELD_PRODUCT(tokens_14, KVMELD_TARGET_AVX512, KVMELD_TOKENS_14)
-KVMELD_PRODUCT(tokens_4, KVMELD_TARGET_AVX512, KVMELD_TOKENS_4)
-KVMELD_PRODUCT(tokens_1, KVMELD_TARGET_AVX512, KVMELD_TOKENS_1)
-#undef KVMELD_LOAD
-#undef KVMELD_STORE
-#undef KVMELD_SPREAD
-#undef KVMELD_FMA
-}  // namespace product_avx512
-
-namespace product_avx2 {
-inline constexpr std::size_t width = 8;
-#define KVMELD_LOAD load_lanes
-#define KVMELD_STORE store_lanes
-#define KVMELD_SPREAD spread_lanes
-#define KVMELD_FMA fma_lanes
-KVMELD_PRODUCT(tokens_6, KVMELD_TARGET_AVX2, KVMELD_TOKENS_6)
-KVMELD_PRODUCT(tokens_1, KVMELD_TARGET_AVX2, KVMELD_TOKENS_1)
-#undef KVMELD_LOAD
-#undef KVMELD_STORE
-#undef KVMELD_SPREAD
-#undef KVMELD_FMA
-}  // namespace product_avx2
-
-#undef KVMELD_PRODUCT
-#undef KVMELD_SUMS_LOAD
-#undef KVMELD_SUMS_STEP
-#undef KVMELD_SUMS_STORE
-#undef KVMELD_TOKENS_1
-#undef KVMELD_TOKENS_4
-#undef KVMELD_TOKENS_6
-#undef KVMELD_TOKENS_14
+};
 
 #endif  // KVMELD_X86_DISPATCH
 
@@ -498,11 +452,15 @@ struct ProductKernels {
 };
 [[nodiscard]] inline ProductKernels product_kernels(Isa isa) noexcept {
 #if KVMELD_X86_DISPATCH
+  using extend::Kernel;
   if (isa == Isa::avx512)
-    return {{product_avx512::tokens_14, product_avx512::tokens_4, product_avx512::tokens_1},
+    return {{Kernel<Product<64, 14>>::avx512, Kernel<Product<64, 4>>::avx512,
+             Kernel<Product<64, 1>>::avx512},
             {14, 4, 1}};
   if (isa == Isa::avx2)
-    return {{product_avx2::tokens_6, product_avx2::tokens_1, product_avx2::tokens_1}, {6, 1, 1}};
+    return {
+        {Kernel<Product<32, 6>>::avx2, Kernel<Product<32, 1>>::avx2, Kernel<Product<32, 1>>::avx2},
+        {6, 1, 1}};
 #else
   (void)isa;
 #endif

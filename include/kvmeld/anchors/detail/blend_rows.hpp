@@ -33,57 +33,44 @@ struct BlendInputs {
   explicit BlendInputs(int n) noexcept : count(n), ahead(extend::prefetch_bytes(n)) {}
 };
 
-/// Two vectors of elements at a time, of each instruction set.
-struct BlendAvx2 {
-  using Vector = extend::FloatLanes;
-  static constexpr std::int64_t step = 16;
+/// Two vectors of elements at a time.
+template <ElementType type, int bytes>
+struct BlendPair {
+  extend::Vec<float, bytes> a, b;
 
-  template <ElementType type>
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, Vector& a,
-                                                           Vector& b) noexcept {
-    extend::Lanes16<type>::load(in, a, b);
+  KVMELD_TARGET_AVX2 static BlendPair load(const std::byte* in) noexcept {
+    BlendPair pair;
+    extend::Lanes16<type>::load(in, pair.a.raw, pair.b.raw);
+    return pair;
   }
-  template <ElementType type>
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(Vector a, Vector b,
-                                                            std::byte* out) noexcept {
-    extend::Lanes16<type>::store(a, b, out);
-  }
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static Vector load(const float* in) noexcept {
-    return extend::load_lanes(in);
-  }
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static Vector fma(Vector a, Vector b, Vector c) noexcept {
-    return extend::fma_lanes(a, b, c);
+  KVMELD_TARGET_AVX2 void store(std::byte* out) const noexcept {
+    extend::Lanes16<type>::store(a.raw, b.raw, out);
   }
 };
-struct BlendAvx512 {
-  using Vector = extend::WideFloats;
-  static constexpr std::int64_t step = 32;
+template <ElementType type>
+struct BlendPair<type, 64> {
+  extend::Vec<float, 64> a, b;
 
-  template <ElementType type>
-  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, Vector& a,
-                                                             Vector& b) noexcept {
+  KVMELD_TARGET_AVX512 static BlendPair load(const std::byte* in) noexcept {
     alignas(64) float x[32];
     extend::Avx512Lanes32<type>::load(in, x);
-    a = extend::load_wide(x);
-    b = extend::load_wide(x + 16);
+    return {{extend::load_wide(x)}, {extend::load_wide(x + 16)}};
   }
-  template <ElementType type>
-  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static void store(Vector a, Vector b,
-                                                              std::byte* out) noexcept {
+  KVMELD_TARGET_AVX512 void store(std::byte* out) const noexcept {
     if constexpr (type == ElementType::bf16) {
       *reinterpret_cast<extend::unaligned_vector_t<unsigned, 64>*>(out) =
-          (round(a) >> 16) | (round(b) & 0xffff0000U);
+          (round(a.raw) >> 16) | (round(b.raw) & 0xffff0000U);
     } else {
       alignas(64) float x[32];
-      extend::store_wide(a, x);
-      extend::store_wide(b, x + 16);
+      extend::store_wide(a.raw, x);
+      extend::store_wide(b.raw, x + 16);
       extend::Avx512Lanes32<type>::store(x, out);
     }
   }
   /// To nearest even. A NaN that bf16 and finite factors give is quiet and has no low bits, so that
   /// it stays what it is.
   [[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static extend::WideWords round(
-      Vector x) noexcept {
+      extend::WideFloats x) noexcept {
     const auto bits = reinterpret_cast<extend::WideWords>(x);
 #if defined(__clang__)
     const extend::WideWords up = bits + 0x7fffU;
@@ -97,129 +84,125 @@ struct BlendAvx512 {
         __builtin_ia32_paddd512_mask(up, Ints{} + 1, up, odd));
 #endif
   }
-  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static Vector load(const float* in) noexcept {
-    return extend::load_wide(in);
+};
+
+/// Adds a step of one row to a pair of sums.
+template <ElementType type, int bytes>
+KVMELD_ALWAYS_INLINE void add_row(const std::byte* in, const extend::Vec<float, bytes>& weight,
+                                  std::ptrdiff_t ahead, BlendPair<type, bytes>& sum) noexcept {
+  const auto x = BlendPair<type, bytes>::load(in);
+  extend::prefetch_step<type, 0>(in + ahead);
+  sum.a = multiply_add(weight, x.a, sum.a);
+  sum.b = multiply_add(weight, x.b, sum.b);
+}
+
+// Rows are summed by the expressions of `Sum`. `fixed` is a count known at compile time, whose
+// pointers and weights stay in registers over the row, or 0.
+
+/// Sums the rows of one token's heads, rotated by half-split pairs.
+template <int bytes, ElementType type, int fixed>
+struct BlendRotated {
+  using Floats = extend::Vec<float, bytes>;
+  using Pair = BlendPair<type, bytes>;
+  static constexpr std::int64_t lanes = Floats::lanes, step = 2 * lanes;
+
+  /// Cosines and sines in the order in which vectors hold even and odd elements.
+  KVMELD_ALWAYS_INLINE static void reorder(const float* in, std::int64_t n, float* out) noexcept {
+    for (std::int64_t i = 0; i < n; i += step) {
+      KVMELD_KEEP_LOOP
+      for (int c = 0; c < lanes; ++c) out[i + c] = in[i + 2 * c];
+      KVMELD_KEEP_LOOP
+      for (int c = 0; c < lanes; ++c) out[i + lanes + c] = in[i + 2 * c + 1];
+    }
   }
-  KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE static Vector fma(Vector a, Vector b,
-                                                              Vector c) noexcept {
-    return extend::fma_wide(a, b, c);
+  KVMELD_ALWAYS_INLINE static void run(const BlendInputs& inputs, const extend::Rotation& rotation,
+                                       std::int64_t heads, std::byte* out) noexcept {
+    constexpr std::int64_t size = block_bytes(type);
+    const std::int64_t half = rotation.rotary_channels / 2;
+    const float* cosines = rotation.table;
+    const float* sines = rotation.table + half;
+    alignas(64) float table[extend::max_channels];
+    if constexpr (extend::Lanes16<type>::even_odd) {
+      reorder(rotation.table, 2 * half, table);
+      cosines = table;
+      sines = table + half;
+    }
+    const int count = inputs.count;
+    const std::ptrdiff_t ahead = inputs.ahead;
+    const std::byte* const row0 = inputs.rows[0];
+    const std::byte* const row1 = inputs.rows[fixed == 2 ? 1 : 0];
+    const Floats weight0 = Floats::spread(inputs.weights[0]),
+                 weight1 = Floats::spread(inputs.weights[fixed == 2 ? 1 : 0]);
+    for (std::int64_t head = 0; head < heads; ++head) {
+      for (std::int64_t i = 0; i < half; i += step) {
+        const std::int64_t at = (head * 2 * half + i) * size;
+        const std::int64_t other = at + half * size;
+        Pair x{}, y{};
+        if constexpr (fixed == 2) {
+          add_row(row0 + at, weight0, ahead, x);
+          add_row(row0 + other, weight0, ahead, y);
+          add_row(row1 + at, weight1, ahead, x);
+          add_row(row1 + other, weight1, ahead, y);
+        } else {
+          for (int k = 0; k < count; ++k) {
+            const Floats weight = Floats::spread(inputs.weights[k]);
+            add_row(inputs.rows[k] + at, weight, ahead, x);
+            add_row(inputs.rows[k] + other, weight, ahead, y);
+          }
+        }
+        const Floats c = Floats::load(cosines + i), c2 = Floats::load(cosines + i + lanes);
+        const Floats s = Floats::load(sines + i), s2 = Floats::load(sines + i + lanes);
+        extend::prefetch_step<type, 1>(out + at + extend::written_ahead);
+        extend::prefetch_step<type, 1>(out + other + extend::written_ahead);
+        Pair{multiply_add(x.a, c, -(y.a * s)), multiply_add(x.b, c2, -(y.b * s2))}.store(out + at);
+        Pair{multiply_add(x.a, s, y.a * c), multiply_add(x.b, s2, y.b * c2)}.store(out + other);
+      }
+    }
   }
 };
 
-// Sums rows by the expressions of `Sum`: `rotated` those of one token's heads, rotated by
-// half-split pairs; `plain` as they lie. `fixed` is a count known at compile time, whose pointers
-// and weights stay in registers over the row, or 0. Macros, because a function that calls another
-// for a wider instruction set must itself be compiled for it. Vectors by name, because compilers
-// keep arrays of sums on the stack.
-#define KVMELD_BLEND(NAME, TARGET, FORM)                                                           \
-  template <ElementType type, int fixed>                                                           \
-  TARGET KVMELD_NOINLINE void NAME##_rotated(const BlendInputs& inputs,                            \
-                                             const extend::Rotation& rotation, std::int64_t heads, \
-                                             std::byte* out) {                                     \
-    using Form = FORM;                                                                             \
-    using Vector = Form::Vector;                                                                   \
-    constexpr std::int64_t size = block_bytes(type), lanes = Form::step / 2;                       \
-    const std::int64_t half = rotation.rotary_channels / 2;                                        \
-    const float* cosines = rotation.table;                                                         \
-    const float* sines = rotation.table + half;                                                    \
-    alignas(64) float table[extend::max_channels];                                                 \
-    if constexpr (extend::Lanes16<type>::even_odd) { /* the order in which vectors hold the        \
-                                                        elements */                                \
-      for (std::int64_t i = 0; i < 2 * half; i += Form::step) {                                    \
-        KVMELD_KEEP_LOOP                                                                           \
-        for (int c = 0; c < lanes; ++c) table[i + c] = rotation.table[i + 2 * c];                  \
-        KVMELD_KEEP_LOOP                                                                           \
-        for (int c = 0; c < lanes; ++c) table[i + lanes + c] = rotation.table[i + 2 * c + 1];      \
-      }                                                                                            \
-      cosines = table;                                                                             \
-      sines = table + half;                                                                        \
-    }                                                                                              \
-    const int count = inputs.count;                                                                \
-    const std::ptrdiff_t ahead = inputs.ahead;                                                     \
-    const std::byte* const row0 = inputs.rows[0];                                                  \
-    const std::byte* const row1 = inputs.rows[fixed == 2 ? 1 : 0];                                 \
-    const Vector weight0 = inputs.weights[0] - Vector{},                                           \
-                 weight1 = inputs.weights[fixed == 2 ? 1 : 0] - Vector{};                          \
-    for (std::int64_t head = 0; head < heads; ++head) {                                            \
-      for (std::int64_t i = 0; i < half; i += Form::step) {                                        \
-        const std::int64_t at = (head * 2 * half + i) * size;                                      \
-        const std::int64_t other = at + half * size;                                               \
-        Vector a{}, a2{}, b{}, b2{}, x, x2;                                                        \
-        if constexpr (fixed == 2) {                                                                \
-          KVMELD_BLEND_ADD(row0 + at, weight0, a, a2)                                              \
-          KVMELD_BLEND_ADD(row0 + other, weight0, b, b2)                                           \
-          KVMELD_BLEND_ADD(row1 + at, weight1, a, a2)                                              \
-          KVMELD_BLEND_ADD(row1 + other, weight1, b, b2)                                           \
-        } else {                                                                                   \
-          for (int k = 0; k < count; ++k) {                                                        \
-            const std::byte* const in = inputs.rows[k];                                            \
-            const Vector weight = inputs.weights[k] - Vector{};                                    \
-            KVMELD_BLEND_ADD(in + at, weight, a, a2)                                               \
-            KVMELD_BLEND_ADD(in + other, weight, b, b2)                                            \
-          }                                                                                        \
-        }                                                                                          \
-        const Vector c = Form::load(cosines + i), c2 = Form::load(cosines + i + lanes);            \
-        const Vector s = Form::load(sines + i), s2 = Form::load(sines + i + lanes);                \
-        KVMELD_BLEND_AHEAD(out + at + extend::written_ahead, 1)                                    \
-        KVMELD_BLEND_AHEAD(out + other + extend::written_ahead, 1)                                 \
-        Form::store<type>(Form::fma(a, c, -(b * s)), Form::fma(a2, c2, -(b2 * s2)), out + at);     \
-        Form::store<type>(Form::fma(a, s, b * c), Form::fma(a2, s2, b2 * c2), out + other);        \
-      }                                                                                            \
-    }                                                                                              \
-  }                                                                                                \
-  template <ElementType type, int fixed>                                                           \
-  TARGET KVMELD_NOINLINE void NAME##_plain(const BlendInputs& inputs, std::int64_t bytes,          \
-                                           std::byte* out) {                                       \
-    using Form = FORM;                                                                             \
-    using Vector = Form::Vector;                                                                   \
-    constexpr std::int64_t step = Form::step * block_bytes(type);                                  \
-    const int count = inputs.count;                                                                \
-    const std::ptrdiff_t ahead = inputs.ahead;                                                     \
-    const std::byte* const row0 = inputs.rows[0];                                                  \
-    const std::byte* const row1 = inputs.rows[fixed == 2 ? 1 : 0];                                 \
-    const Vector weight0 = inputs.weights[0] - Vector{},                                           \
-                 weight1 = inputs.weights[fixed == 2 ? 1 : 0] - Vector{};                          \
-    for (std::int64_t at = 0; at < bytes; at += step) {                                            \
-      Vector a{}, a2{}, x, x2;                                                                     \
-      if constexpr (fixed == 2) {                                                                  \
-        KVMELD_BLEND_ADD(row0 + at, weight0, a, a2)                                                \
-        KVMELD_BLEND_ADD(row1 + at, weight1, a, a2)                                                \
-      } else {                                                                                     \
-        for (int k = 0; k < count; ++k)                                                            \
-          KVMELD_BLEND_ADD(inputs.rows[k] + at, inputs.weights[k] - Vector{}, a, a2)               \
-      }                                                                                            \
-      KVMELD_BLEND_AHEAD(out + at + extend::written_ahead, 1)                                      \
-      Form::store<type>(a, a2, out + at);                                                          \
-    }                                                                                              \
+/// Sums rows as they lie.
+template <int bytes, ElementType type, int fixed>
+struct BlendPlain {
+  using Floats = extend::Vec<float, bytes>;
+  static constexpr std::int64_t step =
+      2 * static_cast<std::int64_t>(Floats::lanes) * block_bytes(type);
+
+  KVMELD_ALWAYS_INLINE static void run(const BlendInputs& inputs, std::int64_t size,
+                                       std::byte* out) noexcept {
+    const int count = inputs.count;
+    const std::ptrdiff_t ahead = inputs.ahead;
+    const std::byte* const row0 = inputs.rows[0];
+    const std::byte* const row1 = inputs.rows[fixed == 2 ? 1 : 0];
+    const Floats weight0 = Floats::spread(inputs.weights[0]),
+                 weight1 = Floats::spread(inputs.weights[fixed == 2 ? 1 : 0]);
+    for (std::int64_t at = 0; at < size; at += step) {
+      BlendPair<type, bytes> x{};
+      if constexpr (fixed == 2) {
+        add_row(row0 + at, weight0, ahead, x);
+        add_row(row1 + at, weight1, ahead, x);
+      } else {
+        for (int k = 0; k < count; ++k)
+          add_row(inputs.rows[k] + at, Floats::spread(inputs.weights[k]), ahead, x);
+      }
+      extend::prefetch_step<type, 1>(out + at + extend::written_ahead);
+      x.store(out + at);
+    }
   }
-// Asks for what lies ahead of a step: one of f32 may be two lines.
-#define KVMELD_BLEND_AHEAD(ADDRESS, WRITTEN) \
-  __builtin_prefetch(ADDRESS, WRITTEN);      \
-  if constexpr (block_bytes(type) == 4) __builtin_prefetch((ADDRESS) + 64, WRITTEN);
-// Adds a step of one row to two sums.
-#define KVMELD_BLEND_ADD(ADDRESS, WEIGHT, SUM, SUM2) \
-  {                                                  \
-    Form::load<type>(ADDRESS, x, x2);                \
-    KVMELD_BLEND_AHEAD((ADDRESS) + ahead, 0)         \
-    SUM = Form::fma(WEIGHT, x, SUM);                 \
-    SUM2 = Form::fma(WEIGHT, x2, SUM2);              \
-  }
-KVMELD_BLEND(blend_avx2, KVMELD_TARGET_AVX2, BlendAvx2)
-KVMELD_BLEND(blend_avx512, KVMELD_TARGET_AVX512, BlendAvx512)
-#undef KVMELD_BLEND_ADD
-#undef KVMELD_BLEND_AHEAD
-#undef KVMELD_BLEND
+};
 
 /// Sums, and turns where `turn` is not null, all heads of one output.
 template <ElementType type, int fixed>
 void blend_rows(Isa isa, const BlendInputs& inputs, const extend::Rotation* rotation,
                 std::int64_t heads, std::int64_t bytes, std::byte* out) {
+  using extend::Kernel;
   const bool wide = isa == Isa::avx512;
-  if (rotation != nullptr)
-    return wide ? blend_avx512_rotated<type, fixed>(inputs, *rotation, heads, out)
-                : blend_avx2_rotated<type, fixed>(inputs, *rotation, heads, out);
-  wide ? blend_avx512_plain<type, fixed>(inputs, bytes, out)
-       : blend_avx2_plain<type, fixed>(inputs, bytes, out);
+  if (rotation != nullptr) {
+    return wide ? Kernel<BlendRotated<64, type, fixed>>::avx512(inputs, *rotation, heads, out)
+                : Kernel<BlendRotated<32, type, fixed>>::avx2(inputs, *rotation, heads, out);
+  }
+  wide ? Kernel<BlendPlain<64, type, fixed>>::avx512(inputs, bytes, out)
+       : Kernel<BlendPlain<32, type, fixed>>::avx2(inputs, bytes, out);
 }
 template <ElementType type>
 void blend_rows(Isa isa, const BlendInputs& inputs, const extend::Rotation* rotation,

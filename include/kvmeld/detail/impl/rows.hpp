@@ -69,86 +69,98 @@ KVMELD_ALWAYS_INLINE void store_block<ElementType::q8_0>(const float* __restrict
 }
 
 // All of a row: whole blocks, then the rest through a padded one, so that the same expressions make
-// every byte. Macros, because a function that calls one for a wider instruction set must itself be
-// compiled for it.
-#define KVMELD_LOAD_BLOCKS(BLOCK)                                                    \
-  constexpr std::ptrdiff_t kvmeld_bytes = byte_size(type, row_block);                \
-  std::ptrdiff_t i = 0;                                                              \
-  for (; i + row_block <= n; i += row_block, in += kvmeld_bytes) BLOCK(in, out + i); \
-  if (i < n) {                                                                       \
-    std::byte padded[static_cast<std::size_t>(kvmeld_bytes)] = {};                   \
-    float values[row_block];                                                         \
-    std::memcpy(padded, in, static_cast<std::size_t>(byte_size(type, n - i)));       \
-    BLOCK(padded, values);                                                           \
-    std::memcpy(out + i, values, sizeof(float) * static_cast<std::size_t>(n - i));   \
+// every byte.
+
+template <class Block, ElementType type>
+struct LoadBlocks {
+  KVMELD_ALWAYS_INLINE static void run(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+    constexpr std::ptrdiff_t bytes = byte_size(type, row_block);
+    std::ptrdiff_t i = 0;
+    for (; i + row_block <= n; i += row_block, in += bytes) Block::load(in, out + i);
+    if (i < n) {
+      std::byte padded[static_cast<std::size_t>(bytes)] = {};
+      float values[row_block];
+      std::memcpy(padded, in, static_cast<std::size_t>(byte_size(type, n - i)));
+      Block::load(padded, values);
+      std::memcpy(out + i, values, sizeof(float) * static_cast<std::size_t>(n - i));
+    }
   }
-#define KVMELD_STORE_BLOCKS(BLOCK)                                                    \
-  constexpr std::ptrdiff_t kvmeld_bytes = byte_size(type, row_block);                 \
-  std::ptrdiff_t i = 0;                                                               \
-  for (; i + row_block <= n; i += row_block, out += kvmeld_bytes) BLOCK(in + i, out); \
-  if (i < n) {                                                                        \
-    float values[row_block] = {};                                                     \
-    std::byte padded[static_cast<std::size_t>(kvmeld_bytes)];                         \
-    std::memcpy(values, in + i, sizeof(float) * static_cast<std::size_t>(n - i));     \
-    BLOCK(values, padded);                                                            \
-    std::memcpy(out, padded, static_cast<std::size_t>(byte_size(type, n - i)));       \
+};
+template <class Block, ElementType type>
+struct StoreBlocks {
+  KVMELD_ALWAYS_INLINE static void run(const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+    constexpr std::ptrdiff_t bytes = byte_size(type, row_block);
+    std::ptrdiff_t i = 0;
+    for (; i + row_block <= n; i += row_block, out += bytes) Block::store(in + i, out);
+    if (i < n) {
+      float values[row_block] = {};
+      std::byte padded[static_cast<std::size_t>(bytes)];
+      std::memcpy(values, in + i, sizeof(float) * static_cast<std::size_t>(n - i));
+      Block::store(values, padded);
+      std::memcpy(out, padded, static_cast<std::size_t>(byte_size(type, n - i)));
+    }
   }
+};
 
+/// Blocks by loops.
 template <ElementType type>
-KVMELD_ALWAYS_INLINE void load_elements(const std::byte* in, std::ptrdiff_t n,
-                                        float* out) noexcept {
-  KVMELD_LOAD_BLOCKS(load_block<type>);
-}
-template <ElementType type>
-KVMELD_ALWAYS_INLINE void store_elements(const float* in, std::ptrdiff_t n,
-                                         std::byte* out) noexcept {
-  KVMELD_STORE_BLOCKS(store_block<type>);
-}
-
-#if KVMELD_X86_DISPATCH
-
-/// Portable blocks, unless specialised below.
-template <ElementType type>
-struct Avx2Block {
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
-                                                           float* __restrict out) noexcept {
+struct PortableBlock {
+  KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
+                                        float* __restrict out) noexcept {
     load_block<type>(in, out);
   }
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
-                                                            std::byte* __restrict out) noexcept {
+  KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
+                                         std::byte* __restrict out) noexcept {
     store_block<type>(in, out);
   }
 };
 
+template <ElementType type>
+KVMELD_ALWAYS_INLINE void load_elements(const std::byte* in, std::ptrdiff_t n,
+                                        float* out) noexcept {
+  LoadBlocks<PortableBlock<type>, type>::run(in, n, out);
+}
+template <ElementType type>
+KVMELD_ALWAYS_INLINE void store_elements(const float* in, std::ptrdiff_t n,
+                                         std::byte* out) noexcept {
+  StoreBlocks<PortableBlock<type>, type>::run(in, n, out);
+}
+
+#if KVMELD_X86_DISPATCH
+
+/// Loops, unless specialised below.
+template <ElementType type>
+struct Avx2Block : PortableBlock<type> {};
+
 template <>
 struct Avx2Block<ElementType::f16> {
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
-                                                           float* __restrict out) noexcept {
-    for (int i = 0; i < 32; i += 8) {
-      const vector_t<short, 16> stored =
-          *reinterpret_cast<const unaligned_vector_t<short, 16>*>(in + 2 * i);
-      *reinterpret_cast<unaligned_vector_t<float, 32>*>(out + i) =
-          __builtin_ia32_vcvtph2ps256(stored);
-    }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load_one(const std::byte* in,
+                                                               float* out) noexcept {
+    store_lanes(Lanes8<ElementType::f16>::load(in), out);
   }
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
-                                                            std::byte* __restrict out) noexcept {
-    for (int i = 0; i < 32; i += 8) {
-      const vector_t<float, 32> values =
-          *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i);
-      constexpr int to_nearest_even = 0;
-      *reinterpret_cast<unaligned_vector_t<short, 16>*>(out + 2 * i) =
-          __builtin_ia32_vcvtps2ph256(values, to_nearest_even);
-    }
+  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store_one(const float* in,
+                                                                std::byte* out) noexcept {
+    Lanes8<ElementType::f16>::store(load_lanes(in), out);
+  }
+  // Four calls, not a loop: g++ would keep it, as long as its own overhead.
+  KVMELD_TARGET_AVX2 static void load(const std::byte* __restrict in,
+                                      float* __restrict out) noexcept {
+    load_one(in, out);
+    load_one(in + 16, out + 8);
+    load_one(in + 32, out + 16);
+    load_one(in + 48, out + 24);
+  }
+  KVMELD_TARGET_AVX2 static void store(const float* __restrict in,
+                                       std::byte* __restrict out) noexcept {
+    store_one(in, out);
+    store_one(in + 8, out + 16);
+    store_one(in + 16, out + 32);
+    store_one(in + 24, out + 48);
   }
 };
 
 template <>
-struct Avx2Block<ElementType::bf16> {
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
-                                                           float* __restrict out) noexcept {
-    load_block<ElementType::bf16>(in, out);
-  }
+struct Avx2Block<ElementType::bf16> : PortableBlock<ElementType::bf16> {
   KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static vector_t<int, 32> round(const float* in) noexcept {
     const vector_t<float, 32> values = *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in);
     const auto bits = reinterpret_cast<vector_t<unsigned, 32>>(values);
@@ -156,8 +168,8 @@ struct Avx2Block<ElementType::bf16> {
     const vector_t<unsigned, 32> half = (((bits >> 16) & 1u) + 0x7fffu) & ~is_nan;
     return reinterpret_cast<vector_t<int, 32>>(((bits + half) >> 16) | (is_nan & 0x40u));
   }
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
-                                                            std::byte* __restrict out) noexcept {
+  KVMELD_TARGET_AVX2 static void store(const float* __restrict in,
+                                       std::byte* __restrict out) noexcept {
     for (int i = 0; i < 32; i += 16) {
       *reinterpret_cast<unaligned_vector_t<std::uint16_t, 32>*>(out + 2 * i) =
           pack_words(round(in + i), round(in + i + 8));
@@ -175,8 +187,8 @@ struct Avx2Float8Block {
   using Halfwords = vector_t<std::uint16_t, 32>;
   using Codes = vector_t<std::uint8_t, 16>;
 
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* __restrict in,
-                                                           float* __restrict out) noexcept {
+  KVMELD_TARGET_AVX2 static void load(const std::byte* __restrict in,
+                                      float* __restrict out) noexcept {
     for (int i = 0; i < 32; i += 16) {
       const Codes codes = *reinterpret_cast<const unaligned_vector_t<std::uint8_t, 16>*>(in + i);
       const Halfwords wide = __builtin_convertvector(codes, Halfwords);
@@ -200,8 +212,8 @@ struct Avx2Float8Block {
     }
   }
 
-  KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void store(const float* __restrict in,
-                                                            std::byte* __restrict out) noexcept {
+  KVMELD_TARGET_AVX2 static void store(const float* __restrict in,
+                                       std::byte* __restrict out) noexcept {
     for (int i = 0; i < 32; i += 16) {
       vector_t<float, 32> first = *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in + i);
       vector_t<float, 32> second =
@@ -262,14 +274,12 @@ struct RowCalls {
 template <>
 struct RowCalls<true> {
   template <ElementType type>
-  KVMELD_TARGET_AVX2 KVMELD_NOINLINE static void load(const std::byte* in, std::ptrdiff_t n,
-                                                      float* out) noexcept {
-    KVMELD_LOAD_BLOCKS(Avx2Block<type>::load);
+  static void load(const std::byte* in, std::ptrdiff_t n, float* out) noexcept {
+    extend::Kernel<LoadBlocks<Avx2Block<type>, type>>::avx2(in, n, out);
   }
   template <ElementType type>
-  KVMELD_TARGET_AVX2 KVMELD_NOINLINE static void store(const float* in, std::ptrdiff_t n,
-                                                       std::byte* out) noexcept {
-    KVMELD_STORE_BLOCKS(Avx2Block<type>::store);
+  static void store(const float* in, std::ptrdiff_t n, std::byte* out) noexcept {
+    extend::Kernel<StoreBlocks<Avx2Block<type>, type>>::avx2(in, n, out);
   }
 };
 
