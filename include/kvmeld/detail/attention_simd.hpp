@@ -110,18 +110,18 @@ struct AttentionSteps {
   /// weights[i] = e^(dots[i] · factor − top) for one block; returns their sum in eight strands.
   double (*weigh)(const float* dots, double factor, double top, float* weights) = nullptr;
   /// The largest of one block; −infinity where none is.
-  float (*largest)(const float* dots) noexcept = nullptr;
+  float (*largest)(const float* dots) = nullptr;
   /// acc[q] += weights[q · stride + j] · rows[j], j < rows.count in order, a multiple of
   /// `added_rows`
   Add add = nullptr;
   /// total[i] = total[i] · scale + block[i]; block[i] = 0
-  void (*carry)(float* block, double scale, std::size_t n, double* total) noexcept = nullptr;
+  void (*carry)(float* block, double scale, std::size_t n, double* total) = nullptr;
   /// out[i] = total[i] / sum, n of them
-  void (*finish)(const double* total, double sum, std::size_t n, float* out) noexcept = nullptr;
+  void (*finish)(const double* total, double sum, std::size_t n, float* out) = nullptr;
   Dots raw_dots = nullptr;  ///< null: this type has none
   Add raw_add = nullptr;
   /// Raw parts as f32, one behind the other: where many queries read them, each is converted once.
-  void (*widen)(const RowParts& rows, float* out) noexcept = nullptr;
+  void (*widen)(const RowParts& rows, float* out) = nullptr;
 };
 
 KVMELD_ALWAYS_INLINE double weigh_body(const float* __restrict dots, double factor, double top,
@@ -258,31 +258,29 @@ struct Weigh {
   }
 };
 
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline float largest_avx2(const float* dots) noexcept {
-  return largest_body(dots);
-}
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void finish_avx2(const double* total, double sum,
-                                                           std::size_t n, float* out) noexcept {
-  finish_body(total, sum, n, out);
-}
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE inline void carry_avx2(float* block, double scale, std::size_t n,
-                                                          double* total) noexcept {
-  carry_body(block, scale, n, total);
-}
-
-KVMELD_TARGET_AVX512 KVMELD_NOINLINE inline void carry_avx512(float* block, double scale,
-                                                              std::size_t n,
-                                                              double* total) noexcept {
-  using Doubles = vector_t<double, 64>;
-  constexpr int current_rounding = 4;
-  const Doubles by = Doubles{} + scale;
-  for (std::size_t c = 0; c < n; c += 8) {
-    auto* const sum = reinterpret_cast<unaligned_vector_t<double, 64>*>(total + c);
-    *sum = __builtin_ia32_vfmaddpd512_mask(*sum, by, widen_lanes(load_lanes(block + c)), 0xff,
-                                           current_rounding);
-    store_lanes(FloatLanes{}, block + c);
+struct Largest {
+  KVMELD_ALWAYS_INLINE static float run(const float* dots) noexcept { return largest_body(dots); }
+};
+struct Finish {
+  KVMELD_ALWAYS_INLINE static void run(const double* total, double sum, std::size_t n,
+                                       float* out) noexcept {
+    finish_body(total, sum, n, out);
   }
-}
+};
+template <int bytes>
+struct Carry {
+  using Doubles = extend::Vec<double, bytes>;
+  using Floats = extend::Vec<float, bytes / 2>;
+
+  KVMELD_ALWAYS_INLINE static void run(float* block, double scale, std::size_t n,
+                                       double* total) noexcept {
+    const Doubles by = Doubles::spread(scale);
+    for (std::size_t c = 0; c < n; c += Doubles::lanes) {
+      multiply_add(Doubles::load(total + c), by, widen(Floats::load(block + c))).store(total + c);
+      Floats{}.store(block + c);
+    }
+  }
+};
 
 /// The levels 4, 2, 1 of the tree over eight lanes.
 [[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE float join_eight(FloatLanes s) noexcept {
@@ -292,18 +290,6 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE inline void carry_avx512(float* block, doub
   return s[0];
 }
 
-template <ElementType type>
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE void widen_parts_avx2(const RowParts& rows,
-                                                         float* out) noexcept {
-  for (std::size_t r = 0; r < rows.count; ++r, out += rows.n) {
-    const std::byte* const in = rows.rows[r] + rows.offset;
-    for (std::size_t c = 0; c < rows.n; c += 8) {
-      const std::byte* const at = in + static_cast<std::ptrdiff_t>(c) * block_bytes(type);
-      if (c % 32 == 0) prefetch(at, rows.ahead);
-      store_lanes(Lanes8<type>::load(at), out + c);
-    }
-  }
-}
 /// Eight elements that stay in a register: g++ would load f32 again for each use, and loads are
 /// what these loops run out of.
 template <ElementType type>
@@ -493,15 +479,21 @@ take_sixteen(const std::byte* in) noexcept {
 take_sixteen(const float* in) noexcept {
   return take_sixteen<ElementType::f32>(reinterpret_cast<const std::byte*>(in));
 }
-/// Elements of a row, a vector full, that stay in a register.
+/// Elements of a row, a vector full; `take` has them stay in a register.
 template <ElementType type, int bytes>
 struct TakeVector {
+  KVMELD_TARGET_AVX2 static extend::Vec<float, bytes> load(const std::byte* in) noexcept {
+    return {Lanes8<type>::load(in)};
+  }
   KVMELD_TARGET_AVX2 static extend::Vec<float, bytes> take(const std::byte* in) noexcept {
     return {take_eight<type>(in)};
   }
 };
 template <ElementType type>
 struct TakeVector<type, 64> {
+  KVMELD_TARGET_AVX512 static extend::Vec<float, 64> load(const std::byte* in) noexcept {
+    return {load_sixteen<type>(in)};
+  }
   KVMELD_TARGET_AVX512 static extend::Vec<float, 64> take(const std::byte* in) noexcept {
     return {take_sixteen<type>(in)};
   }
@@ -558,32 +550,96 @@ struct AddForFour {
   }
 };
 
-/// The same for one query, 32 channels of which stay in registers, in the order of `Lanes16`.
-template <ElementType type>
-KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE void add_one_avx2(const float* weights,
-                                                          const RowParts& rows,
-                                                          float* acc) noexcept {
-  using Lanes = Lanes16<type>;
-  constexpr std::ptrdiff_t half = 16 * block_bytes(type);
-  std::ptrdiff_t offset = rows.offset;
-  for (std::size_t c = 0; c < rows.n; c += 32, acc += 32, offset += 2 * half) {
-    FloatLanes s, t, u, v, x, x1;
-    load_sixteen_floats<Lanes::even_odd>(acc, s, t);
-    load_sixteen_floats<Lanes::even_odd>(acc + 16, u, v);
-    for (std::size_t j = 0; j < rows.count; ++j) {
-      const std::byte* const row = rows.rows[j] + offset;
-      const FloatLanes w = weights[j] - FloatLanes{};
-      Lanes::load(row, x, x1);
-      s = fma_lanes(w, x, s);
-      t = fma_lanes(w, x1, t);
-      Lanes::load(row + half, x, x1);
-      u = fma_lanes(w, x, u);
-      v = fma_lanes(w, x1, v);
-    }
-    store_sixteen_floats<Lanes::even_odd>(s, t, acc);
-    store_sixteen_floats<Lanes::even_odd>(u, v, acc + 16);
+/// Two vectors of one row in the order that costs least: of bf16 in AVX2 the even elements and the
+/// odd ones.
+template <ElementType type, int bytes>
+struct RowPair {
+  extend::Vec<float, bytes> a, b;
+
+  KVMELD_TARGET_AVX2 static RowPair load(const std::byte* in) noexcept {
+    RowPair pair;
+    Lanes16<type>::load(in, pair.a.raw, pair.b.raw);
+    return pair;
   }
-}
+  KVMELD_TARGET_AVX2 static RowPair load_floats(const float* in) noexcept {
+    RowPair pair;
+    load_sixteen_floats<Lanes16<type>::even_odd>(in, pair.a.raw, pair.b.raw);
+    return pair;
+  }
+  KVMELD_TARGET_AVX2 void store_floats(float* out) const noexcept {
+    store_sixteen_floats<Lanes16<type>::even_odd>(a.raw, b.raw, out);
+  }
+};
+template <ElementType type>
+struct RowPair<type, 64> {
+  extend::Vec<float, 64> a, b;
+
+  KVMELD_TARGET_AVX512 static RowPair load(const std::byte* in) noexcept {
+    return {{load_sixteen<type>(in)}, {load_sixteen<type>(in + 16 * block_bytes(type))}};
+  }
+  KVMELD_TARGET_AVX512 static RowPair load_floats(const float* in) noexcept {
+    return {{load_wide(in)}, {load_wide(in + 16)}};
+  }
+  KVMELD_TARGET_AVX512 void store_floats(float* out) const noexcept {
+    store_wide(a.raw, out);
+    store_wide(b.raw, out + 16);
+  }
+};
+
+/// Adds all rows to the sums of one query, `pairs` of which stay in registers.
+template <int bytes, ElementType type, int pairs>
+struct AddForOne {
+  using Floats = extend::Vec<float, bytes>;
+  using Pair = RowPair<type, bytes>;
+  static constexpr std::size_t lanes = 2 * Floats::lanes, channels = pairs * lanes;
+
+  /// As that of `AddForFour`.
+  KVMELD_ALWAYS_INLINE static std::size_t run(const float* weights, const RowParts& rows,
+                                              std::size_t c, float* sums) noexcept {
+    for (; c + channels <= rows.n; c += channels) {
+      const std::ptrdiff_t offset =
+          rows.offset + static_cast<std::ptrdiff_t>(c) * block_bytes(type);
+      float* const acc = sums + c;
+      extend::Vecs<Pair, pairs> held;
+      held.each([&](Pair& s, std::size_t i)
+                    KVMELD_INLINE_LAMBDA { s = Pair::load_floats(acc + i * lanes); });
+      for (std::size_t j = 0; j < rows.count; ++j) {
+        const std::byte* const row = rows.rows[j] + offset;
+        const Floats w = Floats::spread(weights[j]);
+        held.each([&](Pair& s, std::size_t i) KVMELD_INLINE_LAMBDA {
+          const Pair x =
+              Pair::load(row + static_cast<std::ptrdiff_t>(i * lanes) * block_bytes(type));
+          s.a = multiply_add(w, x.a, s.a);
+          s.b = multiply_add(w, x.b, s.b);
+        });
+      }
+      held.each([&](Pair& s, std::size_t i)
+                    KVMELD_INLINE_LAMBDA { s.store_floats(acc + i * lanes); });
+    }
+    return c;
+  }
+};
+
+/// The next head of a row is asked for too where vectors are wide enough to wait for it.
+template <int bytes, ElementType type>
+struct WidenParts {
+  using Floats = extend::Vec<float, bytes>;
+
+  KVMELD_ALWAYS_INLINE static void run(const RowParts& rows, float* out) noexcept {
+    for (std::size_t r = 0; r < rows.count; ++r) {
+      const std::byte* in = rows.rows[r] + rows.offset;
+      for (std::size_t c = 0; c < rows.n; c += 32, in += 32 * block_bytes(type), out += 32) {
+        prefetch(in, rows.ahead);
+        if constexpr (bytes == 64)
+          prefetch(in, static_cast<std::ptrdiff_t>(rows.n) * block_bytes(type));
+        for (std::size_t l = 0; l < 32; l += Floats::lanes) {
+          TakeVector<type, bytes>::load(in + static_cast<std::ptrdiff_t>(l) * block_bytes(type))
+              .store(out + l);
+        }
+      }
+    }
+  }
+};
 
 template <ElementType type>
 KVMELD_TARGET_AVX2 KVMELD_NOINLINE void add_avx2(const float* weights, std::size_t stride,
@@ -599,7 +655,8 @@ KVMELD_TARGET_AVX2 KVMELD_NOINLINE void add_avx2(const float* weights, std::size
     extend::Kernel<AddForFour<32, type, 2>>::avx2(weights + q * stride, stride, rows, 0,
                                                   acc + q * rows.n);
   }
-  for (; q < count; ++q) add_one_avx2<type>(weights + q * stride, rows, acc + q * rows.n);
+  for (; q < count; ++q)
+    extend::Kernel<AddForOne<32, type, 2>>::avx2(weights + q * stride, rows, 0, acc + q * rows.n);
 }
 
 }  // namespace detail
@@ -652,21 +709,6 @@ KVMELD_ALWAYS_INLINE void ask_for_rows(const std::byte* a, const std::byte* b, c
     prefetch(b, ahead);
     prefetch(c, ahead);
     prefetch(d, ahead);
-  }
-}
-
-template <ElementType type>
-KVMELD_TARGET_AVX512 KVMELD_NOINLINE void widen_parts_avx512(const RowParts& rows,
-                                                             float* out) noexcept {
-  constexpr std::ptrdiff_t half = 16 * block_bytes(type);
-  for (std::size_t r = 0; r < rows.count; ++r) {
-    const std::byte* in = rows.rows[r] + rows.offset;
-    for (std::size_t c = 0; c < rows.n; c += 32, in += 2 * half, out += 32) {
-      prefetch(in, rows.ahead);
-      prefetch(in, static_cast<std::ptrdiff_t>(rows.n) * block_bytes(type));  // the next head
-      store_wide(load_sixteen<type>(in), out);
-      store_wide(load_sixteen<type>(in + half), out + 16);
-    }
   }
 }
 
@@ -777,41 +819,6 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE void dots_avx512(const float* queries, std:
 }
 
 template <ElementType type>
-KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void add_for_one(const float* weights,
-                                                           const RowParts& rows,
-                                                           float* acc) noexcept {
-  constexpr std::ptrdiff_t step = 16 * block_bytes(type);
-  std::ptrdiff_t offset = rows.offset;
-  std::size_t c = 0;
-  for (; c + 64 <= rows.n; c += 64, acc += 64, offset += 4 * step) {
-    WideFloats s = load_wide(acc), t = load_wide(acc + 16), u = load_wide(acc + 32),
-               v = load_wide(acc + 48);
-    for (std::size_t j = 0; j < rows.count; ++j) {
-      const std::byte* const row = rows.rows[j] + offset;
-      const WideFloats w = weights[j] - WideFloats{};
-      s = fma_wide(w, load_sixteen<type>(row), s);
-      t = fma_wide(w, load_sixteen<type>(row + step), t);
-      u = fma_wide(w, load_sixteen<type>(row + 2 * step), u);
-      v = fma_wide(w, load_sixteen<type>(row + 3 * step), v);
-    }
-    store_wide(s, acc);
-    store_wide(t, acc + 16);
-    store_wide(u, acc + 32);
-    store_wide(v, acc + 48);
-  }
-  if (c == rows.n) return;
-  WideFloats s = load_wide(acc), t = load_wide(acc + 16);
-  for (std::size_t j = 0; j < rows.count; ++j) {
-    const std::byte* const row = rows.rows[j] + offset;
-    const WideFloats w = weights[j] - WideFloats{};
-    s = fma_wide(w, load_sixteen<type>(row), s);
-    t = fma_wide(w, load_sixteen<type>(row + step), t);
-  }
-  store_wide(s, acc);
-  store_wide(t, acc + 16);
-}
-
-template <ElementType type>
 KVMELD_TARGET_AVX512 KVMELD_NOINLINE void add_avx512(const float* weights, std::size_t stride,
                                                      std::size_t count, const RowParts& rows,
                                                      float* acc) noexcept {
@@ -828,7 +835,13 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE void add_avx512(const float* weights, std::
     const std::size_t c = Kernel<AddForFour<64, type, 4>>::avx512(four, stride, rows, 0, sums);
     if (c < rows.n) Kernel<AddForFour<64, type, 2>>::avx512(four, stride, rows, c, sums);
   }
-  for (; q < count; ++q) add_for_one<type>(weights + q * stride, rows, acc + q * rows.n);
+  for (; q < count; ++q) {
+    using extend::Kernel;
+    const float* const one = weights + q * stride;
+    float* const sums = acc + q * rows.n;
+    const std::size_t c = Kernel<AddForOne<64, type, 2>>::avx512(one, rows, 0, sums);
+    if (c < rows.n) Kernel<AddForOne<64, type, 1>>::avx512(one, rows, c, sums);
+  }
 }
 
 }  // namespace detail
@@ -844,40 +857,40 @@ namespace detail {
   if (isa == Isa::avx512) {
     AttentionSteps steps{dots_avx512<ElementType::f32>,
                          extend::Kernel<Weigh<64>>::avx512,
-                         largest_avx2,
+                         extend::Kernel<Largest>::avx2,
                          add_avx512<ElementType::f32>,
-                         carry_avx512,
-                         finish_avx2,
+                         extend::Kernel<Carry<64>>::avx512,
+                         extend::Kernel<Finish>::avx2,
                          nullptr,
                          nullptr,
                          nullptr};
     if (type == ElementType::f32) steps.raw_dots = steps.dots, steps.raw_add = steps.add;
     if (type == ElementType::f16)
       steps.raw_dots = dots_avx512<ElementType::f16>, steps.raw_add = add_avx512<ElementType::f16>,
-      steps.widen = widen_parts_avx512<ElementType::f16>;
+      steps.widen = extend::Kernel<WidenParts<64, ElementType::f16>>::avx512;
     if (type == ElementType::bf16)
       steps.raw_dots = dots_avx512<ElementType::bf16>,
       steps.raw_add = add_avx512<ElementType::bf16>,
-      steps.widen = widen_parts_avx512<ElementType::bf16>;
+      steps.widen = extend::Kernel<WidenParts<64, ElementType::bf16>>::avx512;
     return steps;
   }
   if (isa == Isa::avx2) {
     AttentionSteps steps{dots_avx2<ElementType::f32>,
                          extend::Kernel<Weigh<32>>::avx2,
-                         largest_avx2,
+                         extend::Kernel<Largest>::avx2,
                          add_avx2<ElementType::f32>,
-                         carry_avx2,
-                         finish_avx2,
+                         extend::Kernel<Carry<32>>::avx2,
+                         extend::Kernel<Finish>::avx2,
                          nullptr,
                          nullptr,
                          nullptr};
     if (type == ElementType::f32) steps.raw_dots = steps.dots, steps.raw_add = steps.add;
     if (type == ElementType::f16)
       steps.raw_dots = dots_avx2<ElementType::f16>, steps.raw_add = add_avx2<ElementType::f16>,
-      steps.widen = widen_parts_avx2<ElementType::f16>;
+      steps.widen = extend::Kernel<WidenParts<32, ElementType::f16>>::avx2;
     if (type == ElementType::bf16)
       steps.raw_dots = dots_avx2<ElementType::bf16>, steps.raw_add = add_avx2<ElementType::bf16>,
-      steps.widen = widen_parts_avx2<ElementType::bf16>;
+      steps.widen = extend::Kernel<WidenParts<32, ElementType::bf16>>::avx2;
     return steps;
   }
 #endif

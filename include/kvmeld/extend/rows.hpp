@@ -757,6 +757,7 @@ KVMELD_TARGET_AVX512 inline Vec<double, 64> multiply_add(Vec<double, 64> a, Vec<
 KVMELD_TARGET_AVX2 inline Vec<float, 32> min_of(Vec<float, 32> a, Vec<float, 32> b) noexcept {
   return {__builtin_ia32_minps256(a.raw, b.raw)};
 }
+/// The larger, b where either is NaN.
 KVMELD_TARGET_AVX2 inline Vec<float, 32> max_of(Vec<float, 32> a, Vec<float, 32> b) noexcept {
   return {__builtin_ia32_maxps256(a.raw, b.raw)};
 }
@@ -775,13 +776,14 @@ KVMELD_TARGET_AVX512 inline Vec<float, 64> max_of(Vec<float, 64> a, Vec<float, 6
 #endif
 }
 
-/// Floats of half the size as doubles, and back.
+/// Floats of half the size as doubles.
 KVMELD_TARGET_AVX2 inline Vec<double, 32> widen(Vec<float, 16> x) noexcept {
   return {__builtin_convertvector(x.raw, vector_t<double, 32>)};
 }
 KVMELD_TARGET_AVX512 inline Vec<double, 64> widen(Vec<float, 32> x) noexcept {
   return {detail::widen_lanes(x.raw)};
 }
+/// Doubles rounded to floats of half the size.
 KVMELD_TARGET_AVX2 inline Vec<float, 16> narrow(Vec<double, 32> x) noexcept {
   return {__builtin_convertvector(x.raw, vector_t<float, 16>)};
 }
@@ -803,9 +805,11 @@ KVMELD_TARGET_AVX512 inline Vec<double, 64> add_exponent(Vec<double, 64> x,
                                                  (reinterpret_cast<Words>(k.raw) << 52))};
 }
 
+/// The first half of the lanes.
 KVMELD_TARGET_AVX2 inline Vec<float, 16> lower_half(Vec<float, 32> x) noexcept {
   return {__builtin_shufflevector(x.raw, x.raw, 0, 1, 2, 3)};
 }
+/// The last half of the lanes.
 KVMELD_TARGET_AVX2 inline Vec<float, 16> upper_half(Vec<float, 32> x) noexcept {
   return {__builtin_shufflevector(x.raw, x.raw, 4, 5, 6, 7)};
 }
