@@ -483,19 +483,27 @@ take_sixteen(const float* in) noexcept {
 template <ElementType type, int bytes>
 struct TakeVector {
   KVMELD_TARGET_AVX2 static extend::Vec<float, bytes> load(const std::byte* in) noexcept {
-    return {Lanes8<type>::load(in)};
+    extend::Vec<float, bytes> x;
+    x.raw = Lanes8<type>::load(in);
+    return x;
   }
   KVMELD_TARGET_AVX2 static extend::Vec<float, bytes> take(const std::byte* in) noexcept {
-    return {take_eight<type>(in)};
+    extend::Vec<float, bytes> x;
+    x.raw = take_eight<type>(in);
+    return x;
   }
 };
 template <ElementType type>
 struct TakeVector<type, 64> {
   KVMELD_TARGET_AVX512 static extend::Vec<float, 64> load(const std::byte* in) noexcept {
-    return {load_sixteen<type>(in)};
+    extend::Vec<float, 64> x;
+    x.raw = load_sixteen<type>(in);
+    return x;
   }
   KVMELD_TARGET_AVX512 static extend::Vec<float, 64> take(const std::byte* in) noexcept {
-    return {take_sixteen<type>(in)};
+    extend::Vec<float, 64> x;
+    x.raw = take_sixteen<type>(in);
+    return x;
   }
 };
 
@@ -575,7 +583,10 @@ struct RowPair<type, 64> {
   extend::Vec<float, 64> a, b;
 
   KVMELD_TARGET_AVX512 static RowPair load(const std::byte* in) noexcept {
-    return {{load_sixteen<type>(in)}, {load_sixteen<type>(in + 16 * block_bytes(type))}};
+    RowPair pair;
+    pair.a.raw = load_sixteen<type>(in);
+    pair.b.raw = load_sixteen<type>(in + 16 * block_bytes(type));
+    return pair;
   }
   KVMELD_TARGET_AVX512 static RowPair load_floats(const float* in) noexcept {
     return {{load_wide(in)}, {load_wide(in + 16)}};

@@ -820,10 +820,12 @@ KVMELD_TARGET_AVX512 inline Vec<double, 32> upper_half(Vec<double, 64> x) noexce
   return {__builtin_shufflevector(x.raw, x.raw, 4, 5, 6, 7)};
 }
 
-/// Eight elements in order.
+/// Eight elements in order. The vector has a name, because nvcc drops braces around such calls.
 template <ElementType type>
 KVMELD_TARGET_AVX2 inline Vec<float, 32> load_eight(const std::byte* in) noexcept {
-  return {detail::load_eight<type>(in)};
+  Vec<float, 32> x;
+  x.raw = detail::load_eight<type>(in);
+  return x;
 }
 
 /// Thirty-two elements between memory and an array that compilers keep in registers, in an order of
