@@ -1,5 +1,4 @@
-// A fuser of one's own in twenty lines: it takes part in planning, rendering, naming and checking
-// like those of the library.
+// A fuser of one's own in twenty lines: it plans, renders and checks like those of the library.
 //
 //   bash examples/run.sh 03
 
