@@ -103,7 +103,7 @@ struct AttentionSteps {
   using Dots = void (*)(const float* queries, std::size_t count, const RowParts& keys, float* out,
                         std::size_t stride) noexcept;
   using Add = void (*)(const float* weights, std::size_t stride, std::size_t count,
-                       const RowParts& rows, float* acc) noexcept;
+                       const RowParts& rows, float* acc);
 
   /// out[q · stride + k] = queries[q] · keys[k], k < keys.count
   Dots dots = nullptr;
@@ -652,23 +652,49 @@ struct WidenParts {
   }
 };
 
-template <ElementType type>
-KVMELD_TARGET_AVX2 KVMELD_NOINLINE void add_avx2(const float* weights, std::size_t stride,
-                                                 std::size_t count, const RowParts& rows,
-                                                 float* acc) noexcept {
-  constexpr std::size_t line = 64 / block_bytes(type);
-  for (std::size_t j = 0; rows.ahead != 0 && j < rows.count; ++j) {
-    for (std::size_t c = 0; c < rows.n; c += line)
-      prefetch(rows.rows[j] + rows.offset + c * block_bytes(type), rows.ahead);
+/// Asks for what lies ahead of four rows, line by line.
+KVMELD_ALWAYS_INLINE void ask_for_rows(const std::byte* a, const std::byte* b, const std::byte* c,
+                                       const std::byte* d, std::size_t bytes,
+                                       std::ptrdiff_t ahead) noexcept {
+  if (ahead == 0) return;
+  const auto end = ahead + static_cast<std::ptrdiff_t>(bytes);
+  for (; ahead < end; ahead += 64) {
+    prefetch(a, ahead);
+    prefetch(b, ahead);
+    prefetch(c, ahead);
+    prefetch(d, ahead);
   }
-  std::size_t q = 0;
-  for (; q + paired_queries <= count; q += paired_queries) {
-    extend::Kernel<AddForFour<32, type, 2>>::avx2(weights + q * stride, stride, rows, 0,
-                                                  acc + q * rows.n);
-  }
-  for (; q < count; ++q)
-    extend::Kernel<AddForOne<32, type, 2>>::avx2(weights + q * stride, rows, 0, acc + q * rows.n);
 }
+
+/// Adds all rows to the sums of all queries.
+template <int bytes, ElementType type>
+struct AddRows {
+  KVMELD_ALWAYS_INLINE static void run(const float* weights, std::size_t stride, std::size_t count,
+                                       const RowParts& rows, float* acc) noexcept {
+    for (std::size_t j = 0; j < rows.count; j += added_rows) {
+      ask_for_rows(rows.rows[j] + rows.offset, rows.rows[j + 1] + rows.offset,
+                   rows.rows[j + 2] + rows.offset, rows.rows[j + 3] + rows.offset,
+                   rows.n * block_bytes(type), rows.ahead);
+    }
+    std::size_t q = 0;
+    for (; q + paired_queries <= count; q += paired_queries) {
+      const float* const four = weights + q * stride;
+      float* const sums = acc + q * rows.n;
+      const std::size_t c = AddForFour<bytes, type, bytes / 16>::run(four, stride, rows, 0, sums);
+      if constexpr (bytes == 64) {  // half of them, where 32 channels are left
+        if (c < rows.n) AddForFour<bytes, type, 2>::run(four, stride, rows, c, sums);
+      }
+    }
+    for (; q < count; ++q) {
+      const float* const one = weights + q * stride;
+      float* const sums = acc + q * rows.n;
+      const std::size_t c = AddForOne<bytes, type, 2>::run(one, rows, 0, sums);
+      if constexpr (bytes == 64) {
+        if (c < rows.n) AddForOne<bytes, type, 1>::run(one, rows, c, sums);
+      }
+    }
+  }
+};
 
 }  // namespace detail
 
@@ -709,20 +735,6 @@ join_neighbours(WideFloats xy, WideFloats zw) noexcept {
                                  30) +
          __builtin_shufflevector(xy, zw, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
 }
-/// Asks for what lies ahead of four rows, line by line.
-KVMELD_ALWAYS_INLINE void ask_for_rows(const std::byte* a, const std::byte* b, const std::byte* c,
-                                       const std::byte* d, std::size_t bytes,
-                                       std::ptrdiff_t ahead) noexcept {
-  if (ahead == 0) return;
-  const auto end = ahead + static_cast<std::ptrdiff_t>(bytes);
-  for (; ahead < end; ahead += 64) {
-    prefetch(a, ahead);
-    prefetch(b, ahead);
-    prefetch(c, ahead);
-    prefetch(d, ahead);
-  }
-}
-
 /// Four queries by two keys, until quarters of four sums are left of each: x and y have a quarter
 /// for each query.
 template <ElementType type>
@@ -829,32 +841,6 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE void dots_avx512(const float* queries, std:
   }
 }
 
-template <ElementType type>
-KVMELD_TARGET_AVX512 KVMELD_NOINLINE void add_avx512(const float* weights, std::size_t stride,
-                                                     std::size_t count, const RowParts& rows,
-                                                     float* acc) noexcept {
-  for (std::size_t j = 0; j < rows.count; j += 4) {
-    ask_for_rows(rows.rows[j] + rows.offset, rows.rows[j + 1] + rows.offset,
-                 rows.rows[j + 2] + rows.offset, rows.rows[j + 3] + rows.offset,
-                 rows.n * block_bytes(type), rows.ahead);
-  }
-  std::size_t q = 0;
-  for (; q + paired_queries <= count; q += paired_queries) {
-    using extend::Kernel;
-    const float* const four = weights + q * stride;
-    float* const sums = acc + q * rows.n;
-    const std::size_t c = Kernel<AddForFour<64, type, 4>>::avx512(four, stride, rows, 0, sums);
-    if (c < rows.n) Kernel<AddForFour<64, type, 2>>::avx512(four, stride, rows, c, sums);
-  }
-  for (; q < count; ++q) {
-    using extend::Kernel;
-    const float* const one = weights + q * stride;
-    float* const sums = acc + q * rows.n;
-    const std::size_t c = Kernel<AddForOne<64, type, 2>>::avx512(one, rows, 0, sums);
-    if (c < rows.n) Kernel<AddForOne<64, type, 1>>::avx512(one, rows, c, sums);
-  }
-}
-
 }  // namespace detail
 
 #endif  // KVMELD_X86_DISPATCH
@@ -869,7 +855,7 @@ namespace detail {
     AttentionSteps steps{dots_avx512<ElementType::f32>,
                          extend::Kernel<Weigh<64>>::avx512,
                          extend::Kernel<Largest>::avx2,
-                         add_avx512<ElementType::f32>,
+                         extend::Kernel<AddRows<64, ElementType::f32>>::avx512,
                          extend::Kernel<Carry<64>>::avx512,
                          extend::Kernel<Finish>::avx2,
                          nullptr,
@@ -877,11 +863,12 @@ namespace detail {
                          nullptr};
     if (type == ElementType::f32) steps.raw_dots = steps.dots, steps.raw_add = steps.add;
     if (type == ElementType::f16)
-      steps.raw_dots = dots_avx512<ElementType::f16>, steps.raw_add = add_avx512<ElementType::f16>,
+      steps.raw_dots = dots_avx512<ElementType::f16>,
+      steps.raw_add = extend::Kernel<AddRows<64, ElementType::f16>>::avx512,
       steps.widen = extend::Kernel<WidenParts<64, ElementType::f16>>::avx512;
     if (type == ElementType::bf16)
       steps.raw_dots = dots_avx512<ElementType::bf16>,
-      steps.raw_add = add_avx512<ElementType::bf16>,
+      steps.raw_add = extend::Kernel<AddRows<64, ElementType::bf16>>::avx512,
       steps.widen = extend::Kernel<WidenParts<64, ElementType::bf16>>::avx512;
     return steps;
   }
@@ -889,7 +876,7 @@ namespace detail {
     AttentionSteps steps{dots_avx2<ElementType::f32>,
                          extend::Kernel<Weigh<32>>::avx2,
                          extend::Kernel<Largest>::avx2,
-                         add_avx2<ElementType::f32>,
+                         extend::Kernel<AddRows<32, ElementType::f32>>::avx2,
                          extend::Kernel<Carry<32>>::avx2,
                          extend::Kernel<Finish>::avx2,
                          nullptr,
@@ -897,10 +884,12 @@ namespace detail {
                          nullptr};
     if (type == ElementType::f32) steps.raw_dots = steps.dots, steps.raw_add = steps.add;
     if (type == ElementType::f16)
-      steps.raw_dots = dots_avx2<ElementType::f16>, steps.raw_add = add_avx2<ElementType::f16>,
+      steps.raw_dots = dots_avx2<ElementType::f16>,
+      steps.raw_add = extend::Kernel<AddRows<32, ElementType::f16>>::avx2,
       steps.widen = extend::Kernel<WidenParts<32, ElementType::f16>>::avx2;
     if (type == ElementType::bf16)
-      steps.raw_dots = dots_avx2<ElementType::bf16>, steps.raw_add = add_avx2<ElementType::bf16>,
+      steps.raw_dots = dots_avx2<ElementType::bf16>,
+      steps.raw_add = extend::Kernel<AddRows<32, ElementType::bf16>>::avx2,
       steps.widen = extend::Kernel<WidenParts<32, ElementType::bf16>>::avx2;
     return steps;
   }
