@@ -1,22 +1,35 @@
 #!/usr/bin/env bash
-# Installs what is missing, fetches the engine and the model, builds one example and runs it.
+# Installs what is missing, builds one example or study and runs it; a study, or an example that reads a model, gets the engine and
+# the model, too.
 #
-#   bash examples/run.sh [NN] [FLAG...]        NN: 01 (default), 02, ...; flags go to the example
+#   bash examples/run.sh [FLAG...]             study 01: two agents and more, full text against merges, on the real model
+#   bash examples/run.sh NAME|NN [FLAG...]     an example (session, tiers, ...) or a study (01 or two_agents, ...); flags go to it
 #   bash examples/run.sh 01 --model PATH --agents 2
+#   bash examples/run.sh --list                all of them
 #
-# Whatever was fetched or built is kept: a second run starts within seconds. Results go to build/*.json.
+# Whatever was fetched or built is kept: a second run starts within seconds. Results of studies go to build/*.json.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/examples/support/common.sh"
 . "$root/examples/support/build.sh"
 
-number=01
-case ${1:-} in [0-9] | [0-9][0-9]) number=$(printf '%02d' "$((10#$1))"); shift ;; esac
-sources=("$root/examples/${number}"_*.cpp)
-[ -f "${sources[0]}" ] || die "there is no example $number; there are: $(cd "$root/examples" && echo [0-9]*.cpp)"
-name=$(basename "${sources[0]}" .cpp)
+if [ "${1:-}" = --list ]; then
+  for source in "$root"/examples/*.cpp "$root"/examples/studies/*.cpp; do
+    printf '%-20s %s\n' "$(basename "$source" .cpp)" "$(sed -n '1s,^// ,,p' "$source")"
+  done
+  exit 0
+fi
+wanted=01
+case ${1:-} in '' | -*) ;; *) wanted=$1; shift ;; esac
+source=
+for candidate in "$root/examples/$wanted.cpp" "$root/examples/studies/$wanted"_*.cpp "$root/examples/studies/"[0-9][0-9]_"$wanted.cpp" \
+  "$root/examples/studies/$wanted.cpp"; do
+  if [ -f "$candidate" ]; then source=$candidate; break; fi
+done
+[ -n "$source" ] || die "there is no example or study $wanted; bash examples/run.sh --list names them"
+name=$(basename "$source" .cpp)
 
-# The model may be named here; the rest is the example's own.
+# The model may be named here; the rest is the program's own.
 model_flags=() flags=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -26,17 +39,27 @@ while [ $# -gt 0 ]; do
   esac
 done
 
-# An example that needs servers or several processes says so in NN_name.sh: packages in `more_packages`, and a function `start`
+if ! grep -q 'kvmeld/engine/' "$source" && [ "$(dirname "$source")" = "$root/examples" ]; then
+  need_packages "${base_packages[@]}"
+  say "building example $name"
+  configure "$root" "$root/build/examples_alone" -DCMAKE_BUILD_TYPE=Release -DKVMELD_BUILD_EXAMPLES=ON -DKVMELD_BUILD_STUDIES=OFF
+  build "$root/build/examples_alone" "$name"
+  cd "$root"
+  say "running $name"
+  exec "$root/build/examples_alone/examples/$name" "${flags[@]}"
+fi
+
+# One that needs servers or several processes says so in the NAME.sh beside it: packages in `more_packages`, and a function `start`
 # that may add to `flags` or put words before the program in `launcher`.
 more_packages=() launcher=()
 start() { :; }
-if [ -f "$root/examples/$name.sh" ]; then . "$root/examples/$name.sh"; fi
+if [ -f "${source%.cpp}.sh" ]; then . "${source%.cpp}.sh"; fi
 
 need_packages "${example_packages[@]}" "${more_packages[@]}"
 engine=$(bash "$root/examples/support/get_engine.sh")
 model=$(bash "$root/examples/support/get_model.sh" "${model_flags[@]}")
 
-say "building example $name"
+say "building $name"
 configure "$root" "$root/build/examples" -DCMAKE_BUILD_TYPE=Release -DKVMELD_BUILD_EXAMPLES=ON -DKVMELD_LLAMA_ROOT="$engine"
 build "$root/build/examples" "$name"
 

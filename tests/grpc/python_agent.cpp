@@ -73,7 +73,7 @@ TEST_CASE(
   REQUIRE(test::write_text(folder / "parcel", *parcel));
   const auto agent = [&](const std::string& key) {
     return test::OtherProcess(
-        {python3,       "examples/06_agent.py",
+        {python3,       "examples/studies/06_agent.py",
          "--address",   server.address(),
          "--namespace", hex(kvmeld::coordinator::detail::namespace_bytes(test::test_namespace())),
          "--member",    "2",

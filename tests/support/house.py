@@ -26,9 +26,10 @@ BOUNDS = {
     "include_cycles": ("<=", 0),
     "include_directions": ("<=", 0),
     # What holds today; the rule is 60 lines and a complexity of 20, and these only fall.
-    "longest_function": ("<=", 121),
-    "highest_complexity": ("<=", 40),
+    "longest_function": ("<=", 116),
+    "highest_complexity": ("<=", 36),
     "braces_not_understood": ("<=", 1),
+    "longest_example": ("<=", 80),
     "lines_over_100_columns": ("<=", 0),
     "files_not_formatted": ("<=", 0),
     "comment_percent": (">=", 12),
@@ -137,6 +138,18 @@ def check_lines(tree, figures):
         if len(line) > 100
     ]
     figures["lines_over_100_columns"] = Figure(len(wide), wide)
+    # Lines of examples/NAME.cpp; what measures stands in examples/studies.
+    long = sorted(
+        ((content.count("\n"), file) for file, content in tree.files.items()
+         if file.startswith("examples/") and file.count("/") == 1),
+        reverse=True,
+    )
+    most = BOUNDS["longest_example"][1]
+    figures["longest_example"] = Figure(
+        long[0][0] if long else 0,
+        [f"{lines:4} {file}" for lines, file in long],
+        [f"{lines:4} {file}" for lines, file in long if lines > most],
+    )
     shares = {header: text.comment_lines(content) for header, content in tree.headers.items()}
     percent = 100 * sum(c for c, _ in shares.values()) / max(1, sum(n for _, n in shares.values()))
     poorest = sorted(

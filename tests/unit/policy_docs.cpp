@@ -289,5 +289,5 @@ TEST_CASE("a score of one's own leaves a liar out") {
 
 TEST_CASE("docs/custom_policy.md shows these policies, and example 03's, word for word") {
   test::check_page("docs/custom_policy.md",
-                   {"tests/unit/policy_docs.cpp", "examples/03_custom_policy.cpp"});
+                   {"tests/unit/policy_docs.cpp", "examples/custom_policy.cpp"});
 }

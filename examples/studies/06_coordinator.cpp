@@ -6,6 +6,7 @@
 // Python has agreed to.
 
 #include "support/note_agent.hpp"
+#include "support/study.hpp"
 
 #include <kvmeld/coordinator/grpc_client.hpp>
 #include <kvmeld/coordinator/grpc_server.hpp>
@@ -257,7 +258,7 @@ std::string digits(const kvmeld::Digest128& digest) {
 kvmeld::Status run_python(const Flags& flags, const Folder& folder) {
   if (!folder.wait_for("parcel")) return {kvmeld::ErrorCode::timed_out, "nothing to publish"};
   const std::vector<std::string> words{flags.python,
-                                       "examples/06_agent.py",
+                                       "examples/studies/06_agent.py",
                                        "--address",
                                        "127.0.0.1:" + folder.read("port"),
                                        "--namespace",
@@ -335,7 +336,7 @@ bool print(const Flags& flags, const Folder& folder, bool killed_and_back) {
       "%s\n",
       cpp["full_text_right"].get<std::size_t>(), cpp["total"].get<std::size_t>(),
       equal ? "equal" : "DIFFER", killed_and_back ? "yes" : "no", flags.output.c_str());
-  std::ofstream(flags.output) << out.dump(2) << '\n';
+  if (!study::write_results(flags.output, out)) return false;
   // What both answer from the merged cache must come near to what one that read everything answers.
   const bool answers =
       10 * out["right"].get<std::size_t>() >= 9 * out["full_text_right"].get<std::size_t>();
@@ -406,17 +407,12 @@ int main(int argc, char** argv) {
   CLI::App app(
       "An agent in C++ and one in Python merge what they have read through a coordinator, which is "
       "killed and comes back.");
-  app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
+  study::add_common(app, flags);
   app.add_option("--python", flags.python, "a Python with grpc and google.protobuf")
       ->capture_default_str();
-  app.add_option("--output", flags.output, "JSON file")->capture_default_str();
   app.add_option("--questions", flags.questions,
                  "facts, dealt out to the two agents, with a question about each")
       ->check(CLI::Range(4, 32))
-      ->capture_default_str();
-  app.add_option("--seed", flags.seed, "of the facts")->capture_default_str();
-  app.add_option("--threads", flags.threads,
-                 "of each agent's engine; equal for both, so that equal prompts give equal bytes")
       ->capture_default_str();
   app.add_flag("!--no-kill", flags.kill, "let the coordinator live");
   CLI11_PARSE(app, argc, argv);

@@ -9,6 +9,7 @@
 #include "support/dataset.hpp"
 #include "support/engine.hpp"
 #include "support/prompt.hpp"
+#include "support/study.hpp"
 
 #include <kvmeld/engine/llama.hpp>
 #include <kvmeld/kvmeld.hpp>
@@ -231,8 +232,7 @@ double distinct_pairs(const Story& story) {
 int main(int argc, char** argv) {
   Flags flags;
   CLI::App app("Two copies of a model write one story and share it as text or as merged caches.");
-  app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
-  app.add_option("--output", flags.output, "JSON file to write")->capture_default_str();
+  study::add_common(app, flags);
   app.add_option("--sync", flags.sync, "most tokens that each writes between two exchanges")
       ->check(CLI::Range(2, 256))
       ->capture_default_str();
@@ -241,9 +241,6 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--stories", flags.stories, "stories, four openings in turn")
       ->check(CLI::Range(1, 64))
-      ->capture_default_str();
-  app.add_option("--threads", flags.threads, "of the engine")
-      ->check(CLI::Range(1, 256))
       ->capture_default_str();
   app.add_flag("--show", flags.show, "print the stories");
   CLI11_PARSE(app, argc, argv);
@@ -304,11 +301,9 @@ int main(int argc, char** argv) {
       "as text. Lower is more\n"
       "fluent; a text that repeats itself is low too, and shows it in the pairs. `alone` has "
       "nothing to take in.\n");
-  std::ofstream file(flags.output);
-  file << nlohmann::json{{"model", flags.model.substr(flags.model.find_last_of('/') + 1)},
-                         {"rows", rows},
-                         {"summary", summary}}
-              .dump(1)
-       << '\n';
-  return file ? 0 : 1;
+  return study::write_results(
+             flags.output,
+             {{"model", study::model_name(flags.model)}, {"rows", rows}, {"summary", summary}})
+             ? 0
+             : 1;
 }

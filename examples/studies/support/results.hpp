@@ -3,6 +3,7 @@
 // and summed up with intervals.
 
 #include "dataset.hpp"
+#include "study.hpp"
 
 #include <nlohmann/json.hpp>
 
@@ -10,7 +11,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <fstream>
 #include <map>
 #include <string>
 #include <tuple>
@@ -147,21 +147,14 @@ class Results {
     return out;
   }
 
-  /// Replaces the file in one step, so that a stop leaves the old or the new one.
   [[nodiscard]] bool save() const {
-    const std::string part = path_ + ".part";
-    {
-      std::ofstream file(part);
-      const Json json{{"model", model_},
-                      {"rows", rows_},
-                      {"summary", summary()},
-                      {"content_digests_equal_under_permutation", digests_equal()},
-                      {"permuted_renders", renders_},
-                      {"permuted", checked_}};
-      file << json.dump(1) << '\n';
-      if (!file) return false;
-    }
-    return std::rename(part.c_str(), path_.c_str()) == 0;
+    return study::write_results(path_,
+                                {{"model", model_},
+                                 {"rows", rows_},
+                                 {"summary", summary()},
+                                 {"content_digests_equal_under_permutation", digests_equal()},
+                                 {"permuted_renders", renders_},
+                                 {"permuted", checked_}});
   }
 
   void print() const {

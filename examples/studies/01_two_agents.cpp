@@ -14,6 +14,7 @@
 #include "support/question_prompt.hpp"
 #include "support/results.hpp"
 #include "support/splice.hpp"
+#include "support/study.hpp"
 
 #include <CLI/CLI.hpp>
 
@@ -373,9 +374,7 @@ int main(int argc, char** argv) {
   CLI::App app(
       "Merges the caches of agents that read different notes, and asks questions about all of "
       "them.");
-  app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
-  app.add_option("--output", flags.output, "JSON file; rows already there are kept")
-      ->capture_default_str();
+  study::add_common(app, flags);
   app.add_option("--agents", flags.agents, "numbers of agents, e.g. 2,4,8")
       ->delimiter(',')
       ->capture_default_str();
@@ -410,9 +409,6 @@ int main(int argc, char** argv) {
   app.add_option("--include", flags.include,
                  "further JSON files of the same model whose rows are taken over")
       ->delimiter(',');
-  app.add_option("--threads", flags.threads, "of the engine and of the merge")
-      ->check(CLI::Range(1, 256))
-      ->capture_default_str();
   app.add_flag("--table", flags.table,
                "print and save the table of the rows that are there, and run nothing");
   CLI11_PARSE(app, argc, argv);
@@ -440,7 +436,7 @@ int main(int argc, char** argv) {
     if (agents < 1 || agents > 8)
       return std::fprintf(stderr, "%zu agents: 1 to 8 share the facts of a set\n", agents), 2;
 
-  const std::string file = flags.model.substr(flags.model.find_last_of('/') + 1);
+  const std::string file = study::model_name(flags.model);
   Results results(flags.output, file);
   for (const std::string& path : flags.include) results.take(path);
   if (flags.table) return results.print(), results.save() ? 0 : 1;

@@ -5,7 +5,7 @@ It needs no kvmeld library: coordinator.proto says what is exchanged, docs/wire.
 python3-grpcio, python3-protobuf, protobuf-compiler, and python3-xxhash for checking hashes. The session's secret, where it has one,
 is read from the environment, as KVMELD_KEY.
 
-  python3 examples/06_agent.py --address 127.0.0.1:PORT --namespace HEX --member 2 --publish mine.parcel --session 1 --round 1
+  python3 examples/studies/06_agent.py --address 127.0.0.1:PORT --namespace HEX --member 2 --publish mine.parcel --session 1 --round 1
 """
 import argparse
 import hashlib

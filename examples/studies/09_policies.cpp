@@ -8,6 +8,7 @@
 
 #include "support/note_agent.hpp"
 #include "support/readers.hpp"
+#include "support/study.hpp"
 
 #include <kvmeld/calibrate.hpp>
 #include <kvmeld/policies/attention.hpp>
@@ -233,10 +234,7 @@ class Mergers {
 class Run {
  public:
   Run(const Flags& flags, NoteAgent& agent, const Mergers& mergers)
-      : flags_(flags),
-        agent_(agent),
-        mergers_(mergers),
-        model_(flags.model.substr(flags.model.find_last_of('/') + 1)) {
+      : flags_(flags), agent_(agent), mergers_(mergers), model_(study::model_name(flags.model)) {
     for (const Trial& task : all_tasks()) {
       if (!chosen(flags_.tasks, task.name)) continue;
       for (const std::size_t agents : task.agents)
@@ -420,9 +418,7 @@ class Run {
                   {"merge_ms", line.merge_ms}});
       json["rows"].push_back(row);
     }
-    std::ofstream file(flags_.output);
-    file << json.dump(1) << '\n';
-    return file.good();
+    return study::write_results(flags_.output, json);
   }
 
   void progress(const Trial& task, std::size_t agents, const std::string& what) {
@@ -452,8 +448,7 @@ int main(int argc, char** argv) {
   Flags flags;
   CLI::App app(
       "Tries every way to merge that makes sense on several tasks, and says which is best.");
-  app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
-  app.add_option("--output", flags.output, "JSON file")->capture_default_str();
+  study::add_common(app, flags);
   app.add_option("--questions", flags.questions, "questions for each task and number of agents")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
@@ -463,10 +458,6 @@ int main(int argc, char** argv) {
   app.add_option("--policies", flags.policies,
                  "aligners, fusers or aligner/fuser as in the table, or all")
       ->delimiter(',')
-      ->capture_default_str();
-  app.add_option("--seed", flags.seed, "of the fact sets")->capture_default_str();
-  app.add_option("--threads", flags.threads, "of the engine and of the merge")
-      ->check(CLI::Range(1, 256))
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   for (const std::string& name : flags.tasks) {

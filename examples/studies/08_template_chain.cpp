@@ -14,6 +14,7 @@
 #include "support/prompt.hpp"
 #include "support/question_prompt.hpp"
 #include "support/series.hpp"
+#include "support/study.hpp"
 
 #include <kvmeld/anchors/prompt.hpp>
 
@@ -295,16 +296,15 @@ class Chain {
   }
   /// After each stream, so that a run that is stopped leaves those that are done.
   [[nodiscard]] kvmeld::Status save() const {
-    Json all{{"model", flags_.model.substr(flags_.model.find_last_of('/') + 1)},
+    Json all{{"model", study::model_name(flags_.model)},
              {"seed", flags_.seed},
              {"gamma", flags_.gamma},
              {"min_anchors", flags_.min_anchors}};
     all["rows"] = Json::array();
     for (const Row& row : rows_) all["rows"].push_back(row.json());
     all["streams"] = figures_;
-    std::ofstream file(flags_.output);
-    file << all.dump(1) << '\n';
-    if (!file.good()) return {kvmeld::ErrorCode::invalid_argument, "cannot write " + flags_.output};
+    if (!study::write_results(flags_.output, all))
+      return {kvmeld::ErrorCode::invalid_argument, "cannot write " + flags_.output};
     return {};
   }
 
@@ -665,8 +665,7 @@ int main(int argc, char** argv) {
   CLI::App app(
       "Agents whose prompts quote each other: read anew, or placed slot by slot from what is known "
       "of the pieces.");
-  app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
-  app.add_option("--output", flags.output, "JSON file")->capture_default_str();
+  study::add_common(app, flags);
   app.add_option("--texts", flags.texts, "structured, free")
       ->delimiter(',')
       ->check(CLI::IsMember({"structured", "free"}))
@@ -699,10 +698,6 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--budget", flags.budget_mib, "MiB of K/V that a pool may hold")
       ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
-  app.add_option("--seed", flags.seed, "of the documents")->capture_default_str();
-  app.add_option("--threads", flags.threads, "of the engine and of the blend")
-      ->check(CLI::Range(1, 256))
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   const kvmeld::Status status = run(flags);

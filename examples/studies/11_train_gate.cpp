@@ -10,6 +10,7 @@
 // tokens.
 
 #include "support/adam.hpp"
+#include "support/study.hpp"
 
 #include <cmath>
 #include <cstdint>
@@ -389,13 +390,10 @@ std::vector<std::byte> through_file(const std::string& path, const Written& writ
 
 int main(int argc, char** argv) {
   int steps = 3000;
-  for (int i = 1; i + 1 < argc; ++i) {
-    if (std::string(argv[i]) == "--steps") steps = std::atoi(argv[i + 1]);
-  }
-  if (steps < 1) {
-    std::fprintf(stderr, "--steps takes a number of at least 1\n");
-    return 1;
-  }
+  CLI::App app("Trains a gate and a predictor of weights on made-up rows, and compares them.");
+  app.add_option("--steps", steps, "of the training")->check(CLI::Range(1, 10000000));
+  app.allow_extras();  // the model that run.sh names is not needed
+  CLI11_PARSE(app, argc, argv);
   std::filesystem::create_directories("build");
   const Task task;
   const auto geometry = one_layer();
@@ -450,7 +448,7 @@ int main(int argc, char** argv) {
   json["gate_digest"] = (*gate_back)->digest().hex();
   json["predictor_digest"] = (*predictor_back)->digest().hex();
   json["better_than_uniform_and_medoid"] = better;
-  std::ofstream("build/train_gate.json") << json.dump(2) << '\n';
+  if (!study::write_results("build/train_gate.json", json)) return 1;
   std::printf("\n%s; build/train_gate.json\n",
               better ? "what was trained beats the uniform mean and the medoid"
                      : "what was trained does NOT beat the uniform mean and the medoid");

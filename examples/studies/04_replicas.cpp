@@ -3,6 +3,7 @@
 // again. Writes build/replicas.json.
 
 #include "support/note_agent.hpp"
+#include "support/study.hpp"
 
 #include <kvmeld/replica/replica.hpp>
 #include <kvmeld/stores/redis.hpp>
@@ -327,7 +328,7 @@ int launch(const Flags& flags) {
                 total);
   std::printf("content digests %s; %.0f s; %s\n", equal ? "equal" : "DIFFER",
               watch.milliseconds() / 1000, flags.output.c_str());
-  std::ofstream(flags.output) << out.dump(2) << '\n';
+  if (!study::write_results(flags.output, out)) return false;
   // Right is judged against full text: an answer may fail that the model gets wrong from the text
   // itself.
   const bool answers = out.contains("full_text_right") &&
@@ -342,21 +343,16 @@ int main(int argc, char** argv) {
   Flags flags;
   CLI::App app(
       "Three processes share what they have read over Redis; one is killed and comes back.");
-  app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
+  study::add_common(app, flags);
   app.add_option("--redis", flags.redis,
                  "socket of a Redis or Valkey server (examples/run.sh starts one)")
       ->required();
-  app.add_option("--output", flags.output, "JSON file")->capture_default_str();
   app.add_option("--agents", flags.agents, "processes")
       ->check(CLI::Range(2, 8))
       ->capture_default_str();
   app.add_option("--questions", flags.questions,
                  "facts, dealt out to the agents, with a question about each")
       ->check(CLI::Range(4, 32))
-      ->capture_default_str();
-  app.add_option("--seed", flags.seed, "of the facts")->capture_default_str();
-  app.add_option("--threads", flags.threads,
-                 "of each agent's engine; equal for all, so that equal prompts give equal bytes")
       ->capture_default_str();
   app.add_flag("!--no-kill", flags.kill, "let all agents live");
   CLI11_PARSE(app, argc, argv);

@@ -3,6 +3,7 @@
 // build/all_merge.json.
 
 #include "support/note_agent.hpp"
+#include "support/study.hpp"
 
 #include <kvmeld/mpi/all_merge.hpp>
 
@@ -171,7 +172,7 @@ bool print(const Flags& flags, const std::vector<json>& results) {
   if (complete && !answers)
     std::printf("FEWER right answers than nine tenths of full text's: %zu\n", right);
   std::printf("content digests %s; %s\n", equal ? "equal" : "DIFFER", flags.output.c_str());
-  std::ofstream(flags.output) << out.dump(2) << '\n';
+  if (!study::write_results(flags.output, out)) return false;
   return equal && answers;
 }
 
@@ -184,15 +185,10 @@ int main(int argc, char** argv) {
   (void)MPI_Comm_size(MPI_COMM_WORLD, &job.size);
   Flags flags;
   CLI::App app("The processes of an MPI job merge the caches of what each has read.");
-  app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
-  app.add_option("--output", flags.output, "JSON file")->capture_default_str();
+  study::add_common(app, flags);
   app.add_option("--questions", flags.questions,
                  "facts, dealt out to the ranks, with a question about each")
       ->check(CLI::Range(4, 32))
-      ->capture_default_str();
-  app.add_option("--seed", flags.seed, "of the facts")->capture_default_str();
-  app.add_option("--threads", flags.threads,
-                 "of each rank's engine; equal for all, so that equal prompts give equal bytes")
       ->capture_default_str();
   int status = 0;
   try {

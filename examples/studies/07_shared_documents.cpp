@@ -14,6 +14,7 @@
 #include "support/prompt.hpp"
 #include "support/question_prompt.hpp"
 #include "support/series.hpp"
+#include "support/study.hpp"
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
@@ -196,18 +197,12 @@ class Study {
 
   /// Writes what there is so far.
   [[nodiscard]] bool save() const {
-    Json all{{"model", flags_.model.substr(flags_.model.find_last_of('/') + 1)},
-             {"seed", flags_.seed},
-             {"gamma", flags_.gamma}};
+    Json all{
+        {"model", study::model_name(flags_.model)}, {"seed", flags_.seed}, {"gamma", flags_.gamma}};
     all["rows"] = Json::array();
     for (const Row& row : rows_) all["rows"].push_back(row.json());
     for (const auto& [name, value] : figures_.items()) all[name] = value;
-    std::error_code error;
-    if (const auto folder = std::filesystem::path(flags_.output).parent_path(); !folder.empty())
-      std::filesystem::create_directories(folder, error);
-    std::ofstream file(flags_.output);
-    file << all.dump(1) << '\n';
-    return file.good();
+    return study::write_results(flags_.output, all);
   }
   [[nodiscard]] const std::vector<Row>& rows() const { return rows_; }
   [[nodiscard]] const Json& figures() const { return figures_; }
@@ -970,8 +965,7 @@ int main(int argc, char** argv) {
   CLI::App app(
       "Five agents with different instructions share documents: read anew, turned to their place, "
       "or corrected by anchors.");
-  app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
-  app.add_option("--output", flags.output, "JSON file")->capture_default_str();
+  study::add_common(app, flags);
   app.add_option("--anchors", flags.anchors,
                  "documents that anchors are made of, under light and under heavy load")
       ->delimiter(',')
@@ -1009,10 +1003,6 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--budget", flags.budget_mib, "MiB of K/V that a pool may hold")
       ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
-  app.add_option("--seed", flags.seed, "of the documents")->capture_default_str();
-  app.add_option("--threads", flags.threads, "of the engine and of the blend")
-      ->check(CLI::Range(1, 256))
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   for (const std::size_t anchors : flags.anchors)

@@ -7,6 +7,7 @@
 
 #include "support/pair_file.hpp"
 #include "support/reader.hpp"
+#include "support/study.hpp"
 
 #include <kvmeld/fit/fit.hpp>
 #include <kvmeld/policies/projection.hpp>
@@ -281,7 +282,7 @@ kvmeld::Status run(const Flags& flags) {
       std::printf("%-30s %7.3f %7.3f\n", row["method"].get<std::string>().c_str(), right,
                   row["kl"].get<double>());
   }
-  const nlohmann::json all{{"source", flags.model.substr(flags.model.find_last_of('/') + 1)},
+  const nlohmann::json all{{"source", study::model_name(flags.model)},
                            {"target", flags.target.substr(flags.target.find_last_of('/') + 1)},
                            {"fit_tokens", record.fit_tokens},
                            {"source_layers", flags.source_layers},
@@ -292,12 +293,7 @@ kvmeld::Status run(const Flags& flags) {
                              {"passed", gate.ok()},
                              {"held_out_tokens", record.held_out_tokens}}},
                            {"rows", rows}};
-  std::error_code error;
-  if (const auto folder = std::filesystem::path(flags.output).parent_path(); !folder.empty())
-    std::filesystem::create_directories(folder, error);
-  std::ofstream file(flags.output);
-  file << all.dump(1) << "\n";
-  if (!file.good()) return failed("cannot write " + flags.output);
+  if (!study::write_results(flags.output, all)) return failed("cannot write " + flags.output);
   std::printf("rows: %s\n", flags.output.c_str());
   return {};
 }
@@ -309,9 +305,7 @@ int main(int argc, char** argv) {
   CLI::App app(
       "Maps a small model's cache of some notes into a larger model of another shape, which "
       "answers questions about them.");
-  app.add_option("--model", flags.model, "source model, a GGUF file")
-      ->required()
-      ->check(CLI::ExistingFile);
+  study::add_common(app, flags);
   app.add_option("--target", flags.target, "target model, a GGUF file")
       ->required()
       ->check(CLI::ExistingFile);
@@ -331,10 +325,6 @@ int main(int argc, char** argv) {
       "--pairs", flags.pairs,
       "file that keeps what both models made of the text (41 KB a token), to fit again or on more");
   app.add_flag("--refit", flags.refit, "fit anew, though a map is kept");
-  app.add_option("--output", flags.output, "JSON file")->capture_default_str();
-  app.add_option("--threads", flags.threads, "of the engine")
-      ->check(CLI::Range(1, 256))
-      ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   const kvmeld::Status status = run(flags);
   if (!status)

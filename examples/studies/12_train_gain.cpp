@@ -14,6 +14,7 @@
 #include "support/anchored.hpp"
 #include "support/anchored_texts.hpp"
 #include "support/reader.hpp"
+#include "support/study.hpp"
 
 #include <kvmeld/anchors/gain.hpp>
 #include <kvmeld/fit/fit.hpp>
@@ -369,7 +370,8 @@ kvmeld::Status run(const Flags& flags) {
     json["blended"].push_back(
         {{"way", way.name}, {"key_error", key / count}, {"value_error", value / count}});
   }
-  std::ofstream("build/train_gain.json") << json.dump(2) << '\n';
+  if (!study::write_results("build/train_gain.json", json))
+    return {kvmeld::ErrorCode::store_full, "cannot write build/train_gain.json"};
   std::printf("build/train_gain.json, build/gain_ridge.safetensors, build/gain_lstm.safetensors\n");
   return {};
 }
@@ -379,7 +381,7 @@ kvmeld::Status run(const Flags& flags) {
 int main(int argc, char** argv) {
   Flags flags;
   CLI::App app("Fits how much of an offset is left behind a prefix of another length.");
-  app.add_option("--model", flags.model, "a GGUF file")->required()->check(CLI::ExistingFile);
+  study::add_common(app, flags);
   app.add_option("--documents", flags.documents, "documents to fit on")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
@@ -392,11 +394,6 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--steps", flags.steps, "of its training")
       ->check(CLI::Range(1, 1000000))
-      ->capture_default_str();
-  app.add_option("--seed", flags.seed, "of documents, prefixes and first weights")
-      ->capture_default_str();
-  app.add_option("--threads", flags.threads, "of the engine")
-      ->check(CLI::Range(1, 256))
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   const kvmeld::Status status = run(flags);
