@@ -128,9 +128,9 @@ inline constexpr std::int32_t fragment_feature_count = 4;
 /// e^logit.
 ///
 /// The network sees `fragment_features`, then the caller's features of that fragment; scale them
-/// into its first layer. Logits are cut at ±40. examples/studies/11_train_gate.cpp trains one. O(inputs ·
-/// hidden) a fragment beside its features. Errors: `invalid_argument` (no predictor, a table out of
-/// order, features of another number), `not_found` (a fragment that the caller's table lacks),
+/// into its first layer. Logits are cut at ±40. The study train_gate trains one. O(inputs · hidden)
+/// a fragment beside its features. Errors: `invalid_argument` (no predictor, a table out of order,
+/// features of another number), `not_found` (a fragment that the caller's table lacks),
 /// `non_finite` (features).
 struct PredictedWeights {
   static constexpr bool reproducible = true;
