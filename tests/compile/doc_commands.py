@@ -58,17 +58,21 @@ class Checker:
         self.tests = [str(p.relative_to(root / "tests").with_suffix("")) for p in tests]
 
     def example(self, arguments):
-        number = "01"
-        if arguments and re.fullmatch(r"\d\d?", arguments[0]):
-            number = arguments.pop(0).zfill(2)
-        sources = list((self.root / "examples").glob(number + "_*"))
+        name = "01"
+        if arguments and not arguments[0].startswith("-"):
+            name = arguments.pop(0)
+        folder = self.root / "examples"
+        sources = [p for p in (folder / f"{name}.cpp",) if p.exists()]
+        sources = sources or sorted((folder / "studies").glob(f"{name}_*"))
+        sources = sources or sorted((folder / "studies").glob(f"[0-9][0-9]_{name}.*"))
         if not sources:
-            return f"there is no example {number}"
-        text = "".join(source.read_text() for source in sources)
+            return f"there is no example or study {name}"
+        shared = (folder / "studies" / "support" / "study.hpp").read_text()
+        text = shared + "".join(source.read_text() for source in sources)
         known = set(re.findall(r"--[a-z][a-z0-9-]*", text)) | {"--model"}
         for argument in arguments:
             if argument.startswith("--") and argument.split("=")[0] not in known:
-                return f"example {number} has no flag {argument}"
+                return f"{name} has no flag {argument}"
         return None
 
     def benchmark(self, arguments):
