@@ -69,7 +69,7 @@ class Checker:
             return f"there is no example or study {name}"
         shared = (folder / "studies" / "support" / "study.hpp").read_text()
         text = shared + "".join(source.read_text() for source in sources)
-        known = set(re.findall(r"--[a-z][a-z0-9-]*", text)) | {"--model"}
+        known = set(re.findall(r"--[a-z][a-z0-9-]*", text)) | {"--model", "--list"}
         for argument in arguments:
             if argument.startswith("--") and argument.split("=")[0] not in known:
                 return f"{name} has no flag {argument}"
