@@ -6,6 +6,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <new>
 #include <optional>
 #include <span>
@@ -127,101 +128,62 @@ enum class ErrorCode : std::uint8_t {
                  ///< it
 };
 
+namespace detail {
+
+/// In the order of the enumerators.
+inline constexpr std::string_view error_names[] = {"ok",
+                                                   "invalid_argument",
+                                                   "geometry_mismatch",
+                                                   "unknown_field",
+                                                   "unsupported",
+                                                   "unknown_layout",
+                                                   "truncated",
+                                                   "oversized",
+                                                   "corrupt",
+                                                   "token_count_mismatch",
+                                                   "duplicate_position",
+                                                   "position_gap",
+                                                   "duplicate_bos",
+                                                   "non_finite",
+                                                   "aliasing",
+                                                   "output_too_small",
+                                                   "workspace_too_small",
+                                                   "prefix_conflict",
+                                                   "prefix_missing",
+                                                   "payload_missing",
+                                                   "id_mismatch",
+                                                   "hash_mismatch",
+                                                   "tokens_required",
+                                                   "rope_length_dependent",
+                                                   "rope_unsupported",
+                                                   "rope_mismatch",
+                                                   "float_environment",
+                                                   "engine_failure",
+                                                   "probe_failed",
+                                                   "dot_reused",
+                                                   "quota_exceeded",
+                                                   "merger_mismatch",
+                                                   "not_found",
+                                                   "unavailable",
+                                                   "timed_out",
+                                                   "store_full",
+                                                   "unauthenticated",
+                                                   "version_mismatch",
+                                                   "gate_refused",
+                                                   "template_syntax",
+                                                   "slot_unknown",
+                                                   "slot_missing",
+                                                   "history_missing",
+                                                   "context_exceeded",
+                                                   "memory_space"};
+static_assert(std::size(error_names) == static_cast<std::size_t>(ErrorCode::memory_space) + 1);
+
+}  // namespace detail
+
 /// The name of a code as it is written in this header.
 [[nodiscard]] constexpr std::string_view to_string(ErrorCode code) noexcept {
-  switch (code) {
-    case ErrorCode::ok:
-      return "ok";
-    case ErrorCode::invalid_argument:
-      return "invalid_argument";
-    case ErrorCode::geometry_mismatch:
-      return "geometry_mismatch";
-    case ErrorCode::unknown_field:
-      return "unknown_field";
-    case ErrorCode::unsupported:
-      return "unsupported";
-    case ErrorCode::unknown_layout:
-      return "unknown_layout";
-    case ErrorCode::truncated:
-      return "truncated";
-    case ErrorCode::oversized:
-      return "oversized";
-    case ErrorCode::corrupt:
-      return "corrupt";
-    case ErrorCode::token_count_mismatch:
-      return "token_count_mismatch";
-    case ErrorCode::duplicate_position:
-      return "duplicate_position";
-    case ErrorCode::position_gap:
-      return "position_gap";
-    case ErrorCode::duplicate_bos:
-      return "duplicate_bos";
-    case ErrorCode::non_finite:
-      return "non_finite";
-    case ErrorCode::aliasing:
-      return "aliasing";
-    case ErrorCode::output_too_small:
-      return "output_too_small";
-    case ErrorCode::workspace_too_small:
-      return "workspace_too_small";
-    case ErrorCode::prefix_conflict:
-      return "prefix_conflict";
-    case ErrorCode::prefix_missing:
-      return "prefix_missing";
-    case ErrorCode::payload_missing:
-      return "payload_missing";
-    case ErrorCode::id_mismatch:
-      return "id_mismatch";
-    case ErrorCode::hash_mismatch:
-      return "hash_mismatch";
-    case ErrorCode::tokens_required:
-      return "tokens_required";
-    case ErrorCode::rope_length_dependent:
-      return "rope_length_dependent";
-    case ErrorCode::rope_unsupported:
-      return "rope_unsupported";
-    case ErrorCode::rope_mismatch:
-      return "rope_mismatch";
-    case ErrorCode::float_environment:
-      return "float_environment";
-    case ErrorCode::engine_failure:
-      return "engine_failure";
-    case ErrorCode::probe_failed:
-      return "probe_failed";
-    case ErrorCode::dot_reused:
-      return "dot_reused";
-    case ErrorCode::quota_exceeded:
-      return "quota_exceeded";
-    case ErrorCode::merger_mismatch:
-      return "merger_mismatch";
-    case ErrorCode::not_found:
-      return "not_found";
-    case ErrorCode::unavailable:
-      return "unavailable";
-    case ErrorCode::timed_out:
-      return "timed_out";
-    case ErrorCode::store_full:
-      return "store_full";
-    case ErrorCode::unauthenticated:
-      return "unauthenticated";
-    case ErrorCode::version_mismatch:
-      return "version_mismatch";
-    case ErrorCode::gate_refused:
-      return "gate_refused";
-    case ErrorCode::template_syntax:
-      return "template_syntax";
-    case ErrorCode::slot_unknown:
-      return "slot_unknown";
-    case ErrorCode::slot_missing:
-      return "slot_missing";
-    case ErrorCode::history_missing:
-      return "history_missing";
-    case ErrorCode::context_exceeded:
-      return "context_exceeded";
-    case ErrorCode::memory_space:
-      return "memory_space";
-  }
-  return "unknown";
+  const auto at = static_cast<std::size_t>(code);
+  return at < std::size(detail::error_names) ? detail::error_names[at] : "unknown";
 }
 
 /// Success, or a code with a sentence that names the offending number and what to do.

@@ -26,8 +26,8 @@ BOUNDS = {
     "include_cycles": ("<=", 0),
     "include_directions": ("<=", 0),
     # What holds today; the rule is 60 lines and a complexity of 20, and these only fall.
-    "longest_function": ("<=", 116),
-    "highest_complexity": ("<=", 36),
+    "longest_function": ("<=", 100),
+    "highest_complexity": ("<=", 33),
     "braces_not_understood": ("<=", 1),
     "longest_example": ("<=", 80),
     "lines_over_100_columns": ("<=", 0),

@@ -17,6 +17,13 @@ TEST_CASE("every code has a name of its own") {
   CHECK(names.size() == static_cast<std::size_t>(ErrorCode::memory_space) + 1);
   CHECK(names.count("unknown") == 0);
   CHECK(kvmeld::to_string(static_cast<ErrorCode>(250)) == "unknown");
+  // and it is its own
+  CHECK(kvmeld::to_string(ErrorCode::ok) == "ok");
+  CHECK(kvmeld::to_string(ErrorCode::duplicate_bos) == "duplicate_bos");
+  CHECK(kvmeld::to_string(ErrorCode::payload_missing) == "payload_missing");
+  CHECK(kvmeld::to_string(ErrorCode::dot_reused) == "dot_reused");
+  CHECK(kvmeld::to_string(ErrorCode::gate_refused) == "gate_refused");
+  CHECK(kvmeld::to_string(ErrorCode::memory_space) == "memory_space");
 }
 
 TEST_CASE("a status is a code and a sentence") {

@@ -416,6 +416,85 @@ inline void find_mismatches(std::span<const std::span<const TokenId>> pieces,
   gap(pieces.size(), 0, out.tokens.size());
 }
 
+/// Refuses values for slots that a template does not have, and names given twice.
+inline Status check_values(std::span<const PromptPlaceholder> slots,
+                           std::span<const PlaceholderHistory> values) {
+  for (std::size_t v = 0; v < values.size(); ++v) {
+    const auto named = [&](const auto& other) { return other.name == values[v].name; };
+    if (std::none_of(slots.begin(), slots.end(), named)) {
+      return extend::error(ErrorCode::slot_unknown, "value ", v, " is for '", values[v].name,
+                           "', which none of ", slots.size(), " slots is called");
+    }
+    if (std::any_of(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(v), named)) {
+      return extend::error(ErrorCode::invalid_argument, "value ", v, ": '", values[v].name,
+                           "' is given twice");
+    }
+  }
+  return {};
+}
+
+/// The value that stands in a slot. Errors: `slot_missing`, `history_missing`, `invalid_argument`
+/// (tokens without text).
+inline Result<const PlaceholderValue*> value_of(const PromptPlaceholder& slot, std::size_t s,
+                                                std::span<const PlaceholderHistory> values) {
+  const auto history = std::find_if(values.begin(), values.end(), [&](const PlaceholderHistory& h) {
+    return h.name == slot.name;
+  });
+  if (history == values.end())
+    return extend::error(ErrorCode::slot_missing, "slot ", s, " {", slot.name, "} has no value");
+  if (std::cmp_greater_equal(slot.turns_back, history->turns.size())) {
+    return extend::error(
+        slot.turns_back == 0 ? ErrorCode::slot_missing : ErrorCode::history_missing, "slot ", s,
+        " {", slot.name, "} goes ", slot.turns_back, " turns back from the newest of ",
+        history->turns.size());
+  }
+  const PlaceholderValue& value =
+      history->turns[history->turns.size() - 1 - static_cast<std::size_t>(slot.turns_back)];
+  if (value.text.empty() && !value.tokens.empty()) {
+    return extend::error(ErrorCode::invalid_argument, "slot ", s, " {", slot.name, "} has ",
+                         value.tokens.size(), " tokens and no text");
+  }
+  return &value;
+}
+
+/// The parts of a prompt in order: text 0, slot 0, text 1, …
+struct PromptParts {
+  std::vector<std::string_view> texts;
+  std::vector<std::span<const TokenId>> tokens;
+  bool whole = false;  ///< side by side they are the prompt's tokens
+};
+
+/// What of each part the prompt's own tokens keep. Calls the tokenizer for each part where they are
+/// not the parts' side by side.
+template <class T>
+[[nodiscard]] Result<std::vector<KeptPiece>> kept_parts(const PromptParts& parts, T&& tokenizer,
+                                                        std::int64_t first_position,
+                                                        FilledPrompt& out) {
+  std::vector<KeptPiece> kept;
+  if (parts.whole) {
+    std::size_t at = 0;
+    for (std::size_t p = 0; p < parts.tokens.size(); ++p) {
+      if (!parts.tokens[p].empty()) kept.push_back({p, 0, parts.tokens[p].size(), at});
+      at += parts.tokens[p].size();
+    }
+    return kept;
+  }
+  std::vector<TokenId> before;
+  std::size_t bytes = 0;
+  for (std::size_t p = 0; p < parts.tokens.size(); ++p) {
+    bytes += parts.texts[p].size();
+    if (parts.texts[p].empty()) continue;
+    Result<std::vector<TokenId>> now = bytes == out.text.size()
+                                           ? Result<std::vector<TokenId>>(out.tokens)
+                                           : tokenizer(std::string_view(out.text).substr(0, bytes));
+    if (!now) return now.error();
+    keep(kept, before, *now, p, parts.tokens[p]);
+    before = *std::move(now);
+  }
+  find_mismatches(parts.tokens, kept, first_position, out);
+  return kept;
+}
+
 }  // namespace detail
 
 /// Fills a template's slots and says where every token of the prompt comes from, at exact
@@ -436,60 +515,32 @@ template <Tokenizer T>
                                                      T&& tokenizer,
                                                      const FillOptions& options = {}) {
   const std::span<const PromptPlaceholder> slots = prompt.slots();
-  for (std::size_t v = 0; v < values.size(); ++v) {
-    const auto named = [&](const auto& other) { return other.name == values[v].name; };
-    if (std::none_of(slots.begin(), slots.end(), named)) {
-      return extend::error(ErrorCode::slot_unknown, "value ", v, " is for '", values[v].name,
-                           "', which none of ", slots.size(), " slots is called");
-    }
-    if (std::any_of(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(v), named)) {
-      return extend::error(ErrorCode::invalid_argument, "value ", v, ": '", values[v].name,
-                           "' is given twice");
-    }
-  }
+  KVMELD_TRY(detail::check_values(slots, values));
   FilledPrompt out;
-  std::vector<std::string_view> texts;  // text 0, slot 0, text 1, …
+  detail::PromptParts parts;
   for (std::size_t s = 0; s < slots.size(); ++s) {
-    const auto history =
-        std::find_if(values.begin(), values.end(),
-                     [&](const PlaceholderHistory& h) { return h.name == slots[s].name; });
-    if (history == values.end())
-      return extend::error(ErrorCode::slot_missing, "slot ", s, " {", slots[s].name,
-                           "} has no value");
-    if (std::cmp_greater_equal(slots[s].turns_back, history->turns.size())) {
-      return extend::error(
-          slots[s].turns_back == 0 ? ErrorCode::slot_missing : ErrorCode::history_missing, "slot ",
-          s, " {", slots[s].name, "} goes ", slots[s].turns_back, " turns back from the newest of ",
-          history->turns.size());
-    }
-    const PlaceholderValue& value =
-        history->turns[history->turns.size() - 1 - static_cast<std::size_t>(slots[s].turns_back)];
-    if (value.text.empty() && !value.tokens.empty()) {
-      return extend::error(ErrorCode::invalid_argument, "slot ", s, " {", slots[s].name, "} has ",
-                           value.tokens.size(), " tokens and no text");
-    }
-    texts.push_back(prompt.texts()[s]);
-    texts.push_back(value.text);
-    if (value.tokens.empty() && !value.text.empty()) {
-      Result<std::vector<TokenId>> ids = tokenizer(std::string_view(value.text));
-      if (!ids) return ids.error();
-      out.values.push_back(*std::move(ids));
-    } else {
-      out.values.push_back(value.tokens);
-    }
+    const auto value = detail::value_of(slots[s], s, values);
+    if (!value) return value.error();
+    parts.texts.push_back(prompt.texts()[s]);
+    parts.texts.push_back((*value)->text);
+    Result<std::vector<TokenId>> ids = (*value)->tokens;
+    if ((*value)->tokens.empty() && !(*value)->text.empty())
+      ids = tokenizer(std::string_view((*value)->text));
+    if (!ids) return ids.error();
+    out.values.push_back(*std::move(ids));
   }
-  texts.push_back(prompt.texts().back());
-  std::vector<std::span<const TokenId>> pieces;
+  parts.texts.push_back(prompt.texts().back());
   std::vector<TokenId> apart;
-  for (std::size_t p = 0; p < texts.size(); ++p) {
-    out.text += texts[p];
-    pieces.push_back(p % 2 == 0 ? prompt.text_tokens()[p / 2] : out.values[p / 2]);
-    apart.insert(apart.end(), pieces.back().begin(), pieces.back().end());
+  for (std::size_t p = 0; p < parts.texts.size(); ++p) {
+    out.text += parts.texts[p];
+    parts.tokens.push_back(p % 2 == 0 ? prompt.text_tokens()[p / 2] : out.values[p / 2]);
+    apart.insert(apart.end(), parts.tokens.back().begin(), parts.tokens.back().end());
   }
   Result<std::vector<TokenId>> whole =
       out.text.empty() ? std::vector<TokenId>{} : tokenizer(std::string_view(out.text));
   if (!whole) return whole.error();
   out.tokens = *std::move(whole);
+  parts.whole = out.tokens == apart;
   if (options.trained_context > 0 &&
       options.first_position > options.trained_context - std::ssize(out.tokens)) {
     return extend::error(ErrorCode::context_exceeded, "a prompt of ", out.tokens.size(),
@@ -497,29 +548,9 @@ template <Tokenizer T>
                          options.trained_context,
                          " that the model was trained on; shorten a value");
   }
-  std::vector<detail::KeptPiece> kept;
-  if (out.tokens == apart) {
-    std::size_t at = 0;
-    for (std::size_t p = 0; p < pieces.size(); ++p) {
-      if (!pieces[p].empty()) kept.push_back({p, 0, pieces[p].size(), at});
-      at += pieces[p].size();
-    }
-  } else {
-    std::vector<TokenId> before;
-    std::size_t bytes = 0;
-    for (std::size_t p = 0; p < pieces.size(); ++p) {
-      bytes += texts[p].size();
-      if (texts[p].empty()) continue;
-      Result<std::vector<TokenId>> now =
-          bytes == out.text.size() ? Result<std::vector<TokenId>>(out.tokens)
-                                   : tokenizer(std::string_view(out.text).substr(0, bytes));
-      if (!now) return now.error();
-      detail::keep(kept, before, *now, p, pieces[p]);
-      before = *std::move(now);
-    }
-    detail::find_mismatches(pieces, kept, options.first_position, out);
-  }
-  KVMELD_TRY(detail::lay_out(pieces, kept, options.first_position, out));
+  const auto kept = detail::kept_parts(parts, tokenizer, options.first_position, out);
+  if (!kept) return kept.error();
+  KVMELD_TRY(detail::lay_out(parts.tokens, *kept, options.first_position, out));
   for (PromptRun& run : out.runs) {
     if (run.slot >= 0)
       run.context = prompt.placeholder_context(static_cast<std::size_t>(run.slot), options.before,

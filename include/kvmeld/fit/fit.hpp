@@ -506,12 +506,123 @@ inline void attend_plainly(std::span<const double> q, const FitPlane& k, const F
   return aa > 0 && bb > 0 ? ab / math::sqrt(aa * bb) : (aa == bb ? 1.0 : 0.0);
 }
 
+/// One layer of a target's own cache and of the mapped one, both with keys rotated, and what their
+/// attention is compared about.
+struct GateLayer {
+  FitPlane own_k, own_v, map_k, map_v;
+  FitPlane unrotated;  ///< the target's keys as they are stored without position
+  std::vector<double> frequencies, k_mean, v_mean;
+  std::size_t heads = 0, k_size = 0, v_size = 0;
+  double sum = 0, count = 0;  ///< of cosines
+
+  /// Adds the cosine between what a query of a head reads in `seen` tokens of either cache.
+  void compare(std::span<const double> query, std::size_t head, std::size_t seen) {
+    attend_plainly(query, own_k, own_v, head * k_size, head * v_size, v_size, seen, weights_, a_);
+    attend_plainly(query, map_k, map_v, head * k_size, head * v_size, v_size, seen, weights_, b_);
+    sum += cosine_about(a_, b_, v_mean.data() + head * v_size);
+    count += 1;
+  }
+
+ private:
+  std::vector<double> weights_, a_, b_;
+};
+
+/// Tokens that a gate compares: rows of the source, of the target, and their positions.
+struct GateTokens {
+  std::vector<std::int32_t> of_source, of_target;
+  std::vector<double> positions;
+};
+
+/// Reads layer `l` of both caches. Errors: `unsupported` for planes that attention cannot read, or
+/// tokens that the layer no longer holds.
+[[nodiscard]] inline Result<GateLayer> read_gate_layer(const Geometry& to, const Payload& own,
+                                                       const Payload& mapped, std::size_t l,
+                                                       const GateTokens& tokens) {
+  const PlaneShape* const key = extend::find_plane(to.layers[l], Plane::key);
+  const PlaneShape* const value = extend::find_plane(to.layers[l], Plane::value);
+  if (key == nullptr || value == nullptr || key->heads == 0 || key->heads != value->heads) {
+    return extend::error(ErrorCode::unsupported, "gate: layer ", l,
+                         " has no keys and values of equal heads to attend over");
+  }
+  auto own_k = read_fit_plane(to, own, l, Plane::key, tokens.of_target);
+  auto own_v = read_fit_plane(to, own, l, Plane::value, tokens.of_target);
+  auto map_k = read_fit_plane(to, mapped, l, Plane::key, tokens.of_source);
+  auto map_v = read_fit_plane(to, mapped, l, Plane::value, tokens.of_source);
+  auto frequencies = plane_frequencies(to.layers[l], *key, own.positions.back() + 1);
+  for (const Status* status :
+       {&own_k.status(), &own_v.status(), &map_k.status(), &map_v.status(), &frequencies.status()})
+    KVMELD_TRY(*status);
+  const std::size_t count = tokens.positions.size();
+  for (const FitPlane* plane : {&*own_k, &*own_v, &*map_k, &*map_v}) {
+    for (std::size_t t = 0; t < count; ++t) {
+      if (!plane->there[t])
+        return extend::error(ErrorCode::unsupported, "gate: layer ", l, " no longer holds token ",
+                             t, "; score on texts within its window");
+    }
+  }
+  GateLayer out;
+  out.own_k = *std::move(own_k);
+  out.own_v = *std::move(own_v);
+  out.map_k = *std::move(map_k);
+  out.map_v = *std::move(map_v);
+  out.frequencies = *std::move(frequencies);
+  out.heads = static_cast<std::size_t>(key->heads);
+  out.k_size = static_cast<std::size_t>(key->channels);
+  out.v_size = static_cast<std::size_t>(value->channels);
+  out.k_mean = mean_row(out.own_k, count);
+  out.v_mean = mean_row(out.own_v, count);
+  out.unrotated = out.own_k;
+  for (FitPlane* plane : {&out.own_k, &out.map_k}) {
+    for (std::size_t t = 0; t < count; ++t) {
+      for (std::size_t h = 0; h < out.heads; ++h)
+        rotate_fit_row(to.layers[l].rope, out.frequencies, tokens.positions[t],
+                       plane->values.data() + t * plane->width + h * out.k_size);
+    }
+  }
+  return out;
+}
+
+/// Compares by held-out queries, which see every token.
+[[nodiscard]] inline Status compare_queries(GateLayer& layer, std::size_t l, std::size_t layers,
+                                            const HeldOutQueries& queries, std::size_t seen) {
+  const auto q_heads = static_cast<std::size_t>((std::max)(queries.heads, 0)),
+             count = static_cast<std::size_t>(queries.count);
+  if (q_heads == 0 || q_heads % layer.heads != 0 ||
+      queries.values.size() != layers * count * q_heads * layer.k_size) {
+    return extend::error(ErrorCode::invalid_argument, "gate: ", queries.values.size(),
+                         " numbers for ", queries.count, " queries of ", queries.heads,
+                         " heads of ", layer.k_size, " channels in ", layers, " layers over ",
+                         layer.heads, " KV heads");
+  }
+  std::vector<double> q(layer.k_size);
+  for (std::size_t i = 0; i < count * q_heads; ++i) {
+    std::copy_n(queries.values.data() + (l * count * q_heads + i) * layer.k_size, layer.k_size,
+                q.begin());
+    layer.compare(q, i % q_heads / (q_heads / layer.heads), seen);
+  }
+  return {};
+}
+
+/// Compares by the last tokens' own keys about their mean, which see what comes before them.
+inline void compare_keys(GateLayer& layer, const RopeSpec& rope, std::span<const double> positions,
+                         std::size_t last) {
+  std::vector<double> q(layer.k_size);
+  for (std::size_t t = positions.size() - last; t < positions.size(); ++t) {
+    for (std::size_t h = 0; h < layer.heads; ++h) {
+      for (std::size_t c = 0; c < layer.k_size; ++c)
+        q[c] = layer.unrotated.values[t * layer.unrotated.width + h * layer.k_size + c] -
+               layer.k_mean[h * layer.k_size + c];
+      rotate_fit_row(rope, layer.frequencies, positions[t], q.data());
+      layer.compare(q, h, t);
+    }
+  }
+}
+
 }  // namespace detail
 
 template <class Lazy>
 Status AttentionGate::add(const Fragment& source, const Fragment& target,
                           std::span<const TokenPair> pairs, const HeldOutQueries& queries) {
-  using extend::error;
   if (projection_.map == nullptr)
     return extend::error(ErrorCode::invalid_argument, "gate: there is no map");
   KVMELD_TRY(detail::check_fit_fragments(source, target, pairs));
@@ -531,89 +642,28 @@ Status AttentionGate::add(const Fragment& source, const Fragment& target,
   to.tenant = source.geometry().tenant;
   const auto mapped = projection_.transform(source, 0, to);
   if (!mapped) return mapped.error();
-
-  std::vector<std::int32_t> of_source, of_target;
-  for (const TokenPair& pair : pairs) {
-    of_source.push_back(pair.source);
-    of_target.push_back(pair.target);
-  }
   const Payload& own = target.payloads()[0];
-  const std::size_t tokens = pairs.size();
-  const auto position = [&](std::size_t t) {
-    return static_cast<double>(own.positions[static_cast<std::size_t>(of_target[t])]);
-  };
-  std::vector<double> sums(to.layers.size(), 0.0), counts(to.layers.size(), 0.0), weights, a, b;
+  detail::GateTokens tokens;
+  for (const TokenPair& pair : pairs) {
+    tokens.of_source.push_back(pair.source);
+    tokens.of_target.push_back(pair.target);
+    tokens.positions.push_back(
+        static_cast<double>(own.positions[static_cast<std::size_t>(pair.target)]));
+  }
+  const std::size_t last =
+      (std::min)(pairs.size() - 1, static_cast<std::size_t>((std::max)(last_, 1)));
+  std::vector<double> sums, counts;
   for (std::size_t l = 0; l < to.layers.size(); ++l) {
-    const PlaneShape* const key = extend::find_plane(to.layers[l], Plane::key);
-    const PlaneShape* const value = extend::find_plane(to.layers[l], Plane::value);
-    if (key == nullptr || value == nullptr || key->heads == 0 || key->heads != value->heads) {
-      return extend::error(ErrorCode::unsupported, "gate: layer ", l,
-                           " has no keys and values of equal heads to attend over");
-    }
-    auto own_k = detail::read_fit_plane(to, own, l, Plane::key, of_target);
-    auto own_v = detail::read_fit_plane(to, own, l, Plane::value, of_target);
-    auto map_k = detail::read_fit_plane(to, *mapped, l, Plane::key, of_source);
-    auto map_v = detail::read_fit_plane(to, *mapped, l, Plane::value, of_source);
-    const auto frequencies =
-        detail::plane_frequencies(to.layers[l], *key, own.positions.back() + 1);
-    for (const Status* status : {&own_k.status(), &own_v.status(), &map_k.status(), &map_v.status(),
-                                 &frequencies.status()})
-      KVMELD_TRY(*status);
-    for (const detail::FitPlane* plane : {&*own_k, &*own_v, &*map_k, &*map_v}) {
-      for (std::size_t t = 0; t < tokens; ++t) {
-        if (!plane->there[t])
-          return extend::error(ErrorCode::unsupported, "gate: layer ", l, " no longer holds token ",
-                               t, "; score on texts within its window");
-      }
-    }
-    const auto k_size = static_cast<std::size_t>(key->channels),
-               v_size = static_cast<std::size_t>(value->channels);
-    const auto heads = static_cast<std::size_t>(key->heads);
-    const std::vector<double> k_mean = detail::mean_row(*own_k, tokens),
-                              v_mean = detail::mean_row(*own_v, tokens);
-    const detail::FitPlane unrotated = *own_k;
-    for (detail::FitPlane* plane : {&*own_k, &*map_k}) {
-      for (std::size_t t = 0; t < tokens; ++t) {
-        for (std::size_t h = 0; h < heads; ++h)
-          detail::rotate_fit_row(to.layers[l].rope, *frequencies, position(t),
-                                 plane->values.data() + t * plane->width + h * k_size);
-      }
-    }
-    const auto compare = [&](std::span<const double> q, std::size_t head, std::size_t seen) {
-      detail::attend_plainly(q, *own_k, *own_v, head * k_size, head * v_size, v_size, seen, weights,
-                             a);
-      detail::attend_plainly(q, *map_k, *map_v, head * k_size, head * v_size, v_size, seen, weights,
-                             b);
-      sums[l] += detail::cosine_about(a, b, v_mean.data() + head * v_size);
-      counts[l] += 1;
-    };
-    std::vector<double> q(k_size);
+    auto layer = detail::read_gate_layer(to, own, *mapped, l, tokens);
+    if (!layer) return layer.error();
     if (queries.count > 0) {
-      const auto q_heads = static_cast<std::size_t>((std::max)(queries.heads, 0)),
-                 count = static_cast<std::size_t>(queries.count);
-      if (q_heads == 0 || q_heads % heads != 0 ||
-          queries.values.size() != to.layers.size() * count * q_heads * k_size) {
-        return extend::error(ErrorCode::invalid_argument, "gate: ", queries.values.size(),
-                             " numbers for ", queries.count, " queries of ", queries.heads,
-                             " heads of ", key->channels, " channels in ", to.layers.size(),
-                             " layers over ", key->heads, " KV heads");
-      }
-      for (std::size_t i = 0; i < count * q_heads; ++i) {
-        std::copy_n(queries.values.data() + (l * count * q_heads + i) * k_size, k_size, q.begin());
-        compare(q, i % q_heads / (q_heads / heads), tokens);
-      }
-      continue;
+      KVMELD_TRY(
+          detail::compare_queries(*layer, l, to.layers.size(), queries, tokens.positions.size()));
+    } else {
+      detail::compare_keys(*layer, to.layers[l].rope, tokens.positions, last);
     }
-    for (std::size_t t =
-             tokens - (std::min)(tokens - 1, static_cast<std::size_t>((std::max)(last_, 1)));
-         t < tokens; ++t) {
-      for (std::size_t h = 0; h < heads; ++h) {
-        for (std::size_t c = 0; c < k_size; ++c)
-          q[c] = unrotated.values[t * unrotated.width + h * k_size + c] - k_mean[h * k_size + c];
-        detail::rotate_fit_row(to.layers[l].rope, *frequencies, position(t), q.data());
-        compare(q, h, t);  // what comes before it
-      }
-    }
+    sums.push_back(layer->sum);
+    counts.push_back(layer->count);
   }
   sums_.resize(sums.size(), 0.0);
   counts_.resize(counts.size(), 0.0);
@@ -621,7 +671,7 @@ Status AttentionGate::add(const Fragment& source, const Fragment& target,
     sums_[l] += sums[l];
     counts_[l] += counts[l];
   }
-  tokens_ += static_cast<std::int64_t>(tokens);
+  tokens_ += static_cast<std::int64_t>(pairs.size());
   return {};
 }
 

@@ -655,6 +655,7 @@ class Replica {
   [[nodiscard]] bool decides(MemberId from, const AgentLife& life) const;
   [[nodiscard]] CausalContext tellable(MemberId from, const CausalContext& all) const;
   [[nodiscard]] CausalContext admitted_gone(const CausalContext& gone, MemberId from);
+  struct Admission;
   [[nodiscard]] Result<FragmentSet> admitted(const FragmentSet& delta, MemberId from);
   [[nodiscard]] std::size_t range_limit() const;
   [[nodiscard]] std::vector<std::uint64_t> overdrawn(const FragmentSet& delta) const;

@@ -792,116 +792,132 @@ inline CausalContext Replica::admitted_gone(const CausalContext& gone, MemberId 
   return out;
 }
 
-/// Leaves out of a delta what this replica does not take from its sender: operations beyond an
-/// author's quota, in this replica's name, or other than what it knows of their dot; and, until
-/// somebody vouches for it, what is not the sender's to say.
-inline Result<FragmentSet> Replica::admitted(const FragmentSet& delta, MemberId from) {
+/// What a replica takes of a delta, by its sender: not operations beyond an author's quota, in this
+/// replica's name, or other than what it knows of their dot; nor, until somebody vouches for it,
+/// what is not the sender's to say.
+struct Replica::Admission {
+  /// Sequences of one life below which the sender may tell of operations, and end them.
   struct Bounds {
     std::uint64_t told;
     std::uint64_t removed;
   };
-  std::map<AgentLife, Bounds> known;
-  const auto bounds = [&](const Dot& dot) -> const Bounds& {
+
+  Replica& replica;
+  MemberId from;
+  std::vector<std::uint64_t> barred;  // agents beyond their quota, ascending
+  std::map<AgentLife, Bounds> known{};
+
+  [[nodiscard]] bool is_barred(std::uint64_t agent) const {
+    return std::binary_search(barred.begin(), barred.end(), agent);
+  }
+  [[nodiscard]] const Bounds& bounds(const Dot& dot) {
     const AgentLife life{dot.agent, dot.epoch};
     const auto [at, fresh] = known.try_emplace(life, Bounds{0, 0});
-    if (fresh) at->second = {tellable(from, life), removable(from, life)};
+    if (fresh) at->second = {replica.tellable(from, life), replica.removable(from, life)};
     return at->second;
-  };
-  const std::vector<std::uint64_t> barred =
-      from == everyone ? std::vector<std::uint64_t>() : overdrawn(delta);
-  const auto is_barred = [&](std::uint64_t agent) {
-    return std::binary_search(barred.begin(), barred.end(), agent);
-  };
-  CausalContext gone;
-  const CausalContext vouched_gone = admitted_gone(delta.compacted(), from);
-  for (const DotRange& range : vouched_gone.ranges()) {
-    if (is_barred(range.agent))
-      ++counters_.refused_operations;
-    else
-      gone.append(range);
   }
-  const auto is_own = [&](const Dot& dot) {
-    return dot.agent == options_.self && dot.epoch == options_.epoch;
-  };
-  /// True: the operation stays out.
-  const auto left_out = [&](const Dot& dot) {
+  /// Whether an operation stays out; counts it.
+  [[nodiscard]] bool left_out(const Dot& dot) {
+    const ReplicaOptions& options = replica.options_;
     if (is_barred(dot.agent)) {
-      ++counters_.refused_operations;
+      ++replica.counters_.refused_operations;
       return true;
     }
-    if (dot.sequence < (std::min)(bounds(dot).told, options_.max_operations)) return false;
-    const bool refused = dot.sequence >= options_.max_operations || is_own(dot);
-    if (refused) {
-      ++counters_.refused_operations;
-    } else if (!set_.context().contains(dot)) {
-      ++counters_.unvouched_operations;
+    if (dot.sequence < (std::min)(bounds(dot).told, options.max_operations)) return false;
+    const bool own = dot.agent == options.self && dot.epoch == options.epoch;
+    if (dot.sequence >= options.max_operations || own) {
+      ++replica.counters_.refused_operations;
+    } else if (!replica.set_.context().contains(dot)) {
+      ++replica.counters_.unvouched_operations;
     }
     return true;
-  };
-  const auto contradicts = [&](const FragmentId& id, const Mark& mark) {
-    if (from == everyone || mark.dot.agent == from || !set_.context().contains(mark.dot))
+  }
+  /// Whether a mark is other than the one that is known by its dot; counts it.
+  [[nodiscard]] bool contradicts(const FragmentId& id, const Mark& mark) {
+    if (from == everyone || mark.dot.agent == from || !replica.set_.context().contains(mark.dot))
       return false;
-    const FragmentSet::Entry* const mine = set_.find(id);
+    const FragmentSet::Entry* const mine = replica.set_.find(id);
     if (mine == nullptr) return false;
     const auto& marks = mine->metadata.marks;
     const auto at =
         std::find_if(marks.begin(), marks.end(), [&](const Mark& m) { return m.dot == mark.dot; });
     if (at == marks.end() || *at == mark) return false;
-    ++counters_.refused_operations;
-    note_reused({mark.dot.agent, mark.dot.epoch});
+    ++replica.counters_.refused_operations;
+    replica.note_reused({mark.dot.agent, mark.dot.epoch});
     return true;
-  };
-  const auto ends = [&](const Dot& dot) {
-    if (is_barred(dot.agent) && !set_.context().contains(dot)) return false;
-    return set_.context().contains(dot) ||
-           dot.sequence < (std::min)(bounds(dot).removed, options_.max_operations);
-  };
-  const auto counted = counters_;
-  const auto stays = [&](const FragmentSet::Entry& entry) {
-    const auto& marks = entry.metadata.marks;
-    return std::none_of(marks.begin(), marks.end(), [&](const Mark& mark) {
-      return left_out(mark.dot) || contradicts(entry.id, mark);
-    });
-  };
-  // A removal that this agent made in an earlier life, and has lost: whom it named had done that
-  // then, and is in another life now.
-  const auto ended_before = [&](const Removal& removal, const Dot& dot) {
-    const auto at = peers_.find(dot.agent);
-    return removal.dot.agent == options_.self && at != peers_.end() && at->second.epoch &&
-           *at->second.epoch != dot.epoch;
-  };
-  const auto may_end = [&](const Removal& removal) {
+  }
+  [[nodiscard]] bool left_out(const FragmentSet::Entry& entry, const Mark& mark) {
+    return left_out(mark.dot) || contradicts(entry.id, mark);
+  }
+  /// Whether a removal may end an operation. One that this agent made in an earlier life, and has
+  /// lost, may: whom it named had done that then, and is in another life now.
+  [[nodiscard]] bool ends(const Removal& removal, const Dot& dot) {
+    const bool seen = replica.set_.context().contains(dot);
+    if (seen || (!is_barred(dot.agent) &&
+                 dot.sequence < (std::min)(bounds(dot).removed, replica.options_.max_operations)))
+      return true;
+    const auto at = replica.peers_.find(dot.agent);
+    return removal.dot.agent == replica.options_.self && at != replica.peers_.end() &&
+           at->second.epoch && *at->second.epoch != dot.epoch;
+  }
+  [[nodiscard]] bool may_end(const Removal& removal) {
     return std::all_of(removal.removed.begin(), removal.removed.end(),
-                       [&](const Dot& dot) { return ends(dot) || ended_before(removal, dot); });
-  };
-  const auto holds = [&](const Removal& removal) {
-    return !left_out(removal.dot) && may_end(removal);
-  };
-  if (gone == delta.compacted() &&
-      std::all_of(delta.entries().begin(), delta.entries().end(), stays) &&
-      std::all_of(delta.removals().begin(), delta.removals().end(), holds)) {
-    return delta;
+                       [&](const Dot& dot) { return ends(removal, dot); });
   }
-  counters_ = counted;  // what was found is found again
-  std::vector<FragmentSet::Entry> entries;
-  for (FragmentSet::Entry entry : delta.entries()) {
-    std::erase_if(entry.metadata.marks, [&](const Mark& mark) {
-      return left_out(mark.dot) || contradicts(entry.id, mark);
-    });
-    if (!entry.metadata.marks.empty() || entry.metadata.unattributed)
-      entries.push_back(std::move(entry));
+  /// Whether everything in a delta is taken.
+  [[nodiscard]] bool takes_all(const FragmentSet& delta) {
+    const auto stays = [&](const FragmentSet::Entry& entry) {
+      const auto& marks = entry.metadata.marks;
+      return std::none_of(marks.begin(), marks.end(),
+                          [&](const Mark& mark) { return left_out(entry, mark); });
+    };
+    const auto holds = [&](const Removal& removal) {
+      return !left_out(removal.dot) && may_end(removal);
+    };
+    return std::all_of(delta.entries().begin(), delta.entries().end(), stays) &&
+           std::all_of(delta.removals().begin(), delta.removals().end(), holds);
   }
-  std::vector<Removal> removals;
-  for (const Removal& removal : delta.removals()) {
-    if (left_out(removal.dot)) continue;
-    // A removal is taken whole or not at all: without one of its dots it would be another one.
-    if (may_end(removal)) {
-      removals.push_back(removal);
-    } else {
-      ++counters_.unvouched_operations;
+  [[nodiscard]] std::vector<FragmentSet::Entry> entries(const FragmentSet& delta) {
+    std::vector<FragmentSet::Entry> out;
+    for (FragmentSet::Entry entry : delta.entries()) {
+      std::erase_if(entry.metadata.marks, [&](const Mark& mark) { return left_out(entry, mark); });
+      if (!entry.metadata.marks.empty() || entry.metadata.unattributed)
+        out.push_back(std::move(entry));
     }
+    return out;
   }
-  return FragmentSet::from_parts(delta.hash(), std::move(entries), std::move(removals), gone);
+  /// A removal is taken whole or not at all: without one of its dots it would be another one.
+  [[nodiscard]] std::vector<Removal> removals(const FragmentSet& delta) {
+    std::vector<Removal> out;
+    for (const Removal& removal : delta.removals()) {
+      if (left_out(removal.dot)) continue;
+      if (may_end(removal)) {
+        out.push_back(removal);
+      } else {
+        ++replica.counters_.unvouched_operations;
+      }
+    }
+    return out;
+  }
+};
+
+/// Leaves out of a delta what this replica does not take from its sender.
+inline Result<FragmentSet> Replica::admitted(const FragmentSet& delta, MemberId from) {
+  Admission admission{*this, from,
+                      from == everyone ? std::vector<std::uint64_t>() : overdrawn(delta)};
+  CausalContext gone;
+  const CausalContext vouched_gone = admitted_gone(delta.compacted(), from);
+  for (const DotRange& range : vouched_gone.ranges()) {
+    if (admission.is_barred(range.agent))
+      ++counters_.refused_operations;
+    else
+      gone.append(range);
+  }
+  const auto counted = counters_;
+  if (gone == delta.compacted() && admission.takes_all(delta)) return delta;
+  counters_ = counted;  // what was found is found again
+  std::vector<FragmentSet::Entry> entries = admission.entries(delta);
+  return FragmentSet::from_parts(delta.hash(), std::move(entries), admission.removals(delta), gone);
 }
 
 /// Sets that differ though both have seen the same: one of them knows a fragment without
