@@ -927,7 +927,7 @@ inline void add_local_heads(const PlanCore& core, Alignment& alignment, const Ta
     const AlignmentGroup& from = alignment.groups[g];
     for (std::size_t o = 0; o + 1 < from.row_begin.size(); ++o) {
       const auto row = from.row(o);
-      to.contributions.insert(to.contributions.end(), row.begin(), row.end());
+      for (const Contribution& c : row) to.contributions.push_back(c);
       if (!row.empty())
         to.contributions.push_back(
             {static_cast<std::uint32_t>(core.local_source), static_cast<std::uint32_t>(o), 1.0F});
@@ -935,8 +935,8 @@ inline void add_local_heads(const PlanCore& core, Alignment& alignment, const Ta
     }
     all.push_back(std::move(to));
   }
-  alignment.groups.insert(alignment.groups.begin(), std::make_move_iterator(all.begin()),
-                          std::make_move_iterator(all.end()));
+  for (AlignmentGroup& rest : alignment.groups) all.push_back(std::move(rest));
+  alignment.groups = std::move(all);
 }
 
 /// Puts the prefix's tokens, one contribution each, in front of the spans' alignment; the prefix
@@ -950,8 +950,11 @@ inline void prepend_prefix(Alignment& alignment, const Fragment& prefix,
     positions.push_back(first_position + static_cast<std::int64_t>(i));
     tokens.push_back(prefix.token_id(static_cast<std::int64_t>(i)));
   }
-  alignment.positions.insert(alignment.positions.begin(), positions.begin(), positions.end());
-  alignment.tokens.insert(alignment.tokens.begin(), tokens.begin(), tokens.end());
+  // Loops, where a range inserted would be compiled into every file that plans.
+  for (const std::int64_t position : alignment.positions) positions.push_back(position);
+  for (const TokenId token : alignment.tokens) tokens.push_back(token);
+  alignment.positions = std::move(positions);
+  alignment.tokens = std::move(tokens);
   for (AlignmentGroup& group : alignment.groups) {
     for (Contribution& c : group.contributions) ++c.source;
     std::vector<Contribution> contributions;
@@ -963,14 +966,12 @@ inline void prepend_prefix(Alignment& alignment, const Fragment& prefix,
     for (std::size_t o = 1; o < group.row_begin.size(); ++o)
       row_begin.push_back(group.row_begin[o] + static_cast<std::uint32_t>(count));
     const std::size_t before = group.contributions.size();
-    contributions.insert(contributions.end(), group.contributions.begin(),
-                         group.contributions.end());
+    for (const Contribution& c : group.contributions) contributions.push_back(c);
     if (!group.head_weights.empty()) {
       std::vector<float> weights;
       for (std::size_t at = 0; at < group.head_weights.size(); at += before) {
-        weights.insert(weights.end(), count, 1.0F);
-        const auto row = group.head_weights.begin() + static_cast<std::ptrdiff_t>(at);
-        weights.insert(weights.end(), row, row + static_cast<std::ptrdiff_t>(before));
+        for (std::size_t i = 0; i < count; ++i) weights.push_back(1.0F);
+        for (std::size_t i = 0; i < before; ++i) weights.push_back(group.head_weights[at + i]);
       }
       group.head_weights = std::move(weights);
     }
@@ -1690,7 +1691,9 @@ struct Planning {
     if (parts.prefix == nullptr) return {};
     const Fragment& prefix = parts.prefix->fragment;
     prepend_prefix(alignment, prefix, target.first_position);
-    recompute.insert(recompute.begin(), static_cast<std::size_t>(prefix.token_count()), 0);
+    std::vector<std::uint8_t> behind(static_cast<std::size_t>(prefix.token_count()), 0);
+    for (const std::uint8_t r : recompute) behind.push_back(r);
+    recompute = std::move(behind);
     return {};
   }
 
