@@ -11,7 +11,7 @@
 
 using namespace kvmeld;
 
-const Digest128 place{42, 0};
+const Digest128 prompt_so_far{42, 0};
 
 // A text that stood at a place: its base, and what the place did to it.
 anchors::Anchor measured(std::uint32_t seed) {
@@ -23,7 +23,7 @@ anchors::Anchor measured(std::uint32_t seed) {
   };
   const Fragment alone = at(seed);
   auto made = toy::value(anchors::make_anchor(alone, toy::value(anchors::mean_value_row(alone))));
-  made.offsets.push_back({.context = place,
+  made.offsets.push_back({.context = prompt_so_far,
                           .segment = toy::value(anchors::measure_offset(at(seed + 100), alone)),
                           .following = {}});
   return made;
@@ -69,7 +69,7 @@ int main() {
     one.turn(now_ms);
     two.turn(now_ms);
     const auto like =
-        two.exchange.look_up({.signature = signature, .tokens = 24, .context = place});
+        two.exchange.look_up({.signature = signature, .tokens = 24, .context = prompt_so_far});
     if (like.remote()) (void)two.exchange.pull(anchors::record_key(like.records[0]));
   }
   std::printf("after %lld ms of simulated time the second peer has %zu anchor\n",

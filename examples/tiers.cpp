@@ -13,7 +13,7 @@
 
 using namespace kvmeld;
 
-const Digest128 place{42, 0};
+const Digest128 prompt_so_far{42, 0};
 
 // A text that stood at a place: its base, and what the place did to it.
 anchors::Anchor measured(std::uint32_t seed) {
@@ -25,7 +25,7 @@ anchors::Anchor measured(std::uint32_t seed) {
   };
   const Fragment alone = at(seed);
   auto made = toy::value(anchors::make_anchor(alone, toy::value(anchors::mean_value_row(alone))));
-  made.offsets.push_back({.context = place,
+  made.offsets.push_back({.context = prompt_so_far,
                           .segment = toy::value(anchors::measure_offset(at(seed + 100), alone)),
                           .following = {}});
   return made;
@@ -53,14 +53,14 @@ int main() {
     const auto found = pool.look_up({.gamma = 1}, {.space = &pool.space(),
                                                    .signature = {text->base.tokens(), text->vector},
                                                    .vector = text->vector,
-                                                   .context = place,
+                                                   .context = prompt_so_far,
                                                    .request = {.tokens = 24}});
     // Empty unless all are in memory: then prefill this time, and what was asked for is on its way.
-    bool at_hand = !tiers.take(found.anchors, place).offsets.empty();
+    bool at_hand = !tiers.take(found.anchors, prompt_so_far).offsets.empty();
     std::printf("text %d: %s", text == &first ? 1 : 2, at_hand ? "at hand\n" : "in a file, ");
     if (!at_hand) {
       move_all();
-      at_hand = !tiers.take(found.anchors, place).offsets.empty();
+      at_hand = !tiers.take(found.anchors, prompt_so_far).offsets.empty();
       std::puts(at_hand ? "at hand after moving" : "lost");
     }
     all_found = all_found && at_hand;
