@@ -176,7 +176,9 @@ struct BasicPlaneRef {
   }
 };
 
+/// A plane that may be read.
 using PlaneRef = BasicPlaneRef<const std::byte>;
+/// A plane that may be written.
 using MutablePlaneRef = BasicPlaneRef<std::byte>;
 
 /// A non-owning view of a whole cache: a geometry and one plane view per (layer, plane), all over
@@ -246,7 +248,9 @@ class BasicKvCacheRef {
   std::int64_t tokens_ = 0;
 };
 
+/// A cache that may be read.
 using KvCacheRef = BasicKvCacheRef<const std::byte>;
+/// A cache that may be written.
 using MutableKvCacheRef = BasicKvCacheRef<std::byte>;
 
 namespace detail {

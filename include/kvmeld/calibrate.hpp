@@ -142,6 +142,7 @@ struct Calibration {
   std::optional<std::size_t> best{};  ///< none: every candidate was refused
 };
 
+/// How candidates are rendered and compared.
 struct CalibrateOptions {
   std::size_t threads = 1;  ///< that a render runs on
 };

@@ -49,6 +49,7 @@ inline constexpr std::int64_t max_extent = std::int64_t{1} << 48;
 
 namespace extend {
 
+/// Whether slots are found through a table of blocks.
 [[nodiscard]] constexpr bool is_block_table(SlotKind kind) noexcept {
   return kind == SlotKind::block_table_i32 || kind == SlotKind::block_table_i64;
 }
@@ -103,6 +104,7 @@ namespace detail {
 
 namespace extend {
 
+/// The bytes from the first to the last that a plane may touch; empty where it has no rows.
 [[nodiscard]] KVMELD_API Segment extent_in_memory(const PlaneRef& plane) noexcept;
 
 }  // namespace extend

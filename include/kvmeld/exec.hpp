@@ -381,8 +381,11 @@ template <TaskPool P>
   return Threads(pool);
 }
 
+/// The calling thread, by the host form of the work.
 inline const Sequential seq{};
+/// The calling thread, lane by lane as a device runs it: for tests of own policies.
 inline const Lanes lanes{};
+/// All cores, by a pool that the process shares and that starts at its first use.
 inline const Cpu cpu{};
 
 }  // namespace exec

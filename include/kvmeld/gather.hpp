@@ -121,6 +121,7 @@ struct GatherWork {
   }
 };
 
+/// The work that copies rows of one plane to another's; both views outlive it.
 [[nodiscard]] inline GatherTask gather_task(const PlaneRef& in,
                                             const MutablePlaneRef& out) noexcept {
   return {in, out, contiguous_heads(in) && contiguous_heads(out),

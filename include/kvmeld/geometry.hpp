@@ -20,6 +20,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
+/// A token's number in its model's vocabulary; negative: no token, or one that is known by its K/V
+/// alone.
 using TokenId = std::int32_t;
 
 /// What one plane of a layer holds.

@@ -83,6 +83,7 @@ enum class MetadataFields : std::uint8_t { none = 0, provenance = 1, confidence 
 [[nodiscard]] constexpr MetadataFields operator|(MetadataFields a, MetadataFields b) noexcept {
   return static_cast<MetadataFields>(static_cast<std::uint8_t>(a) | static_cast<std::uint8_t>(b));
 }
+/// Whether a field is among those that are read.
 [[nodiscard]] constexpr bool reads(MetadataFields all, MetadataFields field) noexcept {
   return (static_cast<std::uint8_t>(all) & static_cast<std::uint8_t>(field)) != 0;
 }

@@ -579,6 +579,7 @@ Fuser(P) -> Fuser<P>;
 
 namespace extend {
 
+/// Whether a row form hands a single contribution on as it is.
 template <class F>
 [[nodiscard]] KVMELD_HD constexpr bool keeps_single() noexcept {
   if constexpr (requires { F::keeps_single; }) {
@@ -656,6 +657,7 @@ template <class F>
   }
 }
 
+/// How a fuser works on rows: itself, or a weighted mean where it gives weights or scores alone.
 template <class F>
 using RowForm = decltype(row_form(std::declval<const F&>()));
 

@@ -361,6 +361,7 @@ template <class... Parts>
 // have the compiler check the concepts of contiguous ranges wherever they are written, also in
 // functions that nobody calls: 2 to 3 MB of its memory for each element type. A call of these
 // checks nothing before the function that holds it is instantiated.
+/// The elements of a vector, to read.
 template <class T>
 [[nodiscard]] inline std::span<const T> span_of(const std::vector<T>& elements) noexcept {
   return {elements.data(), elements.size()};

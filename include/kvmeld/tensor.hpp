@@ -56,6 +56,7 @@ namespace detail {
 
 namespace extend {
 
+/// The bits of a float.
 [[nodiscard]] KVMELD_HD constexpr std::uint32_t float_bits(float value) noexcept {
   return __builtin_bit_cast(std::uint32_t, value);
 }
@@ -292,6 +293,7 @@ template <>
 struct element_type_of<std::int8_t> : std::integral_constant<ElementType, ElementType::i8> {};
 template <>
 struct element_type_of<q8_0_block> : std::integral_constant<ElementType, ElementType::q8_0> {};
+/// The `ElementType` of a C++ type.
 template <class T>
 inline constexpr ElementType element_type_of_v = element_type_of<T>::value;
 

@@ -21,7 +21,7 @@ BOUNDS = {
     "public_names_in_kvmeld": ("<", 300),
     "public_macros": None,
     "names_not_as_listed": ("<=", 0),
-    "names_without_comment": None,
+    "names_without_comment": ("<=", 0),
     "names_outside_their_namespace": ("<=", 0),
     "include_cycles": ("<=", 0),
     "include_directions": ("<=", 0),

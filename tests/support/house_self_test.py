@@ -262,6 +262,7 @@ FAULTS = [
         "tests/kernels.cpp:1 has 101",
         {"tests/kernels.cpp": "// " + "x" * 98 + "\n"},
     ),
+    ("names_without_comment", "bare", inserted(MEAN, "inline int bare() { return 0; }\n")),
     ("longest_example", "examples/01.cpp", {"examples/01.cpp": "// A line.\n" * 81}),
     ("files_not_formatted", "examples/01.cpp", {"examples/01.cpp": "int  main() { return 0; }\n"}),
     (

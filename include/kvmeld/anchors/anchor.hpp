@@ -373,6 +373,7 @@ enum class ReuseReason : std::uint8_t {
   uncertain,            ///< H(w) > γ log |A|: no anchor stands out, make a new one
   not_cheaper,          ///< blending would take as long as prefilling
 };
+/// Number of reasons.
 inline constexpr std::size_t reuse_reasons = static_cast<std::size_t>(ReuseReason::not_cheaper) + 1;
 
 /// The name of a reason as it is written in this header.

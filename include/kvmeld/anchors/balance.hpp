@@ -251,6 +251,7 @@ struct AnchorPartition {
   }
 };
 
+/// How anchors are spread over shards, and how unequal shards may be.
 struct BalanceOptions {
   std::uint32_t shards = 1;
   /// A shard may have so much more than its equal share of the load, as far as single anchors

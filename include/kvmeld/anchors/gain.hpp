@@ -173,6 +173,7 @@ inline constexpr std::size_t gain_feature_count = 6;
   return out;
 }
 
+/// How a gain is worked out.
 enum class GainKind : std::uint8_t {
   identity,  ///< 1 everywhere
   ridge,     ///< linear in the features

@@ -233,6 +233,7 @@ struct PlaceholderHistory {
   std::vector<PlaceholderValue> turns{};
 };
 
+/// Where a filled prompt stands, and whose it is.
 struct FillOptions {
   std::int64_t first_position = 0;   ///< of the template: how many tokens stand before it
   std::int64_t trained_context = 0;  ///< positions that the model was trained on; 0: not asked

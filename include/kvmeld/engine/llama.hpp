@@ -479,6 +479,7 @@ class EngineMemory {
 
 namespace llama {
 
+/// What a probe encodes, how far it moves it, and what it lets pass.
 struct ProbeOptions {
   /// What to encode; empty: 48 tokens spread over the vocabulary.
   std::span<const TokenId> tokens{};

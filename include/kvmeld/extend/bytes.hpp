@@ -199,6 +199,7 @@ template <class E>
   return static_cast<E>(raw);
 }
 
+/// A byte that is 0 or 1; any other fails the reader as `corrupt`.
 [[nodiscard]] inline bool read_bool(extend::ByteReader& r) noexcept {
   const auto raw = r.value<std::uint8_t>();
   if (raw > 1) r.fail(ErrorCode::corrupt);
@@ -342,6 +343,7 @@ struct CodePoint {
   std::size_t bytes = 0;
 };
 
+/// The first code point of a text, and its bytes; 0 bytes where the text is empty or no UTF-8.
 [[nodiscard]] inline CodePoint first_code_point(std::string_view text) noexcept {
   if (text.empty()) return {};
   const auto byte = [&](std::size_t i) {
@@ -361,6 +363,7 @@ struct CodePoint {
   return {value, bytes};
 }
 
+/// Whether all of a text is UTF-8, without surrogates and overlong forms. O(bytes).
 [[nodiscard]] inline bool is_utf8(std::string_view text) noexcept {
   while (!text.empty()) {
     const CodePoint c = first_code_point(text);

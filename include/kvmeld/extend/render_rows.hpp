@@ -198,6 +198,7 @@ struct RowMode {
 /// Bytes that are computed before they are streamed out: they stay in the first cache.
 inline constexpr std::int64_t stage_bytes = 16 << 10;
 
+/// Where a head of a slot of the output lies.
 [[nodiscard]] inline std::byte* row_address(const PlaneTask& task, std::int64_t slot,
                                             std::int64_t head) noexcept {
   return task.out.data + task.out.byte_offset(task.out.row_offset(slot, head));
@@ -249,6 +250,7 @@ inline void put_row(const PlaneTask& task, RowMode mode, std::int64_t slot, std:
 
 namespace extend {
 
+/// The rotation of a task's rows by one of its plan's shifts.
 [[nodiscard]] inline Rotation rotation_of(const PlaneTask& task, std::uint32_t shift) noexcept {
   return {task.table(shift), task.out.shape.channels, task.first_channel, task.rotary_channels,
           task.pairing};

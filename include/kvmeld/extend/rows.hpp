@@ -161,9 +161,11 @@ struct VectorOf {
 
 namespace extend {
 
+/// A register of `bytes` bytes of T, in the compiler's own vector type.
 template <class T, int bytes>
 using vector_t = typename detail::VectorOf<T, bytes>::type;
 
+/// The same at any address, and of bytes that are also of another type.
 template <class T, int bytes>
 using unaligned_vector_t = typename detail::VectorOf<T, bytes>::unaligned;
 
@@ -301,8 +303,10 @@ KVMELD_HD inline void store_element(ElementType type, std::byte* base, std::ptrd
 
 namespace extend {
 
+/// Eight floats: a register of AVX2.
 using FloatLanes = vector_t<float, 32>;
 
+/// Eight words of 32 bits.
 using WordLanes = vector_t<unsigned, 32>;
 
 /// a * b + c in eight lanes, one rounding each.
@@ -312,6 +316,7 @@ using WordLanes = vector_t<unsigned, 32>;
   return __builtin_ia32_vfmaddps256(a, b, c);
 }
 
+/// Eight floats from any address.
 [[nodiscard]] KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE FloatLanes
 load_lanes(const float* in) noexcept {
   return *reinterpret_cast<const unaligned_vector_t<float, 32>*>(in);
@@ -477,15 +482,19 @@ struct Avx2Lanes32 {
 
 namespace extend {
 
+/// Sixteen floats: a register of AVX-512.
 using WideFloats = vector_t<float, 64>;
 
+/// Sixteen words of 32 bits.
 using WideWords = vector_t<unsigned, 64>;
 
+/// Sixteen floats from any address.
 [[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats
 load_wide(const void* in) noexcept {
   return *static_cast<const unaligned_vector_t<float, 64>*>(in);
 }
 
+/// Sixteen floats to any address.
 KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void store_wide(WideFloats v, void* out) noexcept {
   *static_cast<unaligned_vector_t<float, 64>*>(out) = v;
 }
@@ -507,6 +516,7 @@ KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE void stream_wide(WideWords v, void* ou
 
 namespace extend {
 
+/// a * b + c in sixteen lanes, one rounding each.
 [[nodiscard]] KVMELD_TARGET_AVX512 KVMELD_ALWAYS_INLINE WideFloats fma_wide(WideFloats a,
                                                                             WideFloats b,
                                                                             WideFloats c) noexcept {
@@ -909,6 +919,7 @@ enum class StreamWay : std::uint8_t {
   four_pages,
 };
 
+/// The name of a way as it is written in this header.
 [[nodiscard]] constexpr std::string_view to_string(StreamWay way) noexcept {
   switch (way) {
     case StreamWay::off:

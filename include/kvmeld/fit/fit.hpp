@@ -35,6 +35,7 @@ enum class FitSharing : std::uint8_t {
   per_model,
 };
 
+/// What a map between models is fitted from, and how strongly it is held back.
 struct ProjectionFitOptions {
   /// Source layers for each target layer, the nearest by relative depth (`k_nearest`); 0: the one
   /// that `last_aligned` names.

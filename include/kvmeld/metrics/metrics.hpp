@@ -258,6 +258,7 @@ namespace detail {
 /// What a family of series is to Prometheus.
 enum class MetricType : std::uint8_t { counter, gauge, histogram, summary };
 
+/// The name that Prometheus' text format has for a type.
 [[nodiscard]] constexpr std::string_view to_string(MetricType type) noexcept {
   constexpr std::string_view names[] = {"counter", "gauge", "histogram", "summary"};
   const auto i = static_cast<std::size_t>(type);
@@ -271,6 +272,7 @@ struct MetricLabel {
 
   bool operator==(const MetricLabel&) const = default;
 };
+/// The labels of one series, in the order in which they are written.
 using MetricLabels = std::vector<MetricLabel>;
 
 namespace detail {

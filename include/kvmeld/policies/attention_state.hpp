@@ -64,6 +64,7 @@ struct LseBase2 {
   static constexpr double natural = 0x1.62e42fefa39efp-1;  // ln 2
 };
 
+/// The base of a state's logarithm: e or 2.
 template <class B>
 concept LseBase = std::same_as<B, attention::LseNatural> || std::same_as<B, attention::LseBase2>;
 

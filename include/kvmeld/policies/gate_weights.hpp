@@ -291,6 +291,7 @@ struct GateShape {
   }
 };
 
+/// Most hidden units of a gate.
 inline constexpr std::int32_t max_gate_hidden = 256;
 /// Magnitudes above would overflow where they are summed.
 inline constexpr float max_gate_weight = 0x1p64F;

@@ -140,6 +140,7 @@ struct ReplicaBody {
 
 namespace messages {
 
+/// The sender's merger, and what it says. Errors: those of `ByteReader::finish`.
 [[nodiscard]] inline Result<detail::ReplicaBody> decode_body(std::span<const std::byte> body) {
   extend::ByteReader r(body);
   Digest128 merger;
@@ -150,12 +151,14 @@ namespace messages {
   return detail::ReplicaBody{merger, rest};
 }
 
+/// What a replica has seen, and the digest of its set.
 struct News {
   CausalContext context;
   Digest256 digest;
   std::uint64_t epoch = 0;  ///< the sender's
 };
 
+/// The body of a message.
 [[nodiscard]] inline std::vector<std::byte> encode(const News& news) {
   extend::ByteWriter w;
   w.value(news.epoch);
@@ -164,6 +167,7 @@ struct News {
   return w.take();
 }
 
+/// Errors: `truncated`, `oversized` (ranges, bytes that are left over), `corrupt`.
 [[nodiscard]] inline Result<News> decode_news(std::span<const std::byte> body,
                                               std::size_t max_ranges = default_max_ranges) {
   extend::ByteReader r(body);
@@ -183,6 +187,7 @@ struct Fetch {
   static constexpr std::size_t max_chunks = 16;
 };
 
+/// The body of a message.
 [[nodiscard]] inline std::vector<std::byte> encode(const Fetch& fetch) {
   extend::ByteWriter w;
   w.bytes(std::as_bytes(std::span(fetch.id.bytes)));
@@ -206,6 +211,7 @@ template <class Key>
 
 namespace messages {
 
+/// Errors: `truncated`, `oversized` (chunks, bytes that are left over).
 [[nodiscard]] inline Result<Fetch> decode_fetch(std::span<const std::byte> body) {
   extend::ByteReader r(body);
   Fetch fetch{detail::read_key<FragmentId>(r), {}};
@@ -225,6 +231,7 @@ struct Piece {
   std::span<const std::byte> bytes;
 };
 
+/// The body of a message.
 [[nodiscard]] inline std::vector<std::byte> encode(const Piece& piece) {
   extend::ByteWriter w;
   w.reserve(64 + piece.bytes.size());
@@ -234,6 +241,7 @@ struct Piece {
   return w.take();
 }
 
+/// Refers to `body`. Errors: `truncated`.
 [[nodiscard]] inline Result<Piece> decode_piece(std::span<const std::byte> body) {
   extend::ByteReader r(body);
   Piece piece{detail::read_key<FragmentId>(r), detail::read_key<BlobKey>(r), {}};

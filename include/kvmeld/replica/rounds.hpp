@@ -188,6 +188,7 @@ struct RoundOptions {
   SetHash set_hash{};  ///< of the members' sets
 };
 
+/// Where a member stands in its round.
 enum class RoundState : std::uint8_t {
   idle,     ///< no round was begun
   waiting,  ///< at the barrier
@@ -196,6 +197,7 @@ enum class RoundState : std::uint8_t {
   kept,     ///< ended with the old cache; `Round::status` says why
 };
 
+/// What members tell each other: that one is at the barrier, or the cut.
 enum class RoundMessage : std::uint8_t { ready, cut };
 
 /// The barrier of synchronous rounds, for one member: no clock, no I/O, one message in, messages

@@ -257,6 +257,7 @@ class Compressor {
   Compressor& operator=(const Compressor&) = default;
 };
 
+/// Bytes of a chunk unless a format says otherwise: 1 MiB.
 inline constexpr std::size_t default_chunk_bytes = std::size_t{1} << 20;
 /// No manifest may cut larger.
 inline constexpr std::size_t max_chunk_bytes = std::size_t{1} << 26;
@@ -445,6 +446,7 @@ void read_ascending(extend::ByteReader& r, std::size_t count, std::uint64_t max,
 
 }  // namespace detail
 
+/// Writes a payload's part of a manifest: its layout, digest and the keys of its chunks.
 inline void write_payload(extend::ByteWriter& w, const Payload& payload,
                           std::span<const BlobKey> chunks) {
   w.value(payload.lead_in.low);

@@ -230,6 +230,7 @@ class RedisRecords {
 
 }  // namespace detail
 
+/// The server of a store, and what its keys begin with.
 struct RedisStoreOptions {
   RedisOptions server{};
   /// Stores of one namespace share their content; neither { nor } in it.
@@ -582,6 +583,7 @@ class RedisStore final : public replica::ArbiterStore {
   std::unique_ptr<State> state_;
 };
 
+/// The server of a transport, who this member is, and how long it waits.
 struct RedisTransportOptions {
   RedisOptions server{};
   /// Members of one namespace hear each other; neither { nor } in it.

@@ -188,8 +188,10 @@ enum class Fault : std::uint8_t {
   leave,              ///< a member leaves for good, its disk with it
   merger_upgrade,     ///< members restart with another merger, one after the other
 };
+/// Number of faults.
 inline constexpr std::size_t fault_kinds = static_cast<std::size_t>(Fault::merger_upgrade) + 1;
 
+/// The name of a fault, as reports print it.
 [[nodiscard]] constexpr std::string_view to_string(Fault fault) noexcept {
   constexpr std::array<std::string_view, fault_kinds> names{
       "drop",          "duplicate",      "reorder",     "delay",           "truncate",
