@@ -353,7 +353,7 @@ class MessagePart {
 /// Builds an error whose message is the concatenation of texts, numbers and enumerators.
 template <class... Parts>
 [[nodiscard]] KVMELD_COLD Status error(ErrorCode code, const Parts&... parts) {
-  const MessagePart all[] = {MessagePart(parts)...};
+  const MessagePart all[] = {MessagePart(parts)..., MessagePart("")};  // an array has an element
   return error_of(code, all, sizeof...(parts));
 }
 

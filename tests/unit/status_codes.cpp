@@ -34,6 +34,7 @@ TEST_CASE("a status is a code and a sentence") {
   CHECK_FALSE(bad);
   CHECK(bad.code() == ErrorCode::truncated);
   CHECK(bad.message() == "ends at byte 7 of 12, share 0.5");
+  CHECK(kvmeld::extend::error(ErrorCode::truncated).message().empty());
 }
 
 TEST_CASE("a result holds a value or an error, and gives a movable value away") {
