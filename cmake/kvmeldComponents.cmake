@@ -40,11 +40,12 @@ endfunction()
 
 # The companion library: what does not depend on a user's types, compiled once and with the user's own compiler and flags. Whoever
 # links it sees declarations where the headers alone would give bodies (KVMELD_COMPILED in config.hpp); files of both kinds may meet
-# in one program.
+# in one program. Its symbols are hidden, so that a shared library that is linked with it exports none of them.
 macro(_kvmeld_component_compiled)
   add_library(kvmeld_compiled STATIC EXCLUDE_FROM_ALL "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/compiled.cpp")
   target_compile_definitions(kvmeld_compiled PRIVATE KVMELD_COMPILED=2 INTERFACE KVMELD_COMPILED=1)
-  set_target_properties(kvmeld_compiled PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  set_target_properties(kvmeld_compiled PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden
+    VISIBILITY_INLINES_HIDDEN ON)
   target_link_libraries(kvmeld_compiled PUBLIC kvmeld::kvmeld)
   add_library(kvmeld::compiled ALIAS kvmeld_compiled)
   set(found TRUE)

@@ -87,18 +87,21 @@ static_assert(std::endian::native == std::endian::little,
 /// Headers alone are enough: then it means `inline`, and the bodies follow where they are declared.
 /// Users of the companion library (CMake: `kvmeld::compiled`) have `KVMELD_COMPILED` defined as 1
 /// and see declarations only; the library's one source has it defined as 2 and holds the bodies,
-/// and the instances of templates that `KVMELD_INSTANCE` names.
+/// and the instances of templates that `KVMELD_INSTANCE` names. It gives no visibility: the library
+/// is linked into whoever uses it, and a shared library exports of it what its own flags say.
 #if !defined(KVMELD_COMPILED)
 #define KVMELD_API inline
 #define KVMELD_BODIES 1
+#elif KVMELD_COMPILED == 1
+#define KVMELD_API
+#define KVMELD_BODIES 0
+#define KVMELD_INSTANCE extern template
 #elif KVMELD_COMPILED == 2
-#define KVMELD_API __attribute__((visibility("default")))
+#define KVMELD_API
 #define KVMELD_BODIES 1
 #define KVMELD_INSTANCE template
 #else
-#define KVMELD_API __attribute__((visibility("default")))
-#define KVMELD_BODIES 0
-#define KVMELD_INSTANCE extern template
+#error "KVMELD_COMPILED is 1 in users of kvmeld::compiled, 2 in its own source, and else undefined"
 #endif
 
 /// Marks what only refusals call: it is compiled for size, and branches to it are unlikely.

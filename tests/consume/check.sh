@@ -38,8 +38,14 @@ case $consumer in
     install_kvmeld
     project 'find_package(kvmeld 0.1 REQUIRED COMPONENTS compiled)' 'add_library(other OBJECT other.cpp)' \
       'target_link_libraries(other PRIVATE kvmeld::kvmeld)' 'add_executable(consumer consumer.cpp)' \
-      'target_link_libraries(consumer PRIVATE other kvmeld::compiled)'
+      'target_link_libraries(consumer PRIVATE other kvmeld::compiled)' \
+      'add_library(plugin SHARED plugin.cpp)' 'set_target_properties(plugin PROPERTIES CXX_VISIBILITY_PRESET hidden)' \
+      'target_link_libraries(plugin PRIVATE kvmeld::compiled)'
     build_and_run -DCMAKE_PREFIX_PATH="$work/prefix" -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
+    # A shared library that hides its symbols hides the companion's too: two plugins keep to their own copies.
+    nm -DC --defined-only "$work/build/libplugin.so" >"$work/exports"
+    grep -q ' streams_from()' "$work/exports" || { echo "the plugin lacks its entry"; exit 1; }
+    if grep ' kvmeld::' "$work/exports" | head -3 | grep .; then echo "the plugin exports these"; exit 1; fi
     grep -q 'KVMELD_COMPILED=1 .*/consumer.cpp' "$work/build/compile_commands.json" || { echo "no KVMELD_COMPILED"; exit 1; }
     if grep -q 'KVMELD_COMPILED.*/other.cpp' "$work/build/compile_commands.json"; then echo "KVMELD_COMPILED leaked"; exit 1; fi ;;
   add_subdirectory)
@@ -48,7 +54,12 @@ case $consumer in
     build_and_run ;;
   plain_include)
     quietly "${CXX:-c++}" -std=c++20 -I"$tree/include" "$work/consumer.cpp" "$work/other.cpp" -pthread -o "$work/consumer"
-    "$work/consumer" ;;
+    "$work/consumer"
+    # A value that means neither way stops at the first header, not at the linker.
+    if "${CXX:-c++}" -std=c++20 -I"$tree/include" -DKVMELD_COMPILED=0 -fsyntax-only "$work/consumer.cpp" 2>"$work/log"; then
+      echo "KVMELD_COMPILED=0 compiles"; exit 1
+    fi
+    grep -q 'KVMELD_COMPILED is 1 in users' "$work/log" || { cat "$work/log"; exit 1; } ;;
   strict)
     quietly "${CXX:-c++}" -std=c++20 -I"$tree/include" -fno-exceptions -fno-rtti -Wall -Wextra -Wconversion -Wshadow -Werror \
       "$work/consumer.cpp" "$work/other.cpp" -pthread -o "$work/consumer"
