@@ -3,7 +3,7 @@
 # the model, too.
 #
 #   bash examples/run.sh [FLAG...]             study 01: two agents and more, full text against merges, on the real model
-#   bash examples/run.sh NAME|NN [FLAG...]     an example (session, tiers, ...) or a study (01 or two_agents, ...); flags go to it
+#   bash examples/run.sh NAME|NN [FLAG...]     an example (session, tiers, ...) or a study (01 or two_agents, quality, ...); flags go to it
 #   bash examples/run.sh 01 --model PATH --agents 2
 #   bash examples/run.sh --list                all of them
 #
@@ -23,7 +23,7 @@ wanted=01
 case ${1:-} in '' | -*) ;; *) wanted=$1; shift ;; esac
 source=
 for candidate in "$root/examples/$wanted.cpp" "$root/examples/studies/$wanted"_*.cpp "$root/examples/studies/"[0-9][0-9]_"$wanted.cpp" \
-  "$root/examples/studies/$wanted.cpp"; do
+  "$root/examples/studies/$wanted.cpp" "$root/examples/studies/"[0-9][0-9]_*"_$wanted.cpp"; do
   if [ -f "$candidate" ]; then source=$candidate; break; fi
 done
 [ -n "$source" ] || die "there is no example or study $wanted; bash examples/run.sh --list names them"

@@ -15,6 +15,7 @@
 #include "support/results.hpp"
 #include "support/splice.hpp"
 #include "support/study.hpp"
+#include "support/summaries.hpp"
 
 #include <CLI/CLI.hpp>
 
@@ -128,52 +129,6 @@ bool answer(Engine& engine, const Frame& frame, const FactSet& set, llama_pos le
   return true;
 }
 
-/// Every agent but the first sums up its notes in at most `share` of their tokens, all in one
-/// batch.
-bool write_summaries(Engine& engine, const Texts& texts, double share,
-                     std::vector<Tokens>& summaries, Cost& cost) {
-  const Stopwatch watch;
-  engine.forget_all();
-  const Frame frame = make_frame(engine, system_text, summary_text);
-  const Tokens request = engine.tokens(frame.middle, true);
-  const std::size_t count = texts.notes.size();
-  summaries.assign(count, {});
-  std::vector<llama_token> next(count);
-  std::vector<llama_pos> at(count);
-  std::vector<bool> done(count, false);
-  done[0] = true;
-  if (!engine.prefill(texts.prefix, 0, 0)) return false;
-  for (std::size_t i = 1; i < count; ++i) {
-    const auto sequence = static_cast<llama_seq_id>(i);
-    engine.branch(0, sequence);
-    Tokens prompt = texts.notes[i];
-    append(prompt, request);
-    if (!engine.prefill(prompt, static_cast<llama_pos>(texts.prefix.size()), sequence, true))
-      return false;
-    next[i] = detail::top_token(engine.last_logits());
-    at[i] = static_cast<llama_pos>(texts.prefix.size() + prompt.size());
-  }
-  for (;;) {
-    Batch batch;
-    std::vector<std::int32_t> rows(count);
-    for (std::size_t i = 1; i < count; ++i) {
-      done[i] = done[i] || engine.ends(next[i]) ||
-                static_cast<double>(summaries[i].size()) >=
-                    share * static_cast<double>(texts.notes[i].size());
-      if (done[i]) continue;
-      summaries[i].push_back(next[i]);
-      rows[i] = batch.add(next[i], at[i]++, static_cast<llama_seq_id>(i), true);
-    }
-    if (batch.empty()) break;
-    if (!engine.decode(batch)) return false;
-    for (std::size_t i = 1; i < count; ++i)
-      if (!done[i]) next[i] = detail::top_token(engine.logits(rows[i]));
-  }
-  engine.forget_all();
-  cost.export_ms = watch.milliseconds();
-  return true;
-}
-
 /// Fills sequence 0 as the method says.
 kvmeld::Status fill(Engine& engine, const Texts& texts, double summary_share, Splicer& splicer,
                     const Method& method, Cost& cost) {
@@ -188,14 +143,14 @@ kvmeld::Status fill(Engine& engine, const Texts& texts, double summary_share, Sp
     for (std::size_t i = 1; i < texts.notes.size(); ++i) append(all, texts.notes[i]);
   // the first agent reads its own notes and what the others wrote
   if (method.source == Method::Source::text_summary) {
+    const Stopwatch writing;
+    const Tokens request =
+        engine.tokens(make_frame(engine, system_text, summary_text).middle, true);
     std::vector<Tokens> summaries;
-    if (!write_summaries(engine, texts, summary_share, summaries, cost)) return refused;
-    for (const Tokens& summary : summaries) {
-      std::string text = summary.empty() ? "" : " ";
-      for (const llama_token token : summary) text += engine.text(token);
-      cost.bytes += text.size();
-      append(all, engine.tokens(text));
-    }
+    if (!write_summaries(engine, texts.prefix, texts.notes, request, summary_share, summaries))
+      return refused;
+    cost.export_ms = writing.milliseconds();
+    append(all, joined(engine, summaries, cost.bytes));
   }
   engine.forget_all();
   const Stopwatch watch;

@@ -58,6 +58,39 @@ inline kvmeld::Result<Geometries> make_geometries(const Engine& engine,
                     std::make_shared<const kvmeld::Geometry>(std::move(bare))};
 }
 
+/// Renders a set into sequence 0 of an engine and lets it compute the holes there; sequence 1 is
+/// the spare. `cost` gains what that took.
+template <class M>
+kvmeld::Status render_into(Engine& engine, const kvmeld::exec::Threads& exec,
+                           const kvmeld::FragmentSet& set, const M& merger,
+                           const std::shared_ptr<const kvmeld::Geometry>& geometry,
+                           const kvmeld::llama::StateForm& form, Cost& cost) {
+  const Stopwatch merge;
+  const auto plan = kvmeld::plan(set, merger, {.geometry = *geometry});
+  if (!plan) return plan.error();
+  kvmeld::Result<kvmeld::llama::StateBlob> blob =
+      kvmeld::llama::make_state(geometry, form, plan->positions(), plan->token_ids());
+  if (!blob) return blob.error();
+  std::vector<std::byte> workspace(plan->workspace_bytes());
+  const auto report = kvmeld::run(exec, *plan, workspace, blob->mutable_ref());
+  if (!report) return report.error();
+  cost.merge_ms = merge.milliseconds();
+
+  const Stopwatch import;
+  if (kvmeld::Status status = kvmeld::llama::write(engine.context(), 0, 1, *blob); !status)
+    return status;
+  cost.import_ms = import.milliseconds();
+
+  const Stopwatch recompute;
+  const auto seams = kvmeld::llama::recompute(engine.context(), 0, 1, plan->holes());
+  if (!seams) return seams.error();
+  cost.recompute_ms = recompute.milliseconds();
+  cost.prefilled_tokens = static_cast<std::size_t>(seams->tokens);
+  cost.bytes = static_cast<std::size_t>(report->bytes);
+  cost.length = static_cast<llama_pos>(report->tokens);
+  return {};
+}
+
 /// The agents' caches of one fact set, sealed behind the shared prefix with or without a lead-in.
 class Splicer {
  public:
@@ -231,29 +264,7 @@ class Splicer {
   template <class M>
   kvmeld::Status render(const kvmeld::FragmentSet& set, const M& merger,
                         const std::shared_ptr<const kvmeld::Geometry>& geometry, Cost& cost) {
-    const Stopwatch merge;
-    const auto plan = kvmeld::plan(set, merger, {.geometry = *geometry});
-    if (!plan) return plan.error();
-    kvmeld::Result<kvmeld::llama::StateBlob> blob = make_blob(*plan, geometry);
-    if (!blob) return blob.error();
-    std::vector<std::byte> workspace(plan->workspace_bytes());
-    const auto report = kvmeld::run(exec_, *plan, workspace, blob->mutable_ref());
-    if (!report) return report.error();
-    cost.merge_ms = merge.milliseconds();
-
-    const Stopwatch import;
-    if (kvmeld::Status status = kvmeld::llama::write(engine_.context(), 0, 1, *blob); !status)
-      return status;
-    cost.import_ms = import.milliseconds();
-
-    const Stopwatch recompute;
-    const auto seams = kvmeld::llama::recompute(engine_.context(), 0, 1, plan->holes());
-    if (!seams) return seams.error();
-    cost.recompute_ms = recompute.milliseconds();
-    cost.prefilled_tokens = static_cast<std::size_t>(seams->tokens);
-    cost.bytes = static_cast<std::size_t>(report->bytes);
-    cost.length = static_cast<llama_pos>(report->tokens);
-    return {};
+    return render_into(engine_, exec_, set, merger, geometry, prefix_state_->form(), cost);
   }
 
   static kvmeld::Status refused() {
