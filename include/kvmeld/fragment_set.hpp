@@ -349,14 +349,41 @@ class FragmentSet {
   std::vector<Fragment> retired_;
 };
 
+/// Which entries of a set count: all of them, or those whose bytes are here.
+enum class Presence : std::uint8_t { known, complete };
+
+/// An entry that a render reads, and the place that it takes in an order by provenance.
+struct InForce {
+  const SetEntry* entry = nullptr;
+  /// The smallest dot under which it, or what it replaced, was inserted; zeros: one of them without
+  /// provenance. So what was read again keeps its place.
+  Dot place{};
+};
+
 /// The entries that a render reads: those that no other one of the set supersedes, in ascending
 /// order of id.
 ///
 /// Each superseded entry points to its smallest successor that is in the set. Following the
 /// pointers ends at an entry without one, or in a circle that concurrent operations closed, whose
-/// smallest id then stays: no fragment vanishes without one in its place. A pure function of ids
-/// and marks, so it is the same on every replica. O(n + superseded · log n).
-[[nodiscard]] KVMELD_API std::vector<const FragmentSet::Entry*> in_force(const FragmentSet& set);
+/// smallest id then stays: no fragment vanishes without one in its place. Under
+/// `Presence::complete`, an end of such a chain whose bytes are not here does not count, and what
+/// it superseded stands again: a refreshed variant that is late, or lost, leaves the older one. A
+/// pure function of ids, marks and, for `complete`, of what is here; so replicas that have all
+/// bytes agree. O(n + superseded · log n), times the ends in a chain that are missing.
+[[nodiscard]] KVMELD_API std::vector<InForce> in_force(const FragmentSet& set,
+                                                       Presence presence = Presence::known);
+
+/// What `in_force(set, Presence::complete)` names, as a set of its own: with what it replaces, by
+/// id and marks alone, so that places stay. O(n log n).
+[[nodiscard]] KVMELD_API Result<FragmentSet> renderable(const FragmentSet& set);
+
+/// The same without `own`: what a fragment is read again behind (kvmeld/refresh.hpp).
+///
+/// @param only ids to take of the others (the most telling, say); empty: all. A prefix is taken
+/// always. O(n log n). Errors: `not_found` where `own` is not among what `renderable` names.
+[[nodiscard]] KVMELD_API Result<FragmentSet> set_behind(const FragmentSet& set,
+                                                        const FragmentId& own,
+                                                        std::span<const FragmentId> only = {});
 
 KVMELD_NAMESPACE_END
 

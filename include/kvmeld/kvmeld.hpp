@@ -25,6 +25,7 @@
 #include <kvmeld/policies/select.hpp>
 #include <kvmeld/policies/token_match.hpp>
 #include <kvmeld/policy.hpp>
+#include <kvmeld/refresh.hpp>
 #include <kvmeld/render.hpp>
 #include <kvmeld/rope.hpp>
 #include <kvmeld/status.hpp>

@@ -26,6 +26,7 @@ struct Source {
   const Payload* payload = nullptr;  ///< payload 0
   const Metadata* metadata = nullptr;
   TokenSet selected{};  ///< the tokens that the select policy kept
+  Dot place{};          ///< its place in an order by provenance (`InForce::place`)
 
   [[nodiscard]] std::int64_t selected_count() const noexcept {
     return selected.all ? fragment->token_count()

@@ -361,7 +361,7 @@ TEST_CASE(
         bytes(set, kvmeld::WeightedMean{}));
   // As many clusters as contributions: equally large, so that the smallest id counts.
   kvmeld::FragmentSet first;
-  REQUIRE(first.insert(kvmeld::in_force(set)[0]->fragment).ok());
+  REQUIRE(first.insert(kvmeld::in_force(set)[0].entry->fragment).ok());
   CHECK(bytes(set, Cluster{.k = 5}) == bytes(first, kvmeld::Medoid{}));
   refused(set, g, Cluster{.k = 6}, ErrorCode::invalid_argument, "k = 6");
   refused(set, g, Cluster{.k = -1}, ErrorCode::invalid_argument, "k = -1");

@@ -171,7 +171,7 @@ TEST_CASE("what is superseded stays in the set and out of the render, and circle
   for (const Fragment& one : f) REQUIRE(set.insert(one, {1, dot++}).ok());
   const auto left = [&] {
     std::vector<std::size_t> out;
-    for (const auto* entry : in_force(set)) {
+    for (const auto& [entry, place] : in_force(set)) {
       out.push_back(static_cast<std::size_t>(
           std::find_if(f.begin(), f.end(), [&](const Fragment& x) { return x.id() == entry->id; }) -
           f.begin()));

@@ -19,6 +19,8 @@
 #include <kvmeld/config.hpp>
 #include <kvmeld/engine/detail/llama_geometry.hpp>
 #include <kvmeld/engine/detail/llama_state.hpp>
+#include <kvmeld/refresh.hpp>
+#include <kvmeld/render.hpp>
 #include <kvmeld/replica/session_memory.hpp>
 
 KVMELD_NAMESPACE_BEGIN
@@ -470,6 +472,101 @@ class EngineMemory {
   StateForm form_;
   MemoryOptions options_;
   StateBlob recycled_;
+};
+
+}  // namespace llama
+
+// A fragment read again behind the merged caches of the others.
+
+namespace llama {
+
+/// The sequences of a context that a refresh uses: both empty before and after.
+struct RefreshSequences {
+  llama_seq_id working = 0;
+  llama_seq_id scratch = 1;
+};
+
+/// Reads fragments again behind a merge of the others, in a context of its own, so that another
+/// thread may go on generating (`AgentSession::refresh` calls it from its own thread).
+///
+/// The context was made with `kv_unified` and has room for the whole merge. `form` comes from an
+/// export of this context that held a token. One refresh renders and imports the others' caches and
+/// decodes the fragment's own tokens, and nothing else but the merger's holes.
+/// @tparam M a `Merger`, the one that the agents render with.
+template <class M>
+class Refresher {
+ public:
+  /// @param target what is rendered into: a model's geometry and the first position.
+  Refresher(llama_context* context, StateForm form, M merger, Target target,
+            RefreshSequences sequences = {})
+      : context_(context),
+        form_(std::move(form)),
+        merger_(std::move(merger)),
+        target_(std::move(target)),
+        sequences_(sequences) {}
+
+  /// The fragment `own` of a set, encoded behind all others of it (`set_behind`); `only`: behind
+  /// these of them. Errors: those of `set_behind`, `plan`, `write`, `recompute`, `read` and
+  /// `seal_refreshed`; `engine_failure`.
+  [[nodiscard]] Result<Fragment> operator()(const FragmentSet& set, const FragmentId& own,
+                                            std::span<const FragmentId> only = {}) {
+    if (Status status = detail::check_spare(context_, sequences_.working, sequences_.scratch);
+        !status)
+      return status;
+    const auto behind = set_behind(set, own, only);
+    if (!behind) return behind.error();
+    const auto made = plan(*behind, merger_, target_);
+    if (!made) return made.error();
+    const Fragment& fragment = set.find(own)->fragment;
+    if (fragment.latent())
+      return extend::error(ErrorCode::tokens_required, "llama: fragment ", own.hex(),
+                           " has no token ids to read again");
+    const detail::ClearGuard guard(context_, sequences_.working);
+    if (Status status = load(*made); !status) return status;
+    const std::int64_t position =
+        made->positions().empty() ? target_.first_position : made->positions().back() + 1;
+    if (Status status = detail::decode(context_, sequences_.working, fragment.tokens(),
+                                       static_cast<llama_pos>(position));
+        !status)
+      return status;
+    decoded_ += fragment.token_count();
+    const auto state = read_since(context_, sequences_.working, sequences_.scratch, position,
+                                  fragment.shared_geometry());
+    if (!state) return state.error();
+    return seal_refreshed(fragment, state->view(), state->positions(), context_digest(*made),
+                          set.hash());
+  }
+
+  /// Tokens that were decoded so far, holes of the merger included.
+  [[nodiscard]] std::int64_t decoded() const noexcept { return decoded_; }
+
+ private:
+  /// Puts what a plan renders into the working sequence.
+  [[nodiscard]] Status load(const Plan<M>& made) {
+    if (made.tokens() == 0) return {};
+    auto blob = make_state(made.shared_geometry(), form_, made.positions(), made.token_ids(),
+                           std::exchange(recycled_, {}));
+    if (!blob) return blob.error();
+    workspace_.resize((std::max)(workspace_.size(), made.workspace_bytes()));
+    if (const auto done = run(exec::seq, made, workspace_, blob->mutable_ref()); !done)
+      return done.error();
+    Status status = write(context_, sequences_.working, sequences_.scratch, *blob);
+    recycled_ = *std::move(blob);
+    if (!status || made.holes().empty()) return status;
+    const auto holes = recompute(context_, sequences_.working, sequences_.scratch, made.holes());
+    if (!holes) return holes.error();
+    decoded_ += holes->tokens;
+    return {};
+  }
+
+  llama_context* context_;
+  StateForm form_;
+  M merger_;
+  Target target_;
+  RefreshSequences sequences_;
+  StateBlob recycled_;
+  std::vector<std::byte> workspace_;
+  std::int64_t decoded_ = 0;
 };
 
 }  // namespace llama

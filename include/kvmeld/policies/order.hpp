@@ -107,8 +107,8 @@ struct ById {
   void digest(Hasher& hasher) const { hasher.text("kvmeld.ById"); }
 };
 
-/// Orders spans by their smallest provenance dot (agent, epoch, sequence), then by id: the order in
-/// which a conversation was had.
+/// Orders spans by their place (agent, epoch, sequence of the first insertion), then by id: the
+/// order in which a conversation was had. What supersedes a span stands where that stood.
 struct ByDot {
   static constexpr bool reproducible = true;
   static constexpr MetadataFields metadata = MetadataFields::provenance;
@@ -116,10 +116,7 @@ struct ByDot {
 
   [[nodiscard]] Result<std::vector<std::uint32_t>> order(std::span<const Source> sources) const {
     std::vector<std::uint32_t> out = detail::indices(sources.size());
-    const auto dot = [&](std::uint32_t i) {
-      const auto& marks = sources[i].metadata->marks;
-      return marks.empty() ? Dot{} : marks.front().dot;
-    };
+    const auto dot = [&](std::uint32_t i) { return sources[i].place; };
     std::sort(out.begin(), out.end(), [&](std::uint32_t a, std::uint32_t b) {
       if (dot(a) != dot(b)) return reversed ? dot(b) < dot(a) : dot(a) < dot(b);
       return sources[a].fragment->id() < sources[b].fragment->id();

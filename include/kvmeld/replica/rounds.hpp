@@ -29,7 +29,7 @@ struct RoundCut {
   std::uint64_t round = 0;
   MemberId publisher = 0;
   Digest128 merger{};
-  FragmentSet set{};  ///< without payloads, removals and superseded fragments
+  FragmentSet set{};  ///< what is rendered, and what that replaced: ids and marks alone
 
   bool operator==(const RoundCut&) const = default;
 };
@@ -45,24 +45,15 @@ struct RoundReady {
   bool operator==(const RoundReady&) const = default;
 };
 
-/// The fragments of a set that a render reads and whose bytes are here, as a set of their own. O(n
-/// log n).
-[[nodiscard]] inline Result<FragmentSet> renderable(const FragmentSet& set) {
-  std::vector<FragmentSet::Entry> entries;
-  for (const FragmentSet::Entry* entry : in_force(set)) {
-    if (entry->complete()) entries.push_back(*entry);
-  }
-  return FragmentSet::from_parts(set.hash(), std::move(entries), {}, {});
-}
-
 /// Everything that a set can render now, for publishing. O(n log n).
 [[nodiscard]] inline Result<RoundCut> make_cut(const FragmentSet& set, const Digest128& merger,
                                                std::uint64_t session, std::uint64_t round,
                                                MemberId publisher) {
+  const auto here = renderable(set);
+  if (!here) return here.error();
   std::vector<FragmentSet::Entry> entries;
-  for (const FragmentSet::Entry* entry : in_force(set)) {
-    if (!entry->complete()) continue;
-    entries.push_back({entry->id, {}, entry->metadata});
+  for (const FragmentSet::Entry& entry : here->entries()) {
+    entries.push_back({entry.id, {}, entry.metadata});
     // for display, and not for everybody
     for (Mark& mark : entries.back().metadata.marks) mark.time_ms = 0;
   }
@@ -71,13 +62,13 @@ struct RoundReady {
   return RoundCut{session, round, publisher, merger, *std::move(part)};
 }
 
-/// Ids of a cut whose bytes a set does not hold. O(n log n).
+/// Ids that a cut renders and whose bytes a set does not hold. O(n log n).
 [[nodiscard]] inline std::vector<FragmentId> missing_of(const RoundCut& cut,
                                                         const FragmentSet& here) {
   std::vector<FragmentId> out;
-  for (const FragmentSet::Entry& entry : cut.set.entries()) {
-    if (!FragmentSet::Entry{entry.id, here.payload(entry.id), {}}.complete())
-      out.push_back(entry.id);
+  for (const InForce& rendered : in_force(cut.set)) {
+    const FragmentId& id = rendered.entry->id;
+    if (!FragmentSet::Entry{id, here.payload(id), {}}.complete()) out.push_back(id);
   }
   return out;
 }
@@ -87,13 +78,18 @@ struct RoundReady {
 /// Errors: `payload_missing` with the number of fragments that are not here; `hash_mismatch`.
 [[nodiscard]] inline Result<FragmentSet> restrict_to(const RoundCut& cut, const FragmentSet& here) {
   std::vector<FragmentSet::Entry> entries;
+  const std::vector<InForce> rendered = in_force(cut.set);  // ascending, as the entries are
+  auto next = rendered.begin();
   std::size_t missing = 0;
   for (const FragmentSet::Entry& entry : cut.set.entries()) {
-    entries.push_back({entry.id, here.payload(entry.id), entry.metadata});
+    const bool read = next != rendered.end() && next->entry == &entry;
+    entries.push_back({entry.id, read ? here.payload(entry.id) : Fragment(), entry.metadata});
+    if (!read) continue;
     missing += entries.back().complete() ? 0U : 1U;
+    ++next;
   }
   if (missing == 0) return FragmentSet::from_parts(here.hash(), std::move(entries), {}, {});
-  return extend::error(ErrorCode::payload_missing, missing, " of ", cut.set.size(),
+  return extend::error(ErrorCode::payload_missing, missing, " of ", rendered.size(),
                        " fragments of round ", cut.round, " are not here yet");
 }
 

@@ -4,14 +4,18 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -90,6 +94,10 @@ struct Accounting {
   double import_ms = 0;  ///< part of `swap_ms` that an engine took to import
   /// Said since a snapshot, rotated to their new positions at the swap.
   std::uint64_t carried_tokens = 0;
+  std::uint64_t refreshes = 0;            ///< rounds of refresh that ended, whatever came of them
+  std::uint64_t refreshed_fragments = 0;  ///< read again, and other than they were
+  std::uint64_t refreshed_tokens = 0;     ///< of all that were read again
+  double refresh_ms = 0;                  ///< on the thread of the refresh
 
   [[nodiscard]] Traffic total_sent() const noexcept { return sum(sent, {}); }
   [[nodiscard]] Traffic total_received() const noexcept { return sum(received, {}); }
@@ -145,6 +153,17 @@ struct AgentSessionOptions {
   std::int64_t max_refused_tokens = 256;
   /// Of frames that wait for `take_application`; oldest go first.
   std::size_t max_application_bytes = std::size_t{64} << 20U;
+};
+
+/// Reads a fragment of a set again behind the others of it (kvmeld/refresh.hpp):
+/// `llama::Refresher`, or what another engine does. Called from a thread of the session's.
+using RefreshFunction = std::function<Result<Fragment>(const FragmentSet&, const FragmentId&)>;
+
+/// What a round of refresh may cost.
+struct RefreshOptions {
+  /// Of this agent's, read again at most; fragments are taken in the order of their places, whole.
+  /// 0: all.
+  std::int64_t max_tokens = 0;
 };
 
 /// A swap at a safe point.
@@ -204,6 +223,13 @@ class AgentSession {
             typename RenderWorker<M, typename Memory::Backing, E>::Options{
                 options_.content_digest})) {
     if (!options_.rounds.members.empty()) round_.emplace(options_.replica.self, options_.rounds);
+  }
+  AgentSession(const AgentSession&) = delete;
+  AgentSession& operator=(const AgentSession&) = delete;
+  /// Waits for the fragment that a refresh has in hand.
+  ~AgentSession() {
+    stop_refresh_.store(true, std::memory_order_relaxed);
+    if (refresher_.joinable()) refresher_.join();
   }
 
   // --- the generating thread
@@ -302,6 +328,20 @@ class AgentSession {
     return report;
   }
 
+  /// Begins a round of refresh: this agent's fragments, as far as the options let them, are read
+  /// again behind what is here now, on a thread of its own. `poll` then stores what came of it,
+  /// and has it take the place of what was read; an error of `read` comes out of `poll` once, and
+  /// the fragments that it concerns stay as they are.
+  ///
+  /// Does not wait. Errors: `unavailable` while the last round goes on.
+  Status refresh(RefreshFunction read, RefreshOptions options = {});
+  /// Whether a round of refresh goes on, or `poll` has not stored yet what came of it. Of the
+  /// network thread.
+  [[nodiscard]] bool refreshing() const {
+    const std::lock_guard lock(mutex_);
+    return refreshing_ || !refreshed_.empty();
+  }
+
   /// The set and its messages. Of the network thread.
   [[nodiscard]] Replica& replica() noexcept { return replica_; }
   [[nodiscard]] const FragmentSet& set() const noexcept { return replica_.set(); }
@@ -350,6 +390,9 @@ class AgentSession {
     to_insert_.push_back(fragment);
   }
   Status insert_said();
+  Status insert_refreshed();
+  void run_refresh(const FragmentSet& set, const std::vector<FragmentId>& own,
+                   const RefreshFunction& read);
   void refuse(const FragmentId& id);
   void keep_application(MemberId from, std::uint8_t type, std::span<const std::byte> body);
   [[nodiscard]] bool replaced(const FragmentId& id, const FragmentSet& part) const;
@@ -391,6 +434,14 @@ class AgentSession {
   mutable std::mutex mutex_;
   std::vector<Said> said_;
   std::vector<Fragment> to_insert_;
+  /// A fragment that was read again, and which it was.
+  struct Refreshed {
+    FragmentId before;
+    Fragment fragment;
+  };
+  std::vector<Refreshed> refreshed_;
+  Status refresh_status_;  // of the round that ended last, until `poll` has told it
+  bool refreshing_ = false;
   struct Asked {
     std::uint64_t request = 0;
     std::uint64_t round = 0;
@@ -408,6 +459,9 @@ class AgentSession {
   // the last request that was installed, or could not be
   std::optional<std::pair<std::uint64_t, Status>> ended_;
   Accounting counted_;
+
+  std::atomic<bool> stop_refresh_{false};
+  std::thread refresher_;  // of the network thread
 
   // last: it stops before anything that it uses goes
   std::unique_ptr<detail::CacheWorker<Buffer>> worker_;
@@ -438,6 +492,7 @@ Status AgentSession<Memory>::poll(std::int64_t now_ms, std::int64_t wait_ms) {
   };
   now_ms = clock_.advance(now_ms);  // from here on time only goes forward
   note(insert_said());
+  note(insert_refreshed());
   note(flush());  // before waiting: others may wait for it
   note(hear(wait_ms, now_ms));
   note(replica_.tick(now_ms));
@@ -479,6 +534,105 @@ Status AgentSession<Memory>::insert_said() {
     for (Said& said : said_) said.stored = said.stored || said.id == fragments[i].id();
     ++counted_.fragments_sealed;
     add_layer_bytes(counted_.sealed_bytes, fragments[i]);
+  }
+  return first;
+}
+
+template <SwapMemory Memory>
+Status AgentSession<Memory>::refresh(RefreshFunction read, RefreshOptions options) {
+  if (refreshing())
+    return extend::error(ErrorCode::unavailable, "agent ", options_.replica.self,
+                         ": the last refresh is not over yet");
+  if (refresher_.joinable()) refresher_.join();
+  std::vector<InForce> own;
+  for (const InForce& entry : in_force(set(), Presence::complete)) {
+    const Fragment& fragment = entry.entry->fragment;
+    if (entry.place.agent != options_.replica.self || entry.entry->metadata.marks.empty() ||
+        fragment.role() != Role::span || fragment.latent() || fragment.token_count() == 0)
+      continue;
+    own.push_back(entry);
+  }
+  std::sort(own.begin(), own.end(),
+            [](const InForce& a, const InForce& b) { return a.place < b.place; });
+  std::vector<FragmentId> ids;
+  std::int64_t tokens = 0;
+  for (const InForce& entry : own) {
+    tokens += entry.entry->fragment.token_count();
+    if (options.max_tokens > 0 && tokens > options.max_tokens) break;
+    ids.push_back(entry.entry->id);
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    refreshing_ = true;
+  }
+  auto work = [this, snapshot = set(), ids = std::move(ids), read = std::move(read)] {
+    run_refresh(snapshot, ids, read);
+  };
+#if defined(__cpp_exceptions)
+  try {
+    refresher_ = std::thread(work);
+  } catch (const std::system_error&) {
+    work();  // in this thread, then
+  }
+#else
+  refresher_ = std::thread(std::move(work));
+#endif
+  return {};
+}
+
+/// On the thread of the refresh.
+template <SwapMemory Memory>
+void AgentSession<Memory>::run_refresh(const FragmentSet& set, const std::vector<FragmentId>& own,
+                                       const RefreshFunction& read) {
+  const double begin = steady_ms();
+  Status first;
+  for (const FragmentId& id : own) {
+    if (stop_refresh_.load(std::memory_order_relaxed)) break;
+    auto made = read(set, id);
+    const std::lock_guard lock(mutex_);
+    if (!made) {
+      if (first) first = made.error();
+      continue;
+    }
+    counted_.refreshed_tokens += static_cast<std::uint64_t>(made->token_count());
+    if (made->id() != id) refreshed_.push_back({id, *std::move(made)});
+  }
+  const std::lock_guard lock(mutex_);
+  ++counted_.refreshes;
+  counted_.refresh_ms += steady_ms() - begin;
+  refresh_status_ = std::move(first);
+  refreshing_ = false;
+}
+
+/// Stores what was read again, and has it stand where the fragment stood. What the store cannot
+/// take now waits.
+template <SwapMemory Memory>
+Status AgentSession<Memory>::insert_refreshed() {
+  std::vector<Refreshed> all;
+  Status first;
+  {
+    const std::lock_guard lock(mutex_);
+    all.swap(refreshed_);
+    first = std::exchange(refresh_status_, Status());
+  }
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const auto& [before, fragment] = all[i];
+    if (set().find(before) == nullptr) continue;  // removed meanwhile
+    Status status;
+    if (const FragmentSet::Entry* const entry = set().find(fragment.id());
+        entry == nullptr || !entry->complete())
+      status = replica_.insert(fragment, options_.confidence).status();
+    if (status) status = replica_.supersede(before, fragment.id()).status();
+    const std::lock_guard lock(mutex_);
+    if (!status) {
+      if (first) first = status;
+      if (!detail::passing(status.code())) continue;  // nobody would take it: the older one stays
+      refreshed_.insert(refreshed_.begin(), all.begin() + static_cast<std::ptrdiff_t>(i),
+                        all.end());
+      break;
+    }
+    ++counted_.refreshed_fragments;
+    add_layer_bytes(counted_.sealed_bytes, fragment);
   }
   return first;
 }
@@ -556,9 +710,9 @@ Status AgentSession<Memory>::begin_round(std::int64_t now_ms) {
   cut_wanted_ = false;
   round_open_ = true;
   if (round_->publisher(round_->number()) == options_.replica.self) {
-    for (const FragmentSet::Entry* entry : in_force(set())) {
+    for (const InForce& read : in_force(set())) {
       // evicted here, and others may hold it
-      if (!entry->complete()) (void)replica_.fetch(entry->id);
+      if (!read.entry->complete()) (void)replica_.fetch(read.entry->id);
     }
   }
   if (!in_round()) end_round();
@@ -687,7 +841,7 @@ void AgentSession<Memory>::render_behind() {
   if (asked_for_ == now || (!asked_for_ && set().empty())) return;
   asked_for_ = now;
   std::size_t missing = 0;
-  for (const FragmentSet::Entry& entry : set().entries()) missing += entry.complete() ? 0U : 1U;
+  for (const InForce& read : in_force(set())) missing += read.entry->complete() ? 0U : 1U;
   if (missing == 0) {
     (void)request(set(), 0, false);
   } else if (auto part = renderable(set())) {

@@ -294,48 +294,151 @@ KVMELD_API void FragmentSet::retire(const Fragment& fragment) {
   }
 }
 
-KVMELD_API std::vector<const FragmentSet::Entry*> in_force(const FragmentSet& set) {
-  using Entry = FragmentSet::Entry;
-  std::vector<const Entry*> superseded;
-  std::vector<const Entry*> successors;
-  std::vector<const Entry*> out;
-  for (const Entry& entry : set.entries()) {
-    const Entry* best = nullptr;
+namespace detail {
+
+/// Which entries stand for which: every entry leads, by way of its smallest successor, to one that
+/// is read in its place.
+class Successions {
+ public:
+  static constexpr std::size_t none = ~std::size_t{0};
+
+  Successions(const FragmentSet& set, Presence presence) {
+    for (const SetEntry& entry : set.entries()) entries_.push_back(&entry);
+    counts_.assign(entries_.size(), 1);
+    do lead(set);
+    while (presence == Presence::complete && drop_ends());
+  }
+
+  [[nodiscard]] const std::vector<const SetEntry*>& entries() const noexcept { return entries_; }
+  /// The entry that is read in the place of each, itself mostly; none: it does not count.
+  [[nodiscard]] const std::vector<std::size_t>& readers() const noexcept { return readers_; }
+
+  /// The smallest dot under which an entry was inserted, or superseded where nothing else is known.
+  [[nodiscard]] static Dot inserted(const SetEntry& entry) {
+    if (entry.metadata.unattributed || entry.metadata.marks.empty()) return {};
     for (const Mark& mark : entry.metadata.marks) {
-      if (mark.superseded_by.empty()) continue;
-      const Entry* const found = set.find(mark.superseded_by);
-      if (found != nullptr && (best == nullptr || found->id < best->id)) best = found;
+      if (mark.superseded_by.empty()) return mark.dot;
     }
-    if (best == nullptr) {
-      out.push_back(&entry);
-    } else {
-      superseded.push_back(&entry);
-      successors.push_back(best);
+    return entry.metadata.marks.front().dot;
+  }
+
+ private:
+  void lead(const FragmentSet& set) {
+    std::vector<std::size_t> next(entries_.size(), none);
+    for (std::size_t i = 0; i < next.size(); ++i) {
+      if (counts_[i] != 0) next[i] = successor(set, *entries_[i]);
+    }
+    open_circles(next);
+    readers_.assign(next.size(), none);
+    std::vector<std::size_t> chain;
+    for (std::size_t i = 0; i < next.size(); ++i) {
+      if (counts_[i] == 0) continue;
+      std::size_t at = i;
+      for (chain.clear(); readers_[at] == none && next[at] != none; at = next[at])
+        chain.push_back(at);
+      const std::size_t reader = readers_[at] == none ? at : readers_[at];
+      readers_[at] = reader;
+      for (const std::size_t met : chain) readers_[met] = reader;
     }
   }
-  if (superseded.empty()) return out;
-  constexpr std::size_t none = ~std::size_t{0};
-  const auto next = [&](std::size_t i) {
-    const auto at = std::lower_bound(superseded.begin(), superseded.end(), successors[i],
-                                     [](const Entry* a, const Entry* b) { return a->id < b->id; });
-    return at != superseded.end() && *at == successors[i]
-               ? static_cast<std::size_t>(at - superseded.begin())
-               : none;
-  };
-  std::vector<std::size_t> walk(superseded.size(), none);  // by which walk an entry was met first
-  for (std::size_t begin = 0; begin < superseded.size(); ++begin) {
-    std::size_t at = begin;
-    while (at != none && walk[at] == none) {
-      walk[at] = begin;
-      at = next(at);
+  /// Ends that are not whole do not count. False where there is none.
+  [[nodiscard]] bool drop_ends() {
+    bool dropped = false;
+    for (std::size_t i = 0; i < entries_.size(); ++i) {
+      if (readers_[i] != i || entries_[i]->complete()) continue;
+      counts_[i] = 0;
+      dropped = true;
     }
-    if (at == none || walk[at] != begin) continue;
-    std::size_t smallest = at;
-    for (std::size_t i = next(at); i != at; i = next(i)) smallest = (std::min)(smallest, i);
-    out.push_back(superseded[smallest]);
+    return dropped;
   }
-  std::sort(out.begin(), out.end(), [](const Entry* a, const Entry* b) { return a->id < b->id; });
+  [[nodiscard]] std::size_t successor(const FragmentSet& set, const SetEntry& entry) const {
+    std::size_t best = none;
+    for (const Mark& mark : entry.metadata.marks) {
+      if (mark.superseded_by.empty() || set.find(mark.superseded_by) == nullptr) continue;
+      const auto at =
+          std::lower_bound(entries_.begin(), entries_.end(), mark.superseded_by,
+                           [](const SetEntry* e, const FragmentId& id) { return e->id < id; });
+      const auto found = static_cast<std::size_t>(at - entries_.begin());
+      if (counts_[found] != 0) best = (std::min)(best, found);
+    }
+    return best;
+  }
+  /// The smallest id of a circle is superseded by nothing.
+  static void open_circles(std::vector<std::size_t>& next) {
+    std::vector<std::size_t> walk(next.size(), none);  // by which walk an entry was met first
+    for (std::size_t begin = 0; begin < next.size(); ++begin) {
+      std::size_t at = begin;
+      while (at != none && walk[at] == none) {
+        walk[at] = begin;
+        at = next[at];
+      }
+      if (at == none || walk[at] != begin) continue;
+      std::size_t smallest = at;
+      for (std::size_t i = next[at]; i != at; i = next[i]) smallest = (std::min)(smallest, i);
+      next[smallest] = none;
+    }
+  }
+
+  std::vector<const SetEntry*> entries_;  // ascending by id
+  std::vector<std::uint8_t> counts_;
+  std::vector<std::size_t> readers_;
+};
+
+}  // namespace detail
+
+KVMELD_API std::vector<InForce> in_force(const FragmentSet& set, Presence presence) {
+  const detail::Successions successions(set, presence);
+  const auto& entries = successions.entries();
+  const std::vector<std::size_t>& readers = successions.readers();
+  std::vector<Dot> places(entries.size());
+  std::vector<std::uint8_t> placed(entries.size(), 0);
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const std::size_t reader = readers[i];
+    if (reader == detail::Successions::none) continue;
+    const Dot dot = detail::Successions::inserted(*entries[i]);
+    if (placed[reader] == 0 || dot < places[reader]) places[reader] = dot;
+    placed[reader] = 1;
+  }
+  std::vector<InForce> out;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    if (readers[i] == i) out.push_back({entries[i], places[i]});
+  }
   return out;
+}
+
+namespace detail {
+
+/// The whole entries for which `wanted` holds, and by id and marks what leads to them.
+template <class Wanted>
+[[nodiscard]] Result<FragmentSet> renderable_of(const FragmentSet& set, const Wanted& wanted) {
+  const Successions successions(set, Presence::complete);
+  const std::vector<std::size_t>& readers = successions.readers();
+  std::vector<FragmentSet::Entry> entries;
+  for (std::size_t i = 0; i < readers.size(); ++i) {
+    if (readers[i] == Successions::none || !wanted(*successions.entries()[readers[i]])) continue;
+    const SetEntry& entry = *successions.entries()[i];
+    entries.push_back({entry.id, readers[i] == i ? entry.fragment : Fragment(), entry.metadata});
+  }
+  return FragmentSet::from_parts(set.hash(), std::move(entries), {}, {});
+}
+
+}  // namespace detail
+
+KVMELD_API Result<FragmentSet> renderable(const FragmentSet& set) {
+  return detail::renderable_of(set, [](const SetEntry&) { return true; });
+}
+
+KVMELD_API Result<FragmentSet> set_behind(const FragmentSet& set, const FragmentId& own,
+                                          std::span<const FragmentId> only) {
+  bool found = false;
+  auto behind = detail::renderable_of(set, [&](const SetEntry& entry) {
+    found = found || entry.id == own;
+    return entry.id != own && (only.empty() || entry.fragment.role() == Role::prefix ||
+                               std::find(only.begin(), only.end(), entry.id) != only.end());
+  });
+  if (found) return behind;
+  return extend::error(ErrorCode::not_found, "fragment ", own.hex(),
+                       " is not read by a render of this set, or its bytes are not here");
 }
 
 namespace detail {

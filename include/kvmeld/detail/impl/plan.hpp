@@ -533,6 +533,7 @@ struct SetParts {
   const FragmentSet::Entry* prefix = nullptr;    ///< to be rendered
   const FragmentSet::Entry* in_place = nullptr;  ///< known, and held by the engine already
   std::vector<const FragmentSet::Entry*> spans;
+  std::vector<Dot> places;                        ///< of `spans`
   std::vector<const FragmentSet::Entry*> mapped;  ///< those of `spans` that come from another model
 
   [[nodiscard]] bool maps(const Fragment& fragment) const {
@@ -545,7 +546,7 @@ inline Result<SetParts> split(const FragmentSet& set, const Target& target,
                               const TransformCall& transform) {
   SetParts parts;
   std::string unknown;
-  for (const FragmentSet::Entry* entry : in_force(set)) {
+  for (const auto& [entry, place] : in_force(set)) {
     if (!entry->fragment.valid()) {
       unknown.append(" ").append(entry->id.hex());
       continue;
@@ -560,6 +561,7 @@ inline Result<SetParts> split(const FragmentSet& set, const Target& target,
         return entry->fragment.geometry().model == target.geometry.model ? same : accepted;
       if (entry->fragment.role() == Role::span) {
         parts.spans.push_back(entry);
+        parts.places.push_back(place);
         parts.mapped.push_back(entry);
       }
       continue;
@@ -573,6 +575,7 @@ inline Result<SetParts> split(const FragmentSet& set, const Target& target,
       parts.prefix = entry;
     } else {
       parts.spans.push_back(entry);
+      parts.places.push_back(place);
     }
   }
   if (!unknown.empty())
@@ -1607,10 +1610,12 @@ struct Planning {
   /// Selects the tokens of every span. Errors: `payload_missing`, with the ids.
   Status select() {
     std::string missing;
-    for (const FragmentSet::Entry* entry : parts.spans) {
+    for (std::size_t i = 0; i < parts.spans.size(); ++i) {
+      const FragmentSet::Entry* const entry = parts.spans[i];
       // nothing to order, and nothing that could come first
       if (entry->fragment.token_count() == 0) continue;
-      Source source{&entry->fragment, &entry->fragment.payloads()[0], &entry->metadata, {}};
+      Source source{
+          &entry->fragment, &entry->fragment.payloads()[0], &entry->metadata, {}, parts.places[i]};
       if (source.payload->bytes == nullptr) {
         missing.append(" ").append(entry->fragment.id().hex());
         continue;
@@ -1748,6 +1753,12 @@ struct Planning {
           h.value(mark.dot.agent);
           h.value(mark.dot.epoch);
           h.value(mark.dot.sequence);
+        }
+        // where it is not the dot that stands first already
+        if (source.metadata->marks.empty() || source.place != source.metadata->marks.front().dot) {
+          h.value(source.place.agent);
+          h.value(source.place.epoch);
+          h.value(source.place.sequence);
         }
       }
       if (reads(merger.metadata, MetadataFields::confidence))
