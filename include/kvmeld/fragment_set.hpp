@@ -356,7 +356,8 @@ enum class Presence : std::uint8_t { known, complete };
 struct InForce {
   const SetEntry* entry = nullptr;
   /// The smallest dot under which it, or what it replaced, was inserted; zeros: one of them without
-  /// provenance. So what was read again keeps its place.
+  /// provenance. So what was read again keeps its place. Its smallest dot where no insertion was
+  /// heard of.
   Dot place{};
 };
 

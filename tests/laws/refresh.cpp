@@ -2,6 +2,7 @@
 // late or lost leaves the round before.
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -32,6 +33,7 @@ struct History {
   std::vector<Fragment> fragments;  // of all rounds
   std::map<FragmentId, std::vector<FragmentId>> successors;
   std::map<FragmentId, Dot> inserted;
+  std::map<FragmentId, Dot> unheard;  // the smallest mark of those whose insertion is not known
 };
 
 /// Agents say something, and refresh it in rounds of which each takes part in some; now and then
@@ -118,10 +120,14 @@ std::map<FragmentId, Dot> expected(const History& history, const std::set<Fragme
     all = struck.empty();
   }
   std::map<FragmentId, Dot> out;
+  std::map<FragmentId, std::optional<Dot>> places;
   for (const FragmentId& id : counts) {
-    const Dot dot = history.inserted.at(id);
-    const auto at = out.try_emplace(end_of(history, counts, id), dot).first;
-    at->second = std::min(at->second, dot);
+    const FragmentId end = end_of(history, counts, id);
+    const auto dot = history.inserted.find(id);
+    const Dot unheard = history.unheard.count(end) != 0 ? history.unheard.at(end) : Dot{};
+    auto& place = places[end];
+    if (dot != history.inserted.end() && (!place || dot->second < *place)) place = dot->second;
+    out[end] = place.value_or(unheard);
   }
   return out;
 }
@@ -184,7 +190,8 @@ TEST_CASE("laws of refresh") {
           at->second = std::min(at->second, mark.dot);
         }
       }
-      if (heard.inserted.count(entry.id) == 0) heard.inserted[entry.id] = Dot{};
+      if (heard.inserted.count(entry.id) == 0)
+        heard.unheard[entry.id] = entry.metadata.marks.front().dot;
     }
     for (const FragmentId& id : known) {
       if (random.below(3) == 0) {

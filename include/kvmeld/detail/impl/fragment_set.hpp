@@ -313,13 +313,14 @@ class Successions {
   /// The entry that is read in the place of each, itself mostly; none: it does not count.
   [[nodiscard]] const std::vector<std::size_t>& readers() const noexcept { return readers_; }
 
-  /// The smallest dot under which an entry was inserted, or superseded where nothing else is known.
-  [[nodiscard]] static Dot inserted(const SetEntry& entry) {
-    if (entry.metadata.unattributed || entry.metadata.marks.empty()) return {};
+  /// The smallest dot under which an entry was inserted; zeros: without provenance. None where
+  /// nothing but its supersession was heard of.
+  [[nodiscard]] static std::optional<Dot> inserted(const SetEntry& entry) {
+    if (entry.metadata.unattributed) return Dot{};
     for (const Mark& mark : entry.metadata.marks) {
       if (mark.superseded_by.empty()) return mark.dot;
     }
-    return entry.metadata.marks.front().dot;
+    return std::nullopt;
   }
 
  private:
@@ -390,18 +391,18 @@ KVMELD_API std::vector<InForce> in_force(const FragmentSet& set, Presence presen
   const detail::Successions successions(set, presence);
   const auto& entries = successions.entries();
   const std::vector<std::size_t>& readers = successions.readers();
-  std::vector<Dot> places(entries.size());
-  std::vector<std::uint8_t> placed(entries.size(), 0);
+  std::vector<std::optional<Dot>> places(entries.size());
   for (std::size_t i = 0; i < entries.size(); ++i) {
-    const std::size_t reader = readers[i];
-    if (reader == detail::Successions::none) continue;
-    const Dot dot = detail::Successions::inserted(*entries[i]);
-    if (placed[reader] == 0 || dot < places[reader]) places[reader] = dot;
-    placed[reader] = 1;
+    if (readers[i] == detail::Successions::none) continue;
+    const std::optional<Dot> dot = detail::Successions::inserted(*entries[i]);
+    std::optional<Dot>& place = places[readers[i]];
+    if (dot && (!place || *dot < *place)) place = dot;
   }
   std::vector<InForce> out;
   for (std::size_t i = 0; i < entries.size(); ++i) {
-    if (readers[i] == i) out.push_back({entries[i], places[i]});
+    if (readers[i] != i) continue;
+    const std::vector<Mark>& marks = entries[i]->metadata.marks;
+    out.push_back({entries[i], places[i].value_or(marks.empty() ? Dot{} : marks.front().dot)});
   }
   return out;
 }
