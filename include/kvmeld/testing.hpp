@@ -25,6 +25,7 @@
 #include <kvmeld/fragment.hpp>
 #include <kvmeld/merger.hpp>
 #include <kvmeld/policies/token_match.hpp>
+#include <kvmeld/refresh.hpp>
 #include <kvmeld/render.hpp>
 #include <kvmeld/replica/replica.hpp>
 #include <kvmeld/testing/world.hpp>
@@ -51,10 +52,10 @@ struct Options {
 /// One run of several members over a simulated network, clock and disk, which a seed determines
 /// wholly.
 ///
-/// Agents insert, supersede, remove, evict and fetch while messages, processes, disks and a lying
-/// peer fail; then faults end, and within a bounded time every member must hold the same set,
-/// whole, with the same rendered bytes, from which nothing that was acknowledged is missing. What
-/// must be there is worked out from a plain log (`History`).
+/// Agents insert, supersede, refresh, remove, evict and fetch while messages, processes, disks and
+/// a lying peer fail; then faults end, and within a bounded time every member must hold the same
+/// set, whole, with the same rendered bytes, from which nothing that was acknowledged is missing.
+/// What must be there is worked out from a plain log (`History`).
 ///
 /// @tparam Node a `Replica`, or what behaves like one: tests of the simulation
 /// itself break it on purpose.
@@ -93,6 +94,7 @@ class Simulation {
 
   // simulation_run.hpp: from the first event to the report
   void set_up();
+  void note_keys(const Fragment& fragment);
   void step(std::int64_t ms);
   void deliver(const Delivery& delivery);
   void tick(Member& member);
@@ -115,6 +117,7 @@ class Simulation {
 
   // simulation_faults.hpp: what agents do and what goes wrong
   void operate();
+  void refresh(Member& member);
   void record(Operation operation, const Result<Dot>& done, const Digest256& before,
               const Member& member);
   void disturb(std::int64_t ms);
@@ -272,13 +275,7 @@ void Simulation<Node>::set_up() {
   }
   chunk_bytes_ = random_.chance(0.5) ? 256 : 1024;
   max_message_bytes_ = random_.chance(0.5) ? 1536 : std::size_t{1} << 20U;
-  for (const Fragment& f : corpus_) {
-    const auto manifest = replica::make_manifest(f, chunk_bytes_);
-    if (!manifest) return fail("the corpus: " + manifest.error().message());
-    std::vector<BlobKey>& keys = keys_.emplace_back(1, manifest_key(f.id()));
-    for (const auto& chunks : manifest->chunks)
-      keys.insert(keys.end(), chunks.begin(), chunks.end());
-  }
+  for (const Fragment& f : corpus_) note_keys(f);
   if (options_.shared_store.value_or(random_.chance(0.3)))
     shared_disk_ = std::make_shared<SimulatedDisk>();
   if (options_.faults.byzantine > 0) {
@@ -294,6 +291,15 @@ void Simulation<Node>::set_up() {
     for (std::size_t i = 0; i < 1 + random_.below(replicas); ++i) to_upgrade_.push_back(i);
     next_upgrade_ = random_.between(1'000, options_.active_ms / 2 + 1'000);
   }
+}
+
+/// The blobs that hold a fragment of the corpus.
+template <class Node>
+void Simulation<Node>::note_keys(const Fragment& fragment) {
+  const auto manifest = replica::make_manifest(fragment, chunk_bytes_);
+  if (!manifest) return fail("the corpus: " + manifest.error().message());
+  std::vector<BlobKey>& keys = keys_.emplace_back(1, manifest_key(fragment.id()));
+  for (const auto& chunks : manifest->chunks) keys.insert(keys.end(), chunks.begin(), chunks.end());
 }
 
 /// Lets time pass: messages arrive, and whoever is due ticks or starts.
@@ -784,7 +790,7 @@ void Simulation<Node>::operate() {
   ++report_.events;
   Node& replica = *member->replica;
   const Digest256 before = replica.set().digest();
-  const std::size_t what = random_.below(20);
+  const std::size_t what = random_.below(24);
   Operation operation;
   operation.dot = {member->id, Operation::unknown_sequence, member->epoch};
   if (what < 11 || replica.set().empty()) {
@@ -793,6 +799,10 @@ void Simulation<Node>::operate() {
     if (random_.chance(0.6))
       operation.confidence = 0.25F * static_cast<float>(1 + random_.below(4));
     record(operation, replica.insert(f, operation.confidence, now_), before, *member);
+    return flush(*member);
+  }
+  if (what >= 20) {
+    refresh(*member);
     return flush(*member);
   }
   auto at = replica.set().entries().begin();
@@ -816,6 +826,52 @@ void Simulation<Node>::operate() {
     fail("a fetch failed: " + wanted.message());
   }
   flush(*member);
+}
+
+/// A member reads one of its fragments again behind what it has of the others, and has the result
+/// take its place. An engine would give rows; here they are drawn.
+template <class Node>
+void Simulation<Node>::refresh(Member& member) {
+  Node& replica = *member.replica;
+  std::vector<Fragment> own;
+  for (const InForce& read : in_force(replica.set(), Presence::complete)) {
+    const Fragment& fragment = read.entry->fragment;
+    if (read.place.agent == member.id && fragment.role() == Role::span && !fragment.latent())
+      own.push_back(fragment);
+  }
+  if (own.empty()) return;
+  const Fragment before = own[random_.below(own.size())];
+  const auto behind = set_behind(replica.set(), before.id());
+  if (!behind) return fail("a refresh has nothing to stand behind: " + behind.error().message());
+  std::vector<FragmentId> ids;
+  for (const InForce& read : in_force(*behind)) ids.push_back(read.entry->id);
+  HostCache rows(before.shared_geometry(), before.token_count());
+  fill(rows, random_);
+  std::vector<std::int64_t> positions(static_cast<std::size_t>(before.token_count()));
+  for (std::size_t i = 0; i < positions.size(); ++i)
+    positions[i] = static_cast<std::int64_t>(ids.size() + i);
+  const auto made = seal_refreshed(before, rows.kv_cache_ref(), positions, context_digest(ids));
+  if (!made) return fail("a refresh: " + made.error().message());
+  if (fragment(made->id()) == nullptr) {
+    corpus_.push_back(*made);
+    note_keys(*made);
+  }
+  say("member ", member.id, " refreshes ", before.id().hex().substr(0, 8));
+  ++report_.refreshed;
+  Operation inserted;
+  inserted.dot = {member.id, Operation::unknown_sequence, member.epoch};
+  inserted.id = made->id();
+  const Digest256 unchanged = replica.set().digest();
+  const auto dot = replica.insert(*made, std::nullopt, now_);
+  record(inserted, dot, unchanged, member);
+  if (!dot.ok() || !member.up()) return;
+  Operation superseded;
+  superseded.dot = inserted.dot;
+  superseded.kind = Operation::Kind::supersede;
+  superseded.id = before.id();
+  superseded.successor = made->id();
+  const Digest256 with_it = replica.set().digest();
+  record(superseded, replica.supersede(superseded.id, superseded.successor), with_it, member);
 }
 
 template <class Node>

@@ -34,6 +34,8 @@ TEST_CASE("every seed ends in one state with nothing lost, and every kind of fau
                      kvmeld::Fuser{kvmeld::Max{}});
   CheckOptions options;
   options.seeds = is_set("KVMELD_TEST_LONG") ? 5'000 : 300;
+  if (const char* const seeds = std::getenv("KVMELD_SIM_SEEDS"); seeds != nullptr)
+    options.seeds = kvmeld::extend::parse_decimal<std::uint64_t>(seeds).value_or(options.seeds);
   const Report report = kvmeld::testing::check_convergence(merger, options);
   std::printf("%s", report.table().c_str());
   INFO(report.failure);
@@ -51,6 +53,7 @@ TEST_CASE("every seed ends in one state with nothing lost, and every kind of fau
   CHECK(report.strikes > 0);
   CHECK(report.corrupt_records > 0);
   CHECK(report.compacted > 0);
+  CHECK(report.refreshed > 0);
   CHECK(report.other_mergers > 0);
   // lost disks are the exception, or survival would say little
   CHECK(report.lost_operations * 20 < report.inserted);

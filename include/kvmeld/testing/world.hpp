@@ -263,6 +263,7 @@ struct Report {
   std::uint64_t cut_off = 0;     ///< messages that a partition stopped
   std::uint64_t inserted = 0;    ///< acknowledged
   std::uint64_t superseded = 0;  ///< acknowledged
+  std::uint64_t refreshed = 0;   ///< fragments that their agent read again
   std::uint64_t removed = 0;     ///< acknowledged
   std::uint64_t evicted = 0;
   std::uint64_t unconfirmed = 0;  ///< operations whose call failed and which may have happened
@@ -325,6 +326,7 @@ struct Report {
     use("stopped by partitions", &Report::cut_off);
     use("insertions", &Report::inserted);
     use("supersessions", &Report::superseded);
+    use("refreshes", &Report::refreshed);
     use("removals", &Report::removed);
     use("evictions", &Report::evicted);
     use("operations in doubt", &Report::unconfirmed);
@@ -357,6 +359,16 @@ struct Report {
   return geometry;
 }
 
+/// Fills a cache of f32 planes with random K/V in [−4, 4), or with one value that repeats.
+inline void fill(HostCache& cache, Random& random, std::optional<float> same = std::nullopt) {
+  const std::size_t values = cache.bytes().size() / sizeof(float);
+  for (std::size_t v = 0; v < values; ++v) {
+    const float drawn = static_cast<float>(random.between(-(1 << 22), (1 << 22) - 1)) * 0x1p-20F;
+    const float value = same.value_or(drawn);
+    std::memcpy(cache.bytes().data() + v * sizeof(float), &value, sizeof value);
+  }
+}
+
 /// Fragments of one to four tokens with random K/V in [−4, 4), some of which share tokens or
 /// chunks. Its planes must be f32 throughout.
 [[nodiscard]] inline Result<std::vector<Fragment>> make_corpus(
@@ -366,14 +378,8 @@ struct Report {
   for (std::size_t i = 0; i < count; ++i) {
     const auto tokens = random.between(1, 4);
     HostCache cache(geometry, tokens);
-    const std::size_t values = cache.bytes().size() / sizeof(float);
     const bool repeats = random.chance(0.2);  // equal chunks within the fragment
-    const float same = static_cast<float>(i + 1) / 16;
-    for (std::size_t v = 0; v < values; ++v) {
-      const float drawn = static_cast<float>(random.between(-(1 << 22), (1 << 22) - 1)) * 0x1p-20F;
-      const float value = repeats ? same : drawn;
-      std::memcpy(cache.bytes().data() + v * sizeof(float), &value, sizeof value);
-    }
+    fill(cache, random, repeats ? std::optional(static_cast<float>(i + 1) / 16) : std::nullopt);
     std::vector<TokenId> ids;
     std::vector<std::int64_t> positions;
     for (std::int64_t t = 0; t < tokens; ++t) {
