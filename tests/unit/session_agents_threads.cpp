@@ -483,3 +483,151 @@ TEST_CASE("own words that were replaced are not carried, those said at the barri
   CHECK_FALSE(nothing->swapped);
   CHECK(nothing->status.code() == ErrorCode::timed_out);
 }
+
+namespace {
+
+/// Reads again as an engine would, behind all others: here rows that depend on what stood there.
+Result<Fragment> read_again(const FragmentSet& set, const FragmentId& own) {
+  const auto behind = set_behind(set, own);
+  if (!behind) return behind.error();
+  const auto made = kvmeld::plan(*behind, merging, {.geometry = *g});
+  if (!made) return made.error();
+  const Digest128 context = context_digest(*made);
+  const Fragment& fragment = set.find(own)->fragment;
+  test::TestCache rows(g, fragment.token_count());
+  rows.fill(context.low ^ static_cast<std::uint64_t>(fragment.tokens()[0]));
+  return seal_refreshed(fragment, rows.ref(), {}, context, set.hash());
+}
+
+}  // namespace
+
+TEST_CASE("agents refresh beside generating: one cache of the last rounds, every word once") {
+  constexpr std::size_t count = 3;
+  stores::MemoryHub hub;
+  std::vector<std::unique_ptr<Agent>> agents;
+  for (replica::MemberId m = 1; m <= count; ++m) {
+    auto options = options_for(m, count);
+    options.spans.seal_every = 5;
+    agents.push_back(std::make_unique<Agent>(m, hub, options));
+  }
+  std::atomic<std::size_t> finished{0};
+  std::atomic<bool> stop{false};
+  std::atomic<int> failures{0};
+  std::vector<std::thread> threads;
+  for (std::size_t a = 0; a < count; ++a) {
+    threads.emplace_back([&, a] {  // network: a round whenever the last is over, three at the end
+      Session& session = agents[a]->session;
+      int rounds = 0;
+      while (!stop.load()) {
+        (void)session.poll(now_ms(), 1);
+        if (session.refreshing() || rounds == 3) continue;
+        if (!session.refresh(read_again).ok()) ++failures;
+        if (finished.load() == count && ++rounds == 3) continue;
+      }
+    });
+    threads.emplace_back([&, a] {
+      Session& session = agents[a]->session;
+      for (int i = 0; i < 20; ++i) {
+        failures += agents[a]->say(1) ? 0 : 1;
+        if (!session.try_swap()) ++failures;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      (void)session.end_span();
+      ++finished;
+    });
+  }
+  for (std::size_t a = 0; a < count; ++a) threads[2 * a + 1].join();
+  // until nothing is new to anybody
+  const auto settled = [&] {
+    for (std::size_t a = 0; a < count; ++a) {
+      const replica::Accounting accounts = agents[a]->session.accounting();
+      const auto view = agents[a]->session.current();
+      if (accounts.refreshes < 3 || !view || view.owner->report.tokens != 20 * count ||
+          view.owner->report.content_digest !=
+              agents[0]->session.current().owner->report.content_digest)
+        return false;
+    }
+    return true;
+  };
+  for (int i = 0, quiet = 0; i < 8000 && quiet < 25; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    for (std::size_t a = 0; a < count; ++a) {
+      if (!agents[a]->session.try_swap()) ++failures;
+    }
+    quiet = settled() ? quiet + 1 : 0;
+  }
+  stop = true;
+  for (std::size_t a = 0; a < count; ++a) threads[2 * a].join();
+  CHECK(failures.load() == 0);
+  CHECK(settled());
+  for (std::size_t a = 0; a < count; ++a) {
+    INFO("agent " << a);
+    Session& session = agents[a]->session;
+    CHECK(session.set().digest() == agents[0]->session.set().digest());
+    CHECK(session.current().tokens == 20 * count);  // nothing of its own twice
+    const replica::Accounting accounts = session.accounting();
+    CHECK(accounts.refreshed_fragments > 0);
+    CHECK(accounts.refreshed_tokens >= accounts.refreshed_fragments);
+    std::size_t variants = 0;
+    for (const InForce& read : in_force(session.set()))
+      variants += read.entry->fragment.payloads().size() == 2 ? 1U : 0U;
+    CHECK(variants > 0);
+    check_accounts(*agents[a]);
+  }
+}
+
+TEST_CASE("a refresh keeps to its bound, tells an error once, and is not begun twice") {
+  stores::MemoryHub hub;
+  auto options = options_for(1, 1);
+  options.spans.seal_every = 4;
+  Agent agent(1, hub, options);
+  REQUIRE(agent.session.open().ok());
+  REQUIRE(agent.say(12));
+  (void)agent.session.poll(now_ms());
+  REQUIRE(agent.session.set().size() == 3);
+  const auto wait = [&] {
+    Status told;
+    for (int i = 0; i < 4000 && agent.session.refreshing(); ++i) {
+      const Status status = agent.session.poll(now_ms());
+      if (told) told = status;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return told;
+  };
+  // 11 tokens: two fragments of 4
+  REQUIRE(agent.session.refresh(read_again, {.max_tokens = 11}).ok());
+  CHECK(wait().ok());
+  CHECK(agent.session.accounting().refreshed_tokens == 8);
+  CHECK(agent.session.set().size() == 5);
+  CHECK(in_force(agent.session.set()).size() == 3);
+
+  std::atomic<bool> go_on{false};
+  const auto slow = [&](const FragmentSet& set, const FragmentId& own) -> Result<Fragment> {
+    while (!go_on.load()) std::this_thread::yield();
+    if (set.find(own)->metadata.marks.front().dot.sequence % 2 == 0)
+      return Status(ErrorCode::engine_failure, "no cells");
+    return read_again(set, own);
+  };
+  REQUIRE(agent.session.refresh(slow).ok());
+  const Status second = agent.session.refresh(slow);
+  CHECK(second.code() == ErrorCode::unavailable);
+  go_on = true;
+  while (agent.session.accounting().refreshes < 2) std::this_thread::yield();
+  const Status told = wait();
+  CHECK((told.code() == ErrorCode::engine_failure || !agent.session.poll(now_ms()).ok()));
+  CHECK(agent.session.poll(now_ms()).ok());  // once
+  CHECK(in_force(agent.session.set()).size() == 3);
+
+  // behind the same context nothing is new
+  const auto same = [](const FragmentSet& set, const FragmentId& own) -> Result<Fragment> {
+    return set.find(own)->fragment;
+  };
+  const std::size_t before = agent.session.set().size();
+  REQUIRE(agent.session.refresh(same).ok());
+  CHECK(wait().ok());
+  CHECK(agent.session.set().size() == before);
+  // a session that ends does not leave its thread behind
+  go_on = false;
+  REQUIRE(agent.session.refresh(slow).ok());
+  go_on = true;
+}
