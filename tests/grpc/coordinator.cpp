@@ -133,7 +133,8 @@ TEST_CASE(
   REQUIRE(two.ok());
   CHECK(one->set == two->set);
   CHECK(one->version == two->version);
-  CHECK(one->set.size() == 2);  // 3 and 4: 2 is removed, 1 superseded
+  CHECK(one->set.size() == 3);  // 3 and 4, and 1, which 4 replaced; 2 is removed
+  CHECK(in_force(one->set).size() == 2);
 }
 
 TEST_CASE(
@@ -305,8 +306,8 @@ TEST_CASE("whoever waits for a change is told of the first one") {
   CHECK(changed->set.size() == 1);
   CHECK(changed->round == 0);
 
-  // What is superseded, or has no payload, is in the state and in no cut; who passes back what it
-  // got waits all the same.
+  // What has no payload is in the state and in no cut; who passes back what it got waits all the
+  // same.
   CoordinatorClient other_client(server.address(), client_options(2));
   FragmentSet more = set_of(2, {5, 6});
   REQUIRE(more.supersede(fragment(5).id(), fragment(6).id(), Dot{2, 7, 1}).ok());
@@ -315,7 +316,8 @@ TEST_CASE("whoever waits for a change is told of the first one") {
   CHECK(other_client.publish(more).status().code() == ErrorCode::payload_missing);
   const auto partial = waiting.wait_for_change(changed->state, {}, 10'000);
   REQUIRE(partial.ok());
-  CHECK(partial->set.size() == 1);
+  CHECK(partial->set.size() == 2);  // 6, and 5, which it replaced
+  CHECK(in_force(partial->set).size() == 1);
   CHECK(partial->state == more.digest());
   CHECK(partial->version.set != partial->state);
   CHECK(waiting.wait_for_change(partial->state, {}, 100).status().code() == ErrorCode::timed_out);

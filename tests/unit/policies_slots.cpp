@@ -20,7 +20,12 @@ std::vector<Source> sources(const std::vector<Sealed>& fragments,
   std::vector<Source> out;
   for (std::size_t i = 0; i < fragments.size(); ++i) {
     const kvmeld::Fragment& f = fragments[i].fragment;
-    out.push_back({&f, &f.payloads()[0], metadata.empty() ? &none : &metadata[i], {}});
+    const auto& marks = (metadata.empty() ? none : metadata[i]).marks;
+    out.push_back({&f,
+                   &f.payloads()[0],
+                   metadata.empty() ? &none : &metadata[i],
+                   {},
+                   marks.empty() ? kvmeld::Dot{} : marks.front().dot});
   }
   return out;
 }

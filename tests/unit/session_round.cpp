@@ -464,7 +464,8 @@ TEST_CASE("an exact cut needs every payload and the metadata that was published"
   REQUIRE(set.insert(b, {1, 1, 1}).ok());
   REQUIRE(set.supersede(a.id(), b.id(), {1, 2, 1}).ok());
   const replica::RoundCut only_b = *kvmeld::replica::make_cut(set, {}, 0, 1, 1);
-  CHECK(only_b.set.size() == 1);
+  CHECK(only_b.set.size() == 2);  // a, by id and marks, tells where b stands
+  CHECK(missing_of(only_b, {}) == std::vector<FragmentId>{b.id()});
   REQUIRE(set.remove(b.id(), {1, 3, 1}).ok());
   const replica::RoundCut only_a = *kvmeld::replica::make_cut(set, {}, 0, 1, 1);
   CHECK((only_a.set.size() == 1 && only_a.set.entries().front().id == a.id()));

@@ -134,8 +134,8 @@ class CoordinatorClient {
   /// Waits until the coordinator's state is another than the known one, and holds what was `seen`.
   ///
   /// @param known `version()->set` or an earlier answer's `state`. An answer's `version.set` is of
-  ///              its cut, which leaves out what has no payload yet. A
-  ///              payload that comes later changes no state.
+  ///              its cut, which leaves out what has no payload yet. A payload that comes later
+  ///              changes no state.
   [[nodiscard]] Result<MergedCut> wait_for_change(const Digest256& known, const CausalContext& seen,
                                                   std::int64_t timeout_ms) {
     detail::rpc::MergeRequest request;
