@@ -378,13 +378,17 @@ struct InForce {
 /// id and marks alone, so that places stay. O(n log n).
 [[nodiscard]] KVMELD_API Result<FragmentSet> renderable(const FragmentSet& set);
 
-/// The same without `own`: what a fragment is read again behind (kvmeld/refresh.hpp).
+namespace refresh {
+
+/// What `renderable` names without `own`: what a fragment is read again behind.
 ///
 /// @param only ids to take of the others (the most telling, say); empty: all. A prefix is taken
 /// always. O(n log n). Errors: `not_found` where `own` is not among what `renderable` names.
 [[nodiscard]] KVMELD_API Result<FragmentSet> set_behind(const FragmentSet& set,
                                                         const FragmentId& own,
                                                         std::span<const FragmentId> only = {});
+
+}  // namespace refresh
 
 KVMELD_NAMESPACE_END
 

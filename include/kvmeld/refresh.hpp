@@ -24,6 +24,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
+namespace refresh {
+
 /// Names what a fragment was encoded behind, as its `Context::lead_in`: the fragments' ids in the
 /// order in which they stood. Never zero. O(ids).
 [[nodiscard]] inline Digest128 context_digest(std::span<const FragmentId> ids) {
@@ -48,7 +50,7 @@ template <class M>
 ///
 /// @param rows the K/V of the fragment's tokens; rows before the last `own.token_count()` are
 /// context and left out. @param positions of `rows`, strictly ascending.
-/// @param context `context_digest` of what stood before. @param hash that of the set.
+/// @param context `refresh::context_digest` of what stood before. @param hash that of the set.
 ///
 /// The result has the same tokens, role and prefix. Where `own` has an encoding right behind the
 /// prefix, it is kept as the second payload, which `render` reads for whichever span comes first:
@@ -56,10 +58,9 @@ template <class M>
 /// `own` (`FragmentSet::supersede`). O(bytes). Errors: `tokens_required` for latent fragments,
 /// whose tokens nobody can read again; `token_count_mismatch`; `payload_missing` where the plain
 /// encoding is evicted; those of `seal`.
-[[nodiscard]] inline Result<Fragment> seal_refreshed(const Fragment& own, const KvCacheRef& rows,
-                                                     std::span<const std::int64_t> positions,
-                                                     const Digest128& context,
-                                                     const SetHash& hash = {}) {
+[[nodiscard]] inline Result<Fragment> seal(const Fragment& own, const KvCacheRef& rows,
+                                           std::span<const std::int64_t> positions,
+                                           const Digest128& context, const SetHash& hash = {}) {
   if (own.latent())
     return extend::error(ErrorCode::tokens_required, "fragment ", own.id().hex(),
                          " has no token ids to read again");
@@ -70,13 +71,13 @@ template <class M>
   }
   std::vector<TokenId> tokens(static_cast<std::size_t>(before), TokenId{-1});
   tokens.insert(tokens.end(), own.tokens().begin(), own.tokens().end());
-  auto sealed = seal(rows,
-                     {.role = own.role(),
-                      .tokens = tokens,
-                      .positions = positions,
-                      .drop_first = before,
-                      .context = {.prefix = own.prefix(), .lead_in = context}},
-                     hash);
+  auto sealed = kvmeld::seal(rows,
+                             {.role = own.role(),
+                              .tokens = tokens,
+                              .positions = positions,
+                              .drop_first = before,
+                              .context = {.prefix = own.prefix(), .lead_in = context}},
+                             hash);
   if (!sealed) return sealed.error();
   const std::span<const Payload> payloads = own.payloads();
   std::size_t plain = 0;
@@ -93,5 +94,7 @@ template <class M>
                        .context = {.prefix = own.prefix()}},
                       hash);
 }
+
+}  // namespace refresh
 
 KVMELD_NAMESPACE_END

@@ -841,7 +841,7 @@ void Simulation<Node>::refresh(Member& member) {
   }
   if (own.empty()) return;
   const Fragment before = own[random_.below(own.size())];
-  const auto behind = set_behind(replica.set(), before.id());
+  const auto behind = refresh::set_behind(replica.set(), before.id());
   if (!behind) return fail("a refresh has nothing to stand behind: " + behind.error().message());
   std::vector<FragmentId> ids;
   for (const InForce& read : in_force(*behind)) ids.push_back(read.entry->id);
@@ -850,7 +850,8 @@ void Simulation<Node>::refresh(Member& member) {
   std::vector<std::int64_t> positions(static_cast<std::size_t>(before.token_count()));
   for (std::size_t i = 0; i < positions.size(); ++i)
     positions[i] = static_cast<std::int64_t>(ids.size() + i);
-  const auto made = seal_refreshed(before, rows.kv_cache_ref(), positions, context_digest(ids));
+  const auto made =
+      refresh::seal(before, rows.kv_cache_ref(), positions, refresh::context_digest(ids));
   if (!made) return fail("a refresh: " + made.error().message());
   if (fragment(made->id()) == nullptr) {
     corpus_.push_back(*made);

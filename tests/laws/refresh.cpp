@@ -22,7 +22,7 @@ const auto g = test::geometry({.type = kvmeld::ElementType::f16, .layers = 1, .h
 Fragment variant(const Fragment& own, std::uint64_t seed) {
   test::TestCache rows(g, own.token_count());
   rows.fill(seed);
-  const auto made = kvmeld::seal_refreshed(own, rows.ref(), {}, kvmeld::Digest128{seed, seed + 1});
+  const auto made = kvmeld::refresh::seal(own, rows.ref(), {}, kvmeld::Digest128{seed, seed + 1});
   RC_ASSERT(made.ok());
   return *made;
 }

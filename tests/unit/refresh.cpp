@@ -34,7 +34,7 @@ Fragment read_again(const Fragment& own, std::uint64_t seed, const Digest128& co
   std::vector<std::int64_t> positions(static_cast<std::size_t>(rows.tokens()));
   for (std::size_t i = 0; i < positions.size(); ++i)
     positions[i] = 5 + static_cast<std::int64_t>(i);
-  const auto made = kvmeld::seal_refreshed(own, rows.ref(), positions, context);
+  const auto made = kvmeld::refresh::seal(own, rows.ref(), positions, context);
   REQUIRE(made.ok());
   return *made;
 }
@@ -61,7 +61,8 @@ TEST_CASE("a context is named by the fragments that stood there, in their order"
   const FragmentId a = span_of_tokens(2, 1).id(), b = span_of_tokens(2, 2).id();
   const std::vector<FragmentId> none, one{a}, both{a, b}, other{b, a};
   std::vector<Digest128> all;
-  for (const auto* ids : {&none, &one, &both, &other}) all.push_back(kvmeld::context_digest(*ids));
+  for (const auto* ids : {&none, &one, &both, &other})
+    all.push_back(kvmeld::refresh::context_digest(*ids));
   for (std::size_t i = 0; i < all.size(); ++i) {
     CHECK(all[i] != Digest128{});
     for (std::size_t k = 0; k < i; ++k) CHECK(all[i] != all[k]);
@@ -71,13 +72,13 @@ TEST_CASE("a context is named by the fragments that stood there, in their order"
   REQUIRE(set.insert(span_of_tokens(2, 1), {2, 0}).ok());
   const auto plan = kvmeld::plan(set, kvmeld::merger(kvmeld::ByDot{}), {.geometry = *g});
   REQUIRE(plan.ok());
-  CHECK(kvmeld::context_digest(*plan) == kvmeld::context_digest(other));
+  CHECK(kvmeld::refresh::context_digest(*plan) == kvmeld::refresh::context_digest(other));
 }
 
 TEST_CASE("what was read again has its own context, and keeps the plain encoding for a beginning") {
   const Fragment own = span_of_tokens(4, 1);
   const std::vector<FragmentId> before{span_of_tokens(2, 2).id()};
-  const Digest128 context = kvmeld::context_digest(before);
+  const Digest128 context = kvmeld::refresh::context_digest(before);
   const Fragment again = read_again(own, 9, context);
   CHECK(again.id() != own.id());
   CHECK(std::equal(again.tokens().begin(), again.tokens().end(), own.tokens().begin(),
@@ -99,16 +100,16 @@ TEST_CASE("what was read again has its own context, and keeps the plain encoding
 
   test::TestCache few(g, 3);
   few.fill(1);
-  const auto short_of = kvmeld::seal_refreshed(own, few.ref(), {}, context);
+  const auto short_of = kvmeld::refresh::seal(own, few.ref(), {}, context);
   REQUIRE_FALSE(short_of.ok());
   CHECK(short_of.error().code() == ErrorCode::token_count_mismatch);
   const Fragment latent = test::sealed(g, 3, 4).fragment;
-  const auto unread = kvmeld::seal_refreshed(latent, few.ref(), {}, context);
+  const auto unread = kvmeld::refresh::seal(latent, few.ref(), {}, context);
   REQUIRE_FALSE(unread.ok());
   CHECK(unread.error().code() == ErrorCode::tokens_required);
   test::TestCache rows(g, 4);
   rows.fill(2);
-  const auto gone = kvmeld::seal_refreshed(test::evicted(own), rows.ref(), {}, context);
+  const auto gone = kvmeld::refresh::seal(test::evicted(own), rows.ref(), {}, context);
   REQUIRE_FALSE(gone.ok());
   CHECK(gone.error().code() == ErrorCode::payload_missing);
 }
@@ -195,21 +196,21 @@ TEST_CASE("a fragment is read again behind all others, or behind those that are 
   REQUIRE(set.insert(once, {0, 1}).ok());
   REQUIRE(set.supersede(f[0].id(), once.id(), {0, 2}).ok());
 
-  const auto behind = kvmeld::set_behind(set, f[1].id());
+  const auto behind = kvmeld::refresh::set_behind(set, f[1].id());
   REQUIRE(behind.ok());
   CHECK(planned(*behind) == std::vector<FragmentId>{once.id(), f[2].id()});
   CHECK(behind->find(prefix.id()) != nullptr);
   const std::vector<FragmentId> named{f[2].id()};
-  const auto few = kvmeld::set_behind(set, f[1].id(), named);
+  const auto few = kvmeld::refresh::set_behind(set, f[1].id(), named);
   REQUIRE(few.ok());
   CHECK(planned(*few) == named);
   CHECK(few->find(prefix.id()) != nullptr);
   // neither it nor what it replaced
-  const auto second = kvmeld::set_behind(set, once.id());
+  const auto second = kvmeld::refresh::set_behind(set, once.id());
   REQUIRE(second.ok());
   CHECK(planned(*second) == std::vector<FragmentId>{f[1].id(), f[2].id()});
   for (const FragmentId& id : {f[0].id(), span_of_tokens(3, 9).id()}) {
-    const auto unknown = kvmeld::set_behind(set, id);
+    const auto unknown = kvmeld::refresh::set_behind(set, id);
     REQUIRE_FALSE(unknown.ok());
     CHECK(unknown.error().code() == ErrorCode::not_found);
   }

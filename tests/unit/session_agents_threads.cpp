@@ -488,15 +488,15 @@ namespace {
 
 /// Reads again as an engine would, behind all others: here rows that depend on what stood there.
 Result<Fragment> read_again(const FragmentSet& set, const FragmentId& own) {
-  const auto behind = set_behind(set, own);
+  const auto behind = refresh::set_behind(set, own);
   if (!behind) return behind.error();
   const auto made = kvmeld::plan(*behind, merging, {.geometry = *g});
   if (!made) return made.error();
-  const Digest128 context = context_digest(*made);
+  const Digest128 context = refresh::context_digest(*made);
   const Fragment& fragment = set.find(own)->fragment;
   test::TestCache rows(g, fragment.token_count());
   rows.fill(context.low ^ static_cast<std::uint64_t>(fragment.tokens()[0]));
-  return seal_refreshed(fragment, rows.ref(), {}, context, set.hash());
+  return refresh::seal(fragment, rows.ref(), {}, context, set.hash());
 }
 
 }  // namespace

@@ -505,15 +505,15 @@ class Refresher {
         target_(std::move(target)),
         sequences_(sequences) {}
 
-  /// The fragment `own` of a set, encoded behind all others of it (`set_behind`); `only`: behind
-  /// these of them. Errors: those of `set_behind`, `plan`, `write`, `recompute`, `read` and
-  /// `seal_refreshed`; `engine_failure`.
+  /// The fragment `own` of a set, encoded behind all others of it (`refresh::set_behind`); `only`:
+  /// behind these of them. Errors: those of `refresh::set_behind`, `plan`, `write`, `recompute`,
+  /// `read` and `refresh::seal`; `engine_failure`.
   [[nodiscard]] Result<Fragment> operator()(const FragmentSet& set, const FragmentId& own,
                                             std::span<const FragmentId> only = {}) {
     if (Status status = detail::check_spare(context_, sequences_.working, sequences_.scratch);
         !status)
       return status;
-    const auto behind = set_behind(set, own, only);
+    const auto behind = refresh::set_behind(set, own, only);
     if (!behind) return behind.error();
     const auto made = plan(*behind, merger_, target_);
     if (!made) return made.error();
@@ -533,8 +533,8 @@ class Refresher {
     const auto state = read_since(context_, sequences_.working, sequences_.scratch, position,
                                   fragment.shared_geometry());
     if (!state) return state.error();
-    return seal_refreshed(fragment, state->view(), state->positions(), context_digest(*made),
-                          set.hash());
+    return refresh::seal(fragment, state->view(), state->positions(),
+                         refresh::context_digest(*made), set.hash());
   }
 
   /// Tokens that were decoded so far, holes of the merger included.

@@ -429,8 +429,8 @@ KVMELD_API Result<FragmentSet> renderable(const FragmentSet& set) {
   return detail::renderable_of(set, [](const SetEntry&) { return true; });
 }
 
-KVMELD_API Result<FragmentSet> set_behind(const FragmentSet& set, const FragmentId& own,
-                                          std::span<const FragmentId> only) {
+KVMELD_API Result<FragmentSet> refresh::set_behind(const FragmentSet& set, const FragmentId& own,
+                                                   std::span<const FragmentId> only) {
   bool found = false;
   auto behind = detail::renderable_of(set, [&](const SetEntry& entry) {
     found = found || entry.id == own;
