@@ -14,6 +14,21 @@
 #include "support/llama_context.hpp"
 #include "support/llama_tiny_model.hpp"
 
+// example-begin: a round with llama.cpp
+// One round of one agent: its fragment, read again behind what the others hold, takes its place.
+kvmeld::Status refresh_round(llama_context* context, const kvmeld::llama::StateForm& form,
+                             kvmeld::FragmentSet& said, const kvmeld::FragmentId& mine,
+                             std::uint64_t agent, std::uint64_t& next_dot) {
+  using namespace kvmeld;
+  const Target target{said.find(mine)->fragment.geometry()};
+  llama::Refresher read(context, form, merger(ByDot{}), target);  // sequences 0 and 1 are empty
+  const auto again = read(said, mine);
+  if (!again) return again.error();
+  KVMELD_TRY(said.insert(*again, Dot{agent, next_dot++}));
+  return said.supersede(mine, again->id(), Dot{agent, next_dot++});
+}
+// example-end
+
 using namespace kvmeld;
 
 namespace {
@@ -160,6 +175,21 @@ TEST_CASE("of three agents, rounds come nearer to full text than the plain merge
   const double once = agents.off(full);
   INFO(plain << " " << once);
   CHECK(once < plain);
+}
+
+TEST_CASE("a round of one agent after the other is as good, for whoever has read the ones before") {
+  const std::vector<std::vector<TokenId>> texts{drawn_tokens(21, 2), drawn_tokens(30, 3)};
+  Agents agents({}, texts);
+  const llama::SequenceState full =
+      agents.encode(joined(joined(agents.prefix, texts[0]), texts[1]));
+  std::uint64_t next_dot = 1;
+  const Status done =
+      refresh_round(agents.context.get(), agents.form, agents.set, agents.own[1].id(), 1, next_dot);
+  INFO(done.message());
+  REQUIRE(done.ok());
+  CHECK(next_dot == 3);
+  CHECK(in_force(agents.set).size() == 3);
+  CHECK(agents.off(full) < 1e-3);
 }
 
 TEST_CASE("what a refresher cannot do leaves the sequences empty") {

@@ -1,11 +1,31 @@
 // Refresh: what a fragment is read again behind, what is sealed, and where it stands in a set.
 #include <algorithm>
+#include <memory>
+#include <span>
 #include <vector>
 
 #include <kvmeld/kvmeld.hpp>
 
 #include "support/catch.hpp"
+#include "support/page_snippets.hpp"
 #include "support/random_cache.hpp"
+
+// example-begin: an engine of one's own
+// What an engine of one's own does: render the others, decode the tokens behind them, seal.
+template <class Engine>
+kvmeld::Result<kvmeld::Fragment> read_behind(Engine& engine, const kvmeld::FragmentSet& said,
+                                             const kvmeld::FragmentId& mine) {
+  using namespace kvmeld;
+  const auto behind = refresh::set_behind(said, mine);
+  if (!behind) return behind.error();
+  const Fragment& own = said.find(mine)->fragment;
+  const auto made = plan(*behind, merger(ByDot{}), {.geometry = own.geometry()});
+  if (!made) return made.error();
+  const auto state = engine.decode(*made, own.tokens());  // the cache after it, and its positions
+  return refresh::seal(own, state.cache, state.positions, refresh::context_digest(*made),
+                       said.hash());
+}
+// example-end
 
 namespace {
 
@@ -214,4 +234,44 @@ TEST_CASE("a fragment is read again behind all others, or behind those that are 
     REQUIRE_FALSE(unknown.ok());
     CHECK(unknown.error().code() == ErrorCode::not_found);
   }
+}
+
+namespace {
+
+/// Renders a plan and "decodes" tokens behind it, by drawing their rows.
+struct DrawingEngine {
+  struct State {
+    kvmeld::KvCacheRef cache;
+    std::vector<std::int64_t> positions;
+  };
+  std::unique_ptr<test::TestCache> held{};
+
+  template <class Plan>
+  State decode(const Plan& plan, std::span<const kvmeld::TokenId> tokens) {
+    const auto count = plan.tokens() + std::ssize(tokens);
+    held = std::make_unique<test::TestCache>(g, count);
+    held->fill(static_cast<std::uint64_t>(count));
+    State out{held->ref(), {plan.positions().begin(), plan.positions().end()}};
+    while (std::ssize(out.positions) < count)
+      out.positions.push_back(out.positions.empty() ? 0 : out.positions.back() + 1);
+    return out;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("an engine of one's own reads again, and the page shows how") {
+  FragmentSet set;
+  for (std::uint64_t i = 0; i < 3; ++i) REQUIRE(set.insert(span_of_tokens(3, i + 1), {i, 0}).ok());
+  DrawingEngine engine;
+  const Fragment own = span_of_tokens(3, 2);
+  const auto again = read_behind(engine, set, own.id());
+  REQUIRE(again.ok());
+  CHECK(again->payloads()[0].positions == std::vector<std::int64_t>{6, 7, 8});
+  const std::vector<FragmentId> others{span_of_tokens(3, 1).id(), span_of_tokens(3, 3).id()};
+  CHECK(again->payloads()[0].lead_in == kvmeld::refresh::context_digest(others));
+  REQUIRE(set.insert(*again, {1, 1}).ok());
+  REQUIRE(set.supersede(own.id(), again->id(), {1, 2}).ok());
+  CHECK(planned(set) == std::vector<FragmentId>{others[0], again->id(), others[1]});
+  test::check_page("docs/refresh.md", {"tests/unit/refresh.cpp", "tests/engine/llama_refresh.cpp"});
 }
