@@ -122,7 +122,7 @@ TEST_CASE(
   bytes[bytes.size() / 2] ^= std::byte{1};
   REQUIRE(peers[0].store.erase(payload).ok());
   REQUIRE(*peers[0].store.put(payload, bytes));
-  // Who is asked for it and lacks it buries the record, and whose pool still has it tells of it
+  // Who is asked for it and lacks it removes the record, and whose pool still has it tells of it
   // anew: this pull or the next one gets it.
   for (int tries = 0; tries < 5; ++tries) {
     peers[1].pulled.clear();

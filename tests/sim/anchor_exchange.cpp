@@ -816,7 +816,7 @@ TEST_CASE("a full store is no refused message; damage is") {
   CHECK(done[0].anchor.ok());
 }
 
-TEST_CASE("a key that is removed again and again has one grave") {
+TEST_CASE("a key that is removed again and again has one tombstone") {
   kvmeld::anchors::detail::AnchorTombstones tombstones;
   const FragmentId a = kvmeld::anchors::record_key({}, test::place(1)),
                    b = kvmeld::anchors::record_key({}, test::place(2));

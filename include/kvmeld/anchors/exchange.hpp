@@ -98,24 +98,24 @@ namespace detail {
 /// earlier one a tombstone would be older than it is and go before its time.
 class AnchorTombstones {
  public:
-  struct Grave {
+  struct Tombstone {
     std::int64_t since = 0;
     FragmentId key{};
   };
 
   /// The youngest from now on, without a time until the next `date`.
-  void dig(const FragmentId& key) {
-    fill(key);
-    by_age_.emplace(++dug_, Grave{0, key});
-    by_key_.emplace(key, dug_);
+  void add(const FragmentId& key) {
+    drop(key);
+    by_age_.emplace(++added_, Tombstone{0, key});
+    by_key_.emplace(key, added_);
   }
-  /// All that were dug since the last call are of this time.
+  /// All that were added since the last call are of this time.
   void date(std::int64_t now) {
     for (auto at = by_age_.upper_bound(dated_); at != by_age_.end(); ++at) at->second.since = now;
-    dated_ = dug_;
+    dated_ = added_;
   }
   /// For a key that lives again, or whose tombstone is forgotten.
-  void fill(const FragmentId& key) {
+  void drop(const FragmentId& key) {
     const auto at = by_key_.find(key);
     if (at == by_key_.end()) return;
     by_age_.erase(at->second);
@@ -123,12 +123,12 @@ class AnchorTombstones {
   }
   [[nodiscard]] std::size_t size() const noexcept { return by_key_.size(); }
   /// Of at least one, all of which have a time.
-  [[nodiscard]] const Grave& oldest() const { return by_age_.begin()->second; }
+  [[nodiscard]] const Tombstone& oldest() const { return by_age_.begin()->second; }
 
  private:
-  std::uint64_t dug_ = 0;
-  std::uint64_t dated_ = 0;  // of those dug, how many have a time
-  std::map<std::uint64_t, Grave> by_age_;
+  std::uint64_t added_ = 0;
+  std::uint64_t dated_ = 0;  // of those added, how many have a time
+  std::map<std::uint64_t, Tombstone> by_age_;
   std::map<FragmentId, std::uint64_t> by_key_;
 };
 
@@ -152,7 +152,7 @@ class AnchorTombstones {
 /// takes the record over, so that the second question of all finds it there and not at the writer.
 ///
 /// *Restarts.* What this peer published or adopted in an earlier life is held again as others'
-/// records tell of it, or buried. Of what else it had pulled, whole or in part, nothing is noted:
+/// records tell of it, or removed. Of what else it had pulled, whole or in part, nothing is noted:
 /// those blobs stay in the store and harm nobody, since their names are their bytes' hashes and
 /// every one is verified when it is read. A later pull takes them up, asks for the rest, and they
 /// go when the anchor goes; to be rid of the others start with an empty store.
@@ -560,9 +560,9 @@ inline Status AnchorExchange::tick(std::int64_t now_ms) {
 inline void AnchorExchange::heard(const FragmentId& key, const AnchorRecord& record) {
   rumours_[key] = round_;
   if (record.removed)
-    tombstones_.dig(key);
+    tombstones_.add(key);
   else
-    tombstones_.fill(key);
+    tombstones_.drop(key);
   const auto held = held_.find(key);
   if (held == held_.end()) return;
   const bool gone = record.removed || record.payload != held->second.stored.payload;
@@ -570,8 +570,8 @@ inline void AnchorExchange::heard(const FragmentId& key, const AnchorRecord& rec
 }
 
 /// A record that says that this peer has something, and this peer does not know of it: an earlier
-/// life of it wrote that. What the store kept is held again, and what it did not keep is buried, so
-/// that nobody asks for it in vain.
+/// life of it wrote that. What the store kept is held again, and what it did not keep is removed,
+/// so that nobody asks for it in vain.
 inline Status AnchorExchange::reclaim(const FragmentId& key, const AnchorRecord& record) {
   const auto missing = missing_blobs(record);
   if (!missing && missing.error().code() == ErrorCode::unavailable) return missing.error();
@@ -762,7 +762,7 @@ inline void AnchorExchange::drop_tombstones() {
          (tombstones_.size() > options_.max_tombstones ||
           elapsed_ - tombstones_.oldest().since >= options_.tombstone_ms)) {
     const FragmentId key = tombstones_.oldest().key;
-    tombstones_.fill(key);
+    tombstones_.drop(key);
     directory_.forget(key);
   }
 }
