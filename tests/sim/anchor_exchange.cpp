@@ -335,7 +335,7 @@ TEST_CASE(
   for (Peers::Peer& peer : net.peers) peer.exchange->set_members(left);
   CHECK(pulled(net, b, p.key).anchor.error().code() == ErrorCode::not_found);
   for (int step = 0; step < 300; ++step) net.step();
-  // buried for all
+  // removed for all
   for (const kvmeld::replica::MemberId member : left)
     CHECK(net.peers[member - 1].exchange->directory().find(p.key) == nullptr);
 }
@@ -821,15 +821,15 @@ TEST_CASE("a key that is removed again and again has one tombstone") {
   const FragmentId a = kvmeld::anchors::record_key({}, test::place(1)),
                    b = kvmeld::anchors::record_key({}, test::place(2));
   for (std::int64_t now = 0; now < 100; ++now) {
-    tombstones.dig(a);
-    if (now == 50) tombstones.dig(b);
+    tombstones.add(a);
+    if (now == 50) tombstones.add(b);
     tombstones.date(now);
   }
   CHECK(tombstones.size() == 2);
   CHECK(tombstones.oldest().key == b);
-  tombstones.fill(b);
+  tombstones.drop(b);
   CHECK(tombstones.oldest().since == 99);
-  tombstones.fill(a);
-  tombstones.fill(a);
+  tombstones.drop(a);
+  tombstones.drop(a);
   CHECK(tombstones.size() == 0);
 }
