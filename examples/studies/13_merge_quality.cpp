@@ -24,21 +24,22 @@
 // 2410.15332), `lead_in`, `similar_text` (after FusionRAG, 2601.12904) and `neighbour` encode
 // passages behind text that is dropped; in `refresh_N` every agent reads its passages again behind
 // the merged caches of all others, N rounds (akin to Graph-KV's message passing, 2506.07334);
-// `epic_16` and `seam_25` compute the beginning of each later fragment again.
+// `epic_16` and `seam_25` compute the beginning of each later fragment again; `cacheblend_15` the
+// 15 % of tokens that are furthest from full text (their choice, by a full prefill that is not
+// counted, is the upper bound of CacheBlend's, 2405.16444), `query_15` the 15 % that the question
+// attends to most (InfoFlow, 2603.05353); `seam_offset` adds the mean change of `seam_25` to the
+// other tokens (AgentKVShift, 2607.21604); `ape` sharpens attention to passages by a temperature of
+// .9 (APE, 2502.05431); `pced` merges no caches but joins every agent's logits (PCED, 2601.08670).
 
 #include "support/engine.hpp"
-#include "support/prompt.hpp"
 #include "support/quality_caches.hpp"
 #include "support/quality_data.hpp"
-#include "support/quality_leads.hpp"
+#include "support/quality_fill.hpp"
 #include "support/quality_made.hpp"
 #include "support/quality_measure.hpp"
 #include "support/quality_method.hpp"
-#include "support/quality_policies.hpp"
 #include "support/quality_results.hpp"
-#include "support/splice.hpp"
 #include "support/study.hpp"
-#include "support/summaries.hpp"
 
 #include <CLI/CLI.hpp>
 
@@ -65,148 +66,17 @@ struct Flags {
   bool table = false;
 };
 
-constexpr const char* system_text =
-    "Answer the question from the passages. Answer with a few words.\n\nPassages:\n";
-constexpr const char* summary_text =
-    "Summarise these passages in a few short sentences for a colleague who has not read them.";
-constexpr double summary_share = 0.5;
-constexpr std::size_t recall_tokens = 24, greedy_tokens = 24;
-constexpr llama_seq_id first_free = 16;  // 0 the cache, 1 the spare, up to 8 agents
+constexpr std::size_t greedy_tokens = 24;
+constexpr llama_seq_id first_free = 16;  // 0 the cache, 1 the spare, then those that are joined
 constexpr std::uint64_t made_seed = 1;
-
-kvmeld::Status refused() {
-  return {kvmeld::ErrorCode::engine_failure, "the engine refused a prompt; is it too long?"};
-}
-
-/// What a method left for the question to be put to.
-struct Filled {
-  std::vector<Held> held;
-  Join join;
-  Before before;
-  Cost cost;  ///< after the question is known
-};
-
-/// One question dealt to some agents.
-struct Dealt {
-  const Item& item;
-  const std::vector<Item>& items;
-  std::vector<std::vector<std::size_t>> shares;  // (agent, passage)
-  Tokens prefix;
-  std::vector<Tokens> notes;  // (agent, token)
-  Asked asked;
-};
-
-Dealt make_dealt(const Engine& engine, const Item& item, const std::vector<Item>& items,
-                 std::size_t agents, std::uint64_t seed) {
-  Dealt out{item, items, deal(item, agents, seed), {}, {}, {}};
-  const example::Frame frame = example::make_frame(engine, system_text, item.question);
-  out.prefix = engine.tokens(frame.prefix, true, true);
-  for (const auto& share : out.shares) {
-    Tokens notes;
-    for (const std::size_t p : share)
-      example::append(notes, engine.tokens(line_of(item.passages[p])));
-    out.notes.push_back(std::move(notes));
-  }
-  // of the passages, any may be asked for
-  example::Draw draw(seed * 31 + agents + item.question.size());
-  draw.next();
-  const Passage& passage = item.passages[draw.below(item.passages.size())];
-  const example::Frame recall =
-      example::make_frame(engine, system_text, "Repeat the passage titled " + passage.title + ":");
-  out.asked.question = engine.tokens(frame.middle, true);
-  out.asked.gold = engine.tokens(item.answers[0]);
-  out.asked.request = engine.tokens(recall.middle, true);
-  out.asked.passage = engine.tokens(passage.text);
-  if (out.asked.passage.size() > recall_tokens) out.asked.passage.resize(recall_tokens);
-  out.asked.answers = item.answers;
-  return out;
-}
-
-/// Ids that end a sentence or a line, among those of the notes.
-std::vector<kvmeld::TokenId> sentence_ends(const Engine& engine, const std::vector<Tokens>& notes) {
-  std::vector<kvmeld::TokenId> out;
-  for (const Tokens& some : notes) out.insert(out.end(), some.begin(), some.end());
-  std::sort(out.begin(), out.end());
-  out.erase(std::unique(out.begin(), out.end()), out.end());
-  std::erase_if(out, [&](kvmeld::TokenId id) {
-    const std::string text = engine.text(id);
-    return text.empty() || std::string(".!?\n").find(text.back()) == std::string::npos;
-  });
-  return out;
-}
-
-/// Sequence 0 holds text that an agent reads: what it knew before the question, and what it reads
-/// after.
-kvmeld::Status fill_text(Engine& engine, const Dealt& dealt, const Method& method, Filled& out) {
-  using Source = Method::Source;
-  Tokens known = dealt.prefix, after;
-  if (method.source == Source::full_text) {
-    after = std::move(known);
-    known = {};
-    for (const Tokens& notes : dealt.notes) example::append(after, notes);
-  } else if (method.source != Source::none) {
-    example::append(known, dealt.notes[0]);
-  }
-  out.before.tokens = known.size();
-  if (method.source == Source::text_summary) {
-    const Tokens request =
-        engine.tokens(example::make_frame(engine, system_text, summary_text).middle, true);
-    std::vector<Tokens> summaries;
-    const std::size_t decoded = engine.decoded();
-    if (!example::write_summaries(engine, dealt.prefix, dealt.notes, request, summary_share,
-                                  summaries))
-      return refused();
-    out.before.tokens += engine.decoded() - decoded;
-    after = example::joined(engine, summaries, out.cost.bytes);
-  }
-  engine.forget_all();
-  if (!known.empty() && !engine.prefill(known, 0, 0)) return refused();
-  const example::Stopwatch watch;
-  if (!after.empty() && !engine.prefill(after, static_cast<llama_pos>(known.size()), 0))
-    return refused();
-  out.cost.prefill_ms = watch.milliseconds();
-  out.cost.prefilled_tokens = after.size();
-  out.cost.length = static_cast<llama_pos>(known.size() + after.size());
-  out.held = {{0, out.cost.length}};
-  return {};
-}
-
-kvmeld::Result<Fragments> fragments_of(Engine& engine, const Dealt& dealt, const Method& method,
-                                       Caches& caches, Before& before) {
-  if (method.rounds > 0) return caches.refreshed(method.rounds, before);
-  if (method.lead == Method::Lead::none) return caches.plain(method.rotate, before);
-  return caches.led(leads_of(engine, method.lead, dealt.items, dealt.item, dealt.shares), before);
-}
-
-/// Sequence 0 holds the agents' merged caches.
-kvmeld::Status fill_merged(Engine& engine, const Dealt& dealt, const Method& method, Caches& caches,
-                           const Fragments& fragments, Filled& out) {
-  kvmeld::Status status;
-  switch (method.seam) {
-    case Method::Seam::none:
-      status = caches.render(fragments, kvmeld::SeamNone{}, method.rotate, out.cost);
-      break;
-    case Method::Seam::first:
-      status = caches.render(fragments, SeamFirst{static_cast<std::int64_t>(method.amount)},
-                             method.rotate, out.cost);
-      break;
-    case Method::Seam::share: {
-      const kvmeld::SeamShare seam{.share = method.amount,
-                                   .boundary_tokens = sentence_ends(engine, dealt.notes)};
-      status = caches.render(fragments, seam, method.rotate, out.cost);
-      break;
-    }
-  }
-  out.cost.bytes += out.before.bytes;
-  out.held = {{0, out.cost.length}};
-  return status;
-}
 
 class Run {
  public:
-  Run(const Flags& flags, Engine& engine, const example::Geometries& geometries, Results& results)
+  Run(const Flags& flags, Engine& engine, QueryTap& tap, const example::Geometries& geometries,
+      Results& results)
       : flags_(flags),
         engine_(engine),
+        tap_(tap),
         geometries_(geometries),
         results_(results),
         exec_(static_cast<std::size_t>(flags.threads)) {}
@@ -255,16 +125,12 @@ class Run {
                         Reference& reference, Row& row) {
     row.method = method.name;
     Filled filled;
-    if (method.source == Method::Source::merged) {
-      auto fragments = fragments_of(engine_, dealt, method, caches, filled.before);
-      if (!fragments) return fragments.error();
-      if (kvmeld::Status status = permute(caches, *fragments, method); !status) return status;
-      if (kvmeld::Status status = fill_merged(engine_, dealt, method, caches, *fragments, filled);
-          !status)
-        return status;
-    } else if (kvmeld::Status status = fill_text(engine_, dealt, method, filled); !status) {
+    const auto inspect = [&](const Fragments& fragments) {
+      return permute(caches, fragments, method);
+    };
+    if (kvmeld::Status status = fill(engine_, tap_, dealt, method, caches, inspect, filled);
+        !status)
       return status;
-    }
     const auto figures = measure(engine_, filled.held, filled.join, first_free, dealt.asked,
                                  reference, greedy_tokens);
     if (!figures) return refused();
@@ -312,6 +178,7 @@ class Run {
 
   const Flags& flags_;
   Engine& engine_;
+  QueryTap& tap_;
   const example::Geometries& geometries_;
   Results& results_;
   kvmeld::exec::Threads exec_;
@@ -384,7 +251,11 @@ int main(int argc, char** argv) {
                   flags.data.empty() ? "made" : study::model_name(flags.data));
   if (flags.table) return results.print(), results.save() ? 0 : 1;
 
-  example::Engine::Options options{.model = flags.model, .threads = flags.threads};
+  QueryTap tap;
+  example::Engine::Options options{.model = flags.model,
+                                   .threads = flags.threads,
+                                   .observe = &QueryTap::observe,
+                                   .observer = &tap};
   {
     const std::unique_ptr<Engine> engine = Engine::open({.model = flags.model, .cells = 256});
     if (!engine) return std::fprintf(stderr, "llama.cpp cannot open %s\n", flags.model.c_str()), 1;
@@ -394,7 +265,7 @@ int main(int argc, char** argv) {
   if (!engine) return std::fprintf(stderr, "llama.cpp cannot open %s\n", flags.model.c_str()), 1;
   const auto geometries = example::make_geometries(*engine, flags.model);
   if (!geometries) return std::fprintf(stderr, "%s\n", geometries.error().message().c_str()), 1;
-  const kvmeld::Status status = Run(flags, *engine, *geometries, results).all(*items, chosen);
+  const kvmeld::Status status = Run(flags, *engine, tap, *geometries, results).all(*items, chosen);
   if (!status) return std::fprintf(stderr, "\n%s\n", status.message().c_str()), 1;
   results.print();
   std::printf("rows: %s\n", flags.output.c_str());

@@ -62,6 +62,9 @@ class Engine {
     std::uint32_t cells = 4096;  ///< Cache cells shared by all sequences.
     std::uint32_t sequences = 64;
     std::uint32_t batch = 2048;  ///< Tokens a decode may carry.
+    /// Sees tensors as the engine computes them; null: none.
+    ggml_backend_sched_eval_callback observe = nullptr;
+    void* observer = nullptr;  ///< Handed to `observe`.
   };
 
   /// Null where the file is not a model that llama.cpp reads, or memory is short.
@@ -181,6 +184,8 @@ class Engine {
     parameters.n_seq_max = options.sequences;
     parameters.n_threads = options.threads;
     parameters.n_threads_batch = options.threads;
+    parameters.cb_eval = options.observe;
+    parameters.cb_eval_user_data = options.observer;
     // V stays (token, channel) in the exported state
     parameters.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     parameters.kv_unified = true;  // branches share cells; exported states hold one stream

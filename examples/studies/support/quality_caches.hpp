@@ -40,8 +40,9 @@ class Caches {
         prefix_(std::move(prefix)),
         notes_(std::move(notes)) {}
 
-  [[nodiscard]] const Tokens& prefix() const { return prefix_; }
-  [[nodiscard]] const std::vector<Tokens>& notes() const { return notes_; }
+  [[nodiscard]] const std::shared_ptr<const kvmeld::Geometry>& geometry(bool rotate) const {
+    return rotate ? geometries_.declared : geometries_.unrotated;
+  }
 
   /// Each agent's passages right behind the prefix. Without `rotate` their keys are declared to
   /// have no position, so that a merge leaves them at the angles at which they were read.
@@ -97,8 +98,21 @@ class Caches {
     return rounds_[rounds].fragments;
   }
 
-  /// The prefix and the fragments, agent by agent, but for one where `without` names it. Inserted
-  /// in the order given, each from a replica of its own.
+  /// What one agent that read everything would hold; empties sequence 0.
+  kvmeld::Result<const kvmeld::llama::SequenceState*> full() {
+    if (!full_) {
+      Tokens all;
+      for (const Tokens& notes : notes_) example::append(all, notes);
+      auto one = encode({}, all);
+      if (!one) return one.error();
+      full_ = std::move(one->state);
+      engine_.forget_all();
+    }
+    return &*full_;
+  }
+
+  /// The prefix and the fragments named, inserted in the order given, each from a replica of its
+  /// own.
   kvmeld::Result<kvmeld::FragmentSet> set_of(const Fragments& fragments, bool rotate,
                                              std::span<const std::size_t> order) {
     auto prefix = prefix_fragment(rotate);
@@ -124,6 +138,20 @@ class Caches {
     engine_.forget_all();
     return example::render_into(engine_, exec_, *set, kvmeld::merger(kvmeld::ByDot{}, seam),
                                 geometry(rotate), prefix_state_->form(), cost);
+  }
+
+  /// The positions that a render with this seam leaves to the engine.
+  template <class Seam>
+  kvmeld::Result<std::vector<std::int64_t>> holes(const Fragments& fragments, const Seam& seam,
+                                                  bool rotate) {
+    auto set = set_of(fragments, rotate, everyone());
+    if (!set) return set.error();
+    const auto plan =
+        kvmeld::plan(*set, kvmeld::merger(kvmeld::ByDot{}, seam), {.geometry = *geometry(rotate)});
+    if (!plan) return plan.error();
+    std::vector<std::int64_t> out;
+    for (const kvmeld::Hole& hole : plan->holes()) out.push_back(hole.position);
+    return out;
   }
 
   /// What a render of the fragments would hold after they were inserted in this order.
@@ -160,9 +188,6 @@ class Caches {
     Before before;
   };
 
-  [[nodiscard]] const std::shared_ptr<const kvmeld::Geometry>& geometry(bool rotate) const {
-    return rotate ? geometries_.declared : geometries_.unrotated;
-  }
   static kvmeld::Status refused() {
     return {kvmeld::ErrorCode::engine_failure,
             "the engine refused passages; is the context too small?"};
@@ -279,7 +304,7 @@ class Caches {
   const kvmeld::exec::Threads& exec_;
   Tokens prefix_;
   std::vector<Tokens> notes_;
-  std::optional<kvmeld::llama::SequenceState> prefix_state_;
+  std::optional<kvmeld::llama::SequenceState> prefix_state_, full_;
   std::vector<Encoded> plain_;
   kvmeld::Fragment prefix_fragment_[2];
   std::vector<Round> rounds_;
