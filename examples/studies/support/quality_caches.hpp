@@ -285,18 +285,18 @@ class Caches {
         !status)
       return status;
     Tokens held = prefix_;
-    kvmeld::Hasher context;
-    context.text("quality.refresh");
+    std::vector<kvmeld::FragmentId> ids;
     for (const std::size_t i : others) {
       example::append(held, notes_[i]);
-      context.bytes(std::as_bytes(std::span(last[i].id().bytes)));
+      ids.push_back(last[i].id());
     }
     auto encoded = decode(std::move(held), notes_[agent]);
     if (!encoded) return encoded.error();
     engine_.forget_all();
     before.tokens += notes_[agent].size();
     before.bytes += cost.bytes;
-    return both(*encoded, agent, context.digest());
+    return kvmeld::refresh::seal(last[agent], encoded->state.view(), encoded->state.positions(),
+                                 kvmeld::refresh::context_digest(ids));
   }
 
   Engine& engine_;
