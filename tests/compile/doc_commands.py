@@ -65,6 +65,7 @@ class Checker:
         sources = [p for p in (folder / f"{name}.cpp",) if p.exists()]
         sources = sources or sorted((folder / "studies").glob(f"{name}_*"))
         sources = sources or sorted((folder / "studies").glob(f"[0-9][0-9]_{name}.*"))
+        sources = sources or sorted((folder / "studies").glob(f"[0-9][0-9]_*_{name}.*"))
         if not sources:
             return f"there is no example or study {name}"
         shared = (folder / "studies" / "support" / "study.hpp").read_text()
