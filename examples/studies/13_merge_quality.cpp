@@ -23,7 +23,8 @@
 // behind the other without rotating their keys and `concat` with; `bos_4` (EPIC's LegoLink-0, arXiv
 // 2410.15332), `lead_in`, `similar_text` (after FusionRAG, 2601.12904) and `neighbour` encode
 // passages behind text that is dropped; in `refresh_N` every agent reads its passages again behind
-// the merged caches of all others, N rounds (akin to Graph-KV's message passing, 2506.07334);
+// the merged caches of all others, N rounds (akin to Graph-KV's message passing, 2506.07334), or in
+// `refresh_1_top_N` of the N others that share most tokens with it;
 // `epic_16` and `seam_25` compute the beginning of each later fragment again; `cacheblend_15` the
 // 15 % of tokens that are furthest from full text (their choice, by a full prefill that is not
 // counted, is the upper bound of CacheBlend's, 2405.16444), `query_15` the 15 % that the question
@@ -59,8 +60,8 @@ struct Flags {
   std::string output = "build/merge_quality.json";
   std::vector<std::size_t> agents{4};
   std::size_t questions = 8;
-  std::vector<std::string> methods{"full_text", "one_agent", "none",      "concat",
-                                   "lead_in",   "neighbour", "refresh_1", "refresh_2"};
+  std::vector<std::string> methods{"full_text", "one_agent", "concat",
+                                   "lead_in",   "neighbour", "refresh_1"};
   std::vector<std::uint64_t> seeds{1};
   int threads = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
   bool table = false;

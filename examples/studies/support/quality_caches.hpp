@@ -8,9 +8,12 @@
 #include <kvmeld/engine/llama.hpp>
 #include <kvmeld/kvmeld.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
+#include <set>
 #include <span>
 #include <utility>
 #include <vector>
@@ -77,25 +80,27 @@ class Caches {
   }
 
   /// After so many rounds in which every agent read its own passages again behind the merged caches
-  /// of all others, as the round before left them, and kept only its own rows.
-  kvmeld::Result<Fragments> refreshed(std::size_t rounds, Before& before) {
-    if (rounds_.empty()) {
+  /// of others, as the round before left them, and kept only its own rows. The others are all, or
+  /// where `top` is above 0 the `top` ones that share most token ids with it.
+  kvmeld::Result<Fragments> refreshed(std::size_t rounds, std::size_t top, Before& before) {
+    std::vector<Round>& done = rounds_[top];
+    if (done.empty()) {
       Before first;
       auto one = plain(true, first);
       if (!one) return one.error();
-      rounds_.push_back({*std::move(one), first});
+      done.push_back({*std::move(one), first});
     }
-    while (rounds_.size() <= rounds) {
-      Round next{{}, rounds_.back().before};
+    while (done.size() <= rounds) {
+      Round next{{}, done.back().before};
       for (std::size_t i = 0; i < notes_.size(); ++i) {
-        auto one = reread(rounds_.back().fragments, i, next.before);
+        auto one = reread(done.back().fragments, i, others_of(i, top), next.before);
         if (!one) return one.error();
         next.fragments.push_back(*std::move(one));
       }
-      rounds_.push_back(std::move(next));
+      done.push_back(std::move(next));
     }
-    before = rounds_[rounds].before;
-    return rounds_[rounds].fragments;
+    before = done[rounds].before;
+    return done[rounds].fragments;
   }
 
   /// What one agent that read everything would hold; empties sequence 0.
@@ -270,11 +275,27 @@ class Caches {
     return kvmeld::with_variant(*fragment, plain_[agent].state.view(), *how);
   }
 
-  /// One agent's share of a round.
-  kvmeld::Result<kvmeld::Fragment> reread(const Fragments& last, std::size_t agent,
-                                          Before& before) {
+  /// Behind whom an agent reads again, in the merged order.
+  [[nodiscard]] std::vector<std::size_t> others_of(std::size_t agent, std::size_t top) const {
     std::vector<std::size_t> others = everyone();
     others.erase(others.begin() + static_cast<std::ptrdiff_t>(agent));
+    if (top == 0 || top >= others.size()) return others;
+    const std::set<llama_token> own(notes_[agent].begin(), notes_[agent].end());
+    const auto shared = [&](std::size_t other) {
+      const std::set<llama_token> theirs(notes_[other].begin(), notes_[other].end());
+      return std::count_if(theirs.begin(), theirs.end(),
+                           [&](llama_token token) { return own.contains(token); });
+    };
+    std::stable_sort(others.begin(), others.end(),
+                     [&](std::size_t a, std::size_t b) { return shared(a) > shared(b); });
+    others.resize(top);
+    std::sort(others.begin(), others.end());
+    return others;
+  }
+
+  /// One agent's share of a round.
+  kvmeld::Result<kvmeld::Fragment> reread(const Fragments& last, std::size_t agent,
+                                          const std::vector<std::size_t>& others, Before& before) {
     auto set = set_of(last, true, others);
     if (!set) return set.error();
     engine_.forget_all();
@@ -307,7 +328,7 @@ class Caches {
   std::optional<kvmeld::llama::SequenceState> prefix_state_, full_;
   std::vector<Encoded> plain_;
   kvmeld::Fragment prefix_fragment_[2];
-  std::vector<Round> rounds_;
+  std::map<std::size_t, std::vector<Round>> rounds_;  // by `top`, then by rounds done
 };
 
 }  // namespace quality

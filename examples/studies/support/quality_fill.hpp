@@ -137,7 +137,7 @@ inline kvmeld::Status fill_text(Engine& engine, const Dealt& dealt, const Method
 inline kvmeld::Result<Fragments> fragments_of(Engine& engine, const Dealt& dealt,
                                               const Method& method, Caches& caches,
                                               Before& before) {
-  if (method.rounds > 0) return caches.refreshed(method.rounds, before);
+  if (method.rounds > 0) return caches.refreshed(method.rounds, method.top, before);
   if (method.lead == Method::Lead::none) return caches.plain(method.rotate, before);
   return caches.led(leads_of(engine, method.lead, dealt.items, dealt.item, dealt.shares), before);
 }

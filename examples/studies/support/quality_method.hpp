@@ -22,6 +22,7 @@ struct Method {
   Source source = Source::merged;
   Lead lead = Lead::none;
   std::size_t rounds = 0;  ///< of refresh
+  std::size_t top = 0;     ///< Others that an agent refreshes behind; 0: all.
   bool rotate = true;
   Seam seam = Seam::none;
   float amount = 0;
@@ -29,7 +30,7 @@ struct Method {
   bool temperature = false;  ///< Passages' keys are sharpened.
 };
 
-inline constexpr std::array<Method, 27> methods{{
+inline constexpr std::array<Method, 29> methods{{
     {.name = "full_text", .source = Method::Source::full_text},
     {.name = "one_agent", .source = Method::Source::one_agent},
     {.name = "none", .source = Method::Source::none},
@@ -43,6 +44,8 @@ inline constexpr std::array<Method, 27> methods{{
     {.name = "refresh_1", .rounds = 1},
     {.name = "refresh_2", .rounds = 2},
     {.name = "refresh_3", .rounds = 3},
+    {.name = "refresh_1_top_1", .rounds = 1, .top = 1},
+    {.name = "refresh_1_top_2", .rounds = 1, .top = 2},
     {.name = "epic_4", .seam = Method::Seam::first, .amount = 4},
     {.name = "epic_16", .seam = Method::Seam::first, .amount = 16},
     {.name = "epic_32", .seam = Method::Seam::first, .amount = 32},
