@@ -183,9 +183,10 @@ template <class Byte>
   return builder.finish();
 }
 
-// Block pools in which keys and values share a tensor, for each layer or for all layers.
+// Block pools: keys and values in one tensor or in two for each layer, or one tensor for all
+// layers.
 
-/// Order of the axes of one layer's tensor: B blocks, N tokens a block, H heads, D channels.
+/// Order of the axes of a layer's tensors: B blocks, N tokens a block, H heads, D channels.
 ///
 /// It is the order in memory; vLLM's `get_kv_cache_shape` is a logical one, which its stride order
 /// then permutes.
@@ -197,6 +198,8 @@ enum class PagedLayout : std::uint8_t {
   block_head_token_packed,  ///< [B, H, N, 2D]: vLLM from 0.26, key then value in one row
   /// [B, N, H, 2D]: the same under its NHD setting; also separate head sizes, Dk + Dv.
   block_token_head_packed,
+  block_token_head,  ///< [B, N, H, D] twice: a key tensor and a value tensor (`KeyValueBuffers`)
+  block_head_token,  ///< [B, H, N, D] twice
 };
 
 /// Order of the axes where one tensor holds all L layers, the layer inside the block.
@@ -208,7 +211,7 @@ enum class CrossLayerLayout : std::uint8_t {
   block_head_layer_token_packed,  ///< [B, H, L, N, 2D]
 };
 
-/// Declares one paged tensor for each layer.
+/// Declares one paged tensor for each layer, or a key tensor and a value tensor.
 struct PagedOptions {
   PerLayer<TokenPlacement> tokens = {};
   PagedLayout layout = PagedLayout::kv_block_token_head;
@@ -246,6 +249,10 @@ namespace detail {
       return "bhnp";
     case PagedLayout::block_token_head_packed:
       return "bnhp";
+    case PagedLayout::block_token_head:
+      return "bnhd";
+    case PagedLayout::block_head_token:
+      return "bhnd";
   }
   return {};
 }
@@ -321,25 +328,51 @@ void expect_block_size(LayoutBuilder<Byte>& builder, std::int64_t block_size) {
   if (block_size < 1)
     builder.fail(error(ErrorCode::invalid_argument, "blocks of ", block_size, " tokens"));
 }
+/// Whether keys and values have tensors of their own.
+[[nodiscard]] constexpr bool is_apart(PagedLayout layout) noexcept {
+  return layout == PagedLayout::block_token_head || layout == PagedLayout::block_head_token;
+}
+/// Checks what a paged layout declares before any tensor is looked at; gives the order of its axes.
+template <class Byte>
+[[nodiscard]] std::string_view begin_paged(LayoutBuilder<Byte>& builder,
+                                           const PagedOptions& options, bool apart) {
+  const std::string_view order = axes(options.layout);
+  if (order.empty()) {
+    builder.fail(error(ErrorCode::unknown_layout, "paged layout ", static_cast<int>(options.layout),
+                       " is none that this build knows"));
+  } else if (is_apart(options.layout) != apart) {
+    builder.fail(error(ErrorCode::invalid_argument, "paged layout ",
+                       static_cast<int>(options.layout),
+                       apart ? " has one tensor a layer, not keys and values apart"
+                             : " has keys and values in tensors apart, not one a layer"));
+  }
+  expect_block_size(builder, options.block_size);
+  expect_per_layer(builder, options.blocks, "block counts");
+  return order;
+}
+/// Demands that a declared block stride holds a block, and that blocks are outermost.
+template <class Byte>
+void expect_block_stride(LayoutBuilder<Byte>& builder, std::string_view order,
+                         const PagedStrides& strides, std::int64_t block_stride) {
+  if (block_stride != 0 && (order[0] != 'b' || strides.block != block_stride)) {
+    builder.fail(error(ErrorCode::invalid_argument, "block stride ", block_stride,
+                       " is below a block's ", strides.block,
+                       " elements, or the block is not the outermost axis"));
+  }
+}
 
 }  // namespace detail
 
 /// Views a sequence in one paged tensor a layer. O(layers + table entries).
 ///
 /// Errors: those of `contiguous_view`; `geometry_mismatch` where key and value differ and the
-/// layout cannot say so.
+/// layout cannot say so; `invalid_argument` for a layout with keys and values apart.
 template <class Byte>
 [[nodiscard]] Result<BasicKvCacheRef<Byte>> paged_view(std::shared_ptr<const Geometry> geometry,
                                                        const Buffers<Byte>& buffers,
                                                        const PagedOptions& options) {
   detail::LayoutBuilder<Byte> builder(std::move(geometry), options.tokens, options.scales);
-  const std::string_view order = detail::axes(options.layout);
-  if (order.empty()) {
-    builder.fail(extend::error(ErrorCode::unknown_layout, "paged layout ",
-                               static_cast<int>(options.layout), " is none that this build knows"));
-  }
-  detail::expect_block_size(builder, options.block_size);
-  detail::expect_per_layer(builder, options.blocks, "block counts");
+  const std::string_view order = detail::begin_paged(builder, options, false);
   if (!builder.ok()) return builder.finish();
   builder.expect_count(buffers.size(), builder.layers(), "tensors");
   builder.expect_apart({&buffers});
@@ -355,17 +388,45 @@ template <class Byte>
                                        .value_channels = builder.layer(l).planes[1].channels,
                                        .block_stride = options.block_stride};
     const detail::PagedStrides strides(order, extents);
-    if (options.block_stride != 0 && (order[0] != 'b' || strides.block != options.block_stride)) {
-      builder.fail(extend::error(ErrorCode::invalid_argument, "block stride ", options.block_stride,
-                                 " is below a block's ", strides.block,
-                                 " elements, or the block is not the outermost axis"));
-      break;
-    }
+    detail::expect_block_stride(builder, order, strides, options.block_stride);
     builder.expect(detail::expect_elements(buffers[l], key.type, strides.total), l, "tensor");
     if (!builder.ok()) break;
     for (std::size_t p = 0; p < 2; ++p) {
       builder.add(l, p, buffers[l],
                   strides.plane(0, static_cast<std::int64_t>(p), options.block_size),
+                  extents.blocks * options.block_size);
+    }
+  }
+  return builder.finish();
+}
+
+/// Views a sequence in a paged key tensor and a paged value tensor a layer. O(layers + table
+/// entries).
+///
+/// Errors: those of `contiguous_view`; `invalid_argument` for a layout with one tensor a layer,
+/// which the default is.
+template <class Byte>
+[[nodiscard]] Result<BasicKvCacheRef<Byte>> paged_view(std::shared_ptr<const Geometry> geometry,
+                                                       const KeyValueBuffers<Byte>& buffers,
+                                                       const PagedOptions& options) {
+  detail::LayoutBuilder<Byte> builder(std::move(geometry), options.tokens, options.scales);
+  const std::string_view order = detail::begin_paged(builder, options, true);
+  if (!detail::begin_key_value(builder, buffers)) return builder.finish();
+  for (std::size_t l = 0; l < builder.layers() && builder.ok(); ++l) {
+    for (std::size_t p = 0; p < 2; ++p) {
+      const PlaneShape& shape = builder.layer(l).planes[p];
+      const std::span<Byte> buffer = (p == 0 ? buffers.keys : buffers.values)[l];
+      const detail::PagedExtents extents{.blocks = options.blocks[l],
+                                         .block_size = options.block_size,
+                                         .heads = shape.heads,
+                                         .key_channels = shape.channels,
+                                         .block_stride = options.block_stride};
+      const detail::PagedStrides strides(order, extents);
+      detail::expect_block_stride(builder, order, strides, options.block_stride);
+      builder.expect(detail::expect_elements(buffer, shape.type, strides.total), l,
+                     p == 0 ? "keys" : "values");
+      if (!builder.ok()) break;
+      builder.add(l, p, buffer, strides.plane(0, 0, options.block_size),
                   extents.blocks * options.block_size);
     }
   }

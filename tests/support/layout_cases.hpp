@@ -318,10 +318,31 @@ inline LayoutCase paged(const Setup& s, kvmeld::PagedLayout layout) {
             return flat({B, H, N, W}, {b, h, n, p * D + c});
           case PagedLayout::block_token_head_packed:
             return flat({B, N, H, W}, {b, n, h, p * D + c});
+          case PagedLayout::block_token_head:
+          case PagedLayout::block_head_token:
+            break;  // `paged_apart`
         }
         return std::int64_t{-1};
       },
       E);
+}
+inline LayoutCase paged_apart(const Setup& s, kvmeld::PagedLayout layout, std::int64_t padding) {
+  auto tokens = place(s);
+  const std::int64_t H = s.heads, D = s.channels, N = case_block_tokens, B = case_blocks;
+  const std::int64_t page = N * H * D + padding;
+  return separate(
+      s, tokens, B * page, [](auto&&... a) { return kvmeld::paged_view(a...); },
+      kvmeld::PagedOptions{.tokens = tokens->placement,
+                           .layout = layout,
+                           .blocks = B,
+                           .block_size = N,
+                           .block_stride = padding == 0 ? 0 : page},
+      [=](std::size_t, std::int64_t t, std::int64_t h, std::int64_t c) {
+        const std::int64_t b = t / N, n = t % N;
+        return b * page + (layout == kvmeld::PagedLayout::block_token_head
+                               ? flat({N, H, D}, {n, h, c})
+                               : flat({H, N, D}, {h, n, c}));
+      });
 }
 inline LayoutCase cross_layer(const Setup& s, kvmeld::CrossLayerLayout layout) {
   using kvmeld::CrossLayerLayout;
@@ -465,6 +486,10 @@ inline const std::vector<NamedLayout>& every_layout() {
       {"FlashInfer [B,2,H,N,D]", in(PagedLayout::block_kv_head_token)},
       {"vLLM packed [B,H,N,2D]", in(PagedLayout::block_head_token_packed)},
       {"vLLM packed [B,N,H,2D]", in(PagedLayout::block_token_head_packed)},
+      {"K, V [B,N,H,D]",
+       [](const Setup& s) { return paged_apart(s, PagedLayout::block_token_head, 0); }},
+      {"K, V [B,H,N,D], padded blocks",
+       [](const Setup& s) { return paged_apart(s, PagedLayout::block_head_token, 64); }},
       {"cross-layer [B,L,2,N,H,D]", across(CrossLayerLayout::block_layer_kv_token_head)},
       {"cross-layer [B,L,2,H,N,D]", across(CrossLayerLayout::block_layer_kv_head_token)},
       {"cross-layer [B,H,L,2,N,D]", across(CrossLayerLayout::block_head_layer_kv_token)},

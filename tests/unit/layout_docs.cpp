@@ -179,6 +179,17 @@ TEST_CASE("pages") {
     // example-end
     CHECK(view.ok());
   }
+  const Engine apart(4, 4 * 16);
+  const auto keys_and_values = apart.keys_and_values();
+  {
+    // example-begin: apart
+    auto tokens = TokenPlacement::block_table(block_table, 20);  // 20 tokens, in blocks 2 and 0
+    auto view = paged_view(
+        geometry, keys_and_values,
+        {.tokens = tokens, .layout = PagedLayout::block_token_head, .blocks = 4, .block_size = 16});
+    // example-end
+    CHECK(view.ok());
+  }
   const Engine pool(1, 4 * 2 * 16 * 2);
   const std::span<const std::byte> tensor = pool.memory[0];
   {

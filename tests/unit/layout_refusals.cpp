@@ -168,8 +168,23 @@ TEST_CASE("what every factory refuses") {
   refused(kvmeld::paged_view(
               geometry, pool.read(),
               kvmeld::PagedOptions{
-                  .layout = static_cast<kvmeld::PagedLayout>(6), .blocks = B, .block_size = N}),
-          Code::unknown_layout, "6");
+                  .layout = static_cast<kvmeld::PagedLayout>(8), .blocks = B, .block_size = N}),
+          Code::unknown_layout, "8");
+  const auto pages = blocks_memory.read();
+  const auto apart = [&](kvmeld::PagedOptions options) {
+    options.blocks = B, options.block_size = N;
+    return kvmeld::paged_view(geometry, pages, options);
+  };
+  CHECK(apart({.layout = kvmeld::PagedLayout::block_head_token}).ok());
+  refused(apart({}), Code::invalid_argument, "one tensor a layer");
+  refused(apart({.layout = static_cast<kvmeld::PagedLayout>(8)}), Code::unknown_layout, "8");
+  refused(apart({.layout = kvmeld::PagedLayout::block_token_head, .block_stride = 8}),
+          Code::invalid_argument, "8");
+  refused(kvmeld::paged_view(
+              geometry, pool.read(),
+              kvmeld::PagedOptions{
+                  .layout = kvmeld::PagedLayout::block_token_head, .blocks = B, .block_size = N}),
+          Code::invalid_argument, "tensors apart");
   refused(kvmeld::paged_view(geometry, pool.read(), kvmeld::PagedOptions{.blocks = B}),
           Code::invalid_argument, "blocks of 0");
   refused(
@@ -345,6 +360,12 @@ TEST_CASE("extents beyond any memory are refused, also beside an extent of 0") {
       CHECK(refuses(kvmeld::split_channel_view(g, kv, {.blocks = big, .block_size = 4})));
       CHECK(refuses(kvmeld::paged_view(g, one, {.blocks = big, .block_size = 16})));
       CHECK(refuses(kvmeld::paged_view(g, one, {.blocks = 5, .block_size = big})));
+      CHECK(refuses(kvmeld::paged_view(
+          g, kv,
+          {.layout = kvmeld::PagedLayout::block_token_head, .blocks = big, .block_size = 16})));
+      CHECK(refuses(kvmeld::paged_view(
+          g, kv,
+          {.layout = kvmeld::PagedLayout::block_head_token, .blocks = 5, .block_size = big})));
       CHECK(refuses(kvmeld::paged_view(g, one,
                                        {.layout = kvmeld::PagedLayout::block_kv_head_token,
                                         .blocks = 5,

@@ -93,7 +93,7 @@ KVMELD_API Status check_table(const TokenPlacement& placement, std::int64_t bloc
       placement.kind == SlotKind::block_table_i32 || placement.kind == SlotKind::block_table_i64;
   if (blocks && block_size <= 0) {
     return error(ErrorCode::invalid_argument,
-                 "a block table, and a layout without blocks; give a slot list");
+                 "a block table, and a layout without blocks; use paged_view or give a slot list");
   }
   const std::int64_t needed = placement.tokens == 0 ? 0
                               : blocks              ? (placement.tokens - 1) / block_size + 1
