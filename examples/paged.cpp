@@ -2,69 +2,65 @@
 //
 //   bash examples/run.sh paged
 
+// example-begin: own-engine
+#include <cstdio>
 #include <kvmeld/kvmeld.hpp>
 #include <kvmeld/layouts.hpp>
 
-#include "support/toy.hpp"
-
 using namespace kvmeld;
 
-// Per layer one tensor (key or value, block, token in block, head, channel); a sequence is a table
-// of blocks and a length.
 struct Engine {
-  static constexpr std::int64_t blocks = 32, block_size = 4, heads = 2, channels = 32;
-  std::shared_ptr<const Geometry> geometry = toy::geometry();
-  std::vector<std::vector<std::byte>> layers{2};
-  std::uint32_t seed = 1;
-
-  Engine() {
-    for (auto& layer : layers)
-      layer.resize(2 * blocks * block_size * heads * channels * sizeof(float));
+  static constexpr std::int64_t blocks = 64, block_size = 16, row = 2 * 64;  // heads * channels
+  std::shared_ptr<Geometry> geometry = std::make_shared<Geometry>();
+  std::vector<std::vector<std::uint16_t>> keys, values;  // (block, token in block, head, channel)
+  Engine() {  // 4 layers, 2 KV heads of 64 channels, and how the engine rotates its keys
+    const auto rope = RopeSpec::rotary(64, 1e6, RopePairing::half_split);
+    geometry->model = "my-model-f16";
+    geometry->layers.assign(4, attention_layer(ElementType::f16, 2, 64, rope));
+    std::vector<std::uint16_t> halves(blocks * block_size * row);  // what prefill would compute
+    for (std::uint16_t i = 0; auto& half : halves) half = i = (i * 25173U + 13849U) & 0x3fffU;
+    keys.assign(4, halves), values = keys;
   }
-  // Shows a sequence where it lies; nothing is copied.
-  MutableKvCacheRef view(std::span<const std::int32_t> table, std::int64_t tokens) {
-    const Buffers<std::byte> memory(layers.begin(), layers.end());
-    return toy::value(paged_view(geometry, memory,
-                                 {.tokens = TokenPlacement::block_table(table, tokens),
-                                  .layout = PagedLayout::kv_block_token_head,
-                                  .blocks = blocks,
-                                  .block_size = block_size}));
-  }
-  // Stands for prefill: what the model makes of these tokens lies in these blocks then.
-  void prefill(std::span<const std::int32_t> table, std::span<const TokenId> tokens) {
-    const auto count = static_cast<std::int64_t>(tokens.size());
-    const HostCache made = toy::cache(geometry, count, seed++);
-    const std::vector<std::int64_t> all = toy::first_indices(count);
-    toy::check(gather(exec::seq, made.kv_cache_ref(), std::span(all), view(table, count)).status());
+  // A sequence is a table of blocks and a length; a view of it copies nothing.
+  Result<MutableKvCacheRef> view(std::span<const std::int32_t> table, std::int64_t tokens) {
+    KeyValueBuffers<std::byte> tensors;
+    for (auto& layer : keys) tensors.keys.push_back(std::as_writable_bytes(std::span(layer)));
+    for (auto& layer : values) tensors.values.push_back(std::as_writable_bytes(std::span(layer)));
+    return paged_view(geometry, tensors,
+                      {.tokens = TokenPlacement::block_table(table, tokens),
+                       .layout = PagedLayout::block_token_head,
+                       .blocks = blocks,
+                       .block_size = block_size});
   }
 };
 
 int main() {
+  const auto fail = [](const Status& why) { return std::puts(why.message().c_str()), 1; };
   Engine engine;
-  constexpr std::int64_t lead_in = 3;  // every agent reads these first; they are not its own
-  const std::vector<std::int32_t> alice{7, 2, 19}, bob{4, 30}, merged{11, 0, 25};
-  std::vector<Fragment> said;
-  for (const auto& [table, first] : {std::pair(&alice, 100), std::pair(&bob, 200)}) {
-    const std::int64_t own = table == &alice ? 7 : 4;
-    std::vector<TokenId> tokens = toy::ids(1, lead_in);
-    const Digest128 dropped = lead_in_digest(tokens);
-    for (const TokenId id : toy::ids(first, own)) tokens.push_back(id);
-    engine.prefill(*table, tokens);
-    // Copies the agent's own rows; positions are 0, 1, 2, … where none are given.
-    said.push_back(toy::value(
-        seal(engine.view(*table, lead_in + own),
-             {.tokens = tokens, .drop_first = lead_in, .context = {.lead_in = dropped}})));
+  const std::vector<TokenId> lead_in(8, 7);  // both agents read this first; it is not their own
+  const std::vector<std::int32_t> tables[] = {{9, 3, 40}, {7, 8}};
+  std::vector<Fragment> read;
+  for (const std::size_t agent : {0U, 1U}) {
+    std::vector<TokenId> tokens = lead_in;
+    tokens.resize(agent == 0 ? 40 : 25, agent == 0 ? 100 : 500);  // and its own
+    const auto cache = engine.view(tables[agent], std::ssize(tokens));
+    if (!cache) return fail(cache.error());
+    const Context behind{.lead_in = lead_in_digest(lead_in)};
+    const auto own = seal(*cache, {.tokens = tokens, .drop_first = 8, .context = behind});
+    if (!own) return fail(own.error());
+    read.push_back(*own);
   }
-  std::vector<Digest128> content;
-  for (const bool bob_first : {false, true}) {  // as two replicas heard it
+  const std::vector<std::int32_t> merged[] = {{50, 20, 21, 11}, {1, 30, 2, 60}};
+  Digest128 content[2];
+  for (const std::size_t first : {0U, 1U}) {  // whoever is heard first
     FragmentSet set;
-    for (const std::uint64_t agent : {bob_first ? 1U : 0U, bob_first ? 0U : 1U})
-      toy::check(set.insert(said[agent], Dot{agent, 0}));
-    const auto report = toy::value(render(exec::cpu, set, merger(ByDot{}), engine.view(merged, 11),
-                                          {}, {.content_digest = true}));
-    content.push_back(*report.content_digest);
-    std::printf("%lld tokens, content %016llx\n", static_cast<long long>(report.tokens),
-                static_cast<unsigned long long>(content.back().low));
+    if (!set.insert(read[first]) || !set.insert(read[1 - first])) return 1;
+    const auto into = engine.view(merged[first], 32 + 17);  // all tokens but the lead-ins
+    if (!into) return fail(into.error());
+    if (auto done = render(exec::cpu, set, merger(), *into); !done) return fail(done.error());
+    content[first] = *content_digest(*into);
+    std::puts(content[first].hex().c_str());
   }
-  return content[0] == content[1] ? 0 : 1;  // one cache, whoever was heard first
+  return content[0] == content[1] ? 0 : 1;
 }
+// example-end

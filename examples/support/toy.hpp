@@ -39,13 +39,6 @@ inline std::vector<kvmeld::TokenId> ids(kvmeld::TokenId first, std::int64_t toke
   return made;
 }
 
-/// Indices 0, 1, 2, … of so many tokens.
-inline std::vector<std::int64_t> first_indices(std::int64_t tokens) {
-  std::vector<std::int64_t> made;
-  for (std::int64_t t = 0; t < tokens; ++t) made.push_back(t);
-  return made;
-}
-
 /// The value, or the end of the program with the reason.
 template <class T>
 T value(kvmeld::Result<T> result) {

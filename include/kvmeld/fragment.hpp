@@ -173,10 +173,12 @@ class Fragment {
 struct SealOptions {
   Role role = Role::span;
   std::span<const TokenId> tokens{};  ///< one for each token of the view; empty: a latent fragment
-  /// One for each token of the view, strictly ascending; empty: 0, 1, 2, ….
+  /// The positions by which the engine rotated the view's keys: one for each of its tokens,
+  /// strictly ascending; empty: 0, 1, 2, …, right where the view starts where the engine's sequence
+  /// does.
   std::span<const std::int64_t> positions{};
-  std::int64_t drop_first = 0;  ///< leading tokens (prefix, lead-in) that are context, not content
-  Context context{};            ///< what the dropped tokens were
+  std::int64_t drop_first = 0;  ///< the view's first tokens, prefix and lead-in, that are left out
+  Context context{};  ///< what stood before the rest, in the view or not; `seal` cannot check it
 };
 
 namespace detail {

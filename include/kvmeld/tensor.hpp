@@ -21,7 +21,9 @@ KVMELD_NAMESPACE_BEGIN
 // 16- and 8-bit floats, converted by bit operations alone, so that host and device agree to the
 // bit.
 
-/// IEEE binary16 as bits. Equality compares bits, so +0 and -0 differ and a NaN equals itself.
+/// IEEE binary16 as bits, not a number: `f16{0x3c00}` is 1.0, `from_float<f16>` and `to_float`
+/// convert, and `f16(1.5f)`, where it compiles, is the bits 1. Equality compares bits, so +0 and -0
+/// differ and a NaN equals itself.
 struct f16 {
   std::uint16_t bits = 0;
   friend constexpr bool operator==(f16, f16) = default;
