@@ -2,15 +2,22 @@
 // that the page shows all three starts word for word.
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <vector>
+
+#include <kvmeld/kvmeld.hpp>
+#include <kvmeld/layouts.hpp>
 
 #include "support/catch.hpp"
 #include "support/page_snippets.hpp"
 
-// The program itself, whose main the tests call; it is built as an example, too.
+// The program itself, whose main the tests call; it is built as an example, too. Its headers are
+// included above, so that its names stay in this file.
+namespace {
 #define main own_engine
 #include "../../examples/paged.cpp"
 #undef main
+}  // namespace
 
 TEST_CASE("two agents' blocks become one sequence of a third") {
   CHECK(own_engine() == 0);
