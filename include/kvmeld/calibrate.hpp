@@ -2,6 +2,7 @@
 
 /// Calibration of mergers on validation cases, candidates beside a running cache, and soft updates.
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <concepts>
@@ -12,6 +13,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -306,6 +308,128 @@ template <CalibrationEngine E>
   out.best = best_row(out.rows);
   return out;
 }
+
+/// Which recipe to encode and merge by, chosen by the user's own text, without labels.
+namespace recipes {
+
+/// A way to make what agents hold (a lead-in, rounds of refresh, nothing) and to merge it (a
+/// merger, with its seams).
+struct Recipe {
+  Candidate candidate;  ///< its name is the recipe's
+  /// Case i of every recipe is the same sample, encoded as this one says.
+  std::vector<ValidationCase> cases{};
+  /// What agents computed for all cases before anything was asked.
+  std::int64_t tokens_before = 0;
+};
+
+/// What a recipe came to.
+struct Row {
+  CalibrationRow figures{};  ///< means over the cases
+  double tokens_before = 0;  ///< a case
+  double tokens_after = 0;   ///< a case: holes, which the engine computes once the cache is needed
+};
+
+/// The table, a row for each recipe in their order, and the row to take.
+struct Choice {
+  std::vector<Row> rows{};
+  std::optional<std::size_t> best{};  ///< none: no recipe is within the loss
+};
+
+/// The cheapest recipe whose mean KL to full text is at most `max_divergence` nats: fewest tokens
+/// after, then before, then the smallest KL, then first in the list.
+[[nodiscard]] inline std::optional<std::size_t> cheapest(std::span<const Row> rows,
+                                                         double max_divergence) {
+  std::optional<std::size_t> best;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const CalibrationRow& figures = rows[i].figures;
+    if (!figures.status || figures.cases == 0 || !(figures.divergence <= max_divergence)) continue;
+    const auto cost = [&](std::size_t r) {
+      return std::tuple(rows[r].tokens_after, rows[r].tokens_before, rows[r].figures.divergence);
+    };
+    if (!best || cost(i) < cost(*best)) best = i;
+  }
+  return best;
+}
+
+/// Tries every recipe on its encodings of the same sample, and says which is the cheapest within a
+/// stated loss.
+///
+/// The engine scores as in `calibrate`; its `divergence` decides, so that no labels are needed: KL
+/// to full text on what the text itself goes on with (`completions`). Hold back a part of the
+/// sample and ask the engine for the chosen recipe's figure on it: what was chosen on few cases
+/// looks better there than it is. Time: a plan, a render and a callback for each (case, recipe).
+/// Errors: those of `calibrate`; `invalid_argument` where recipes have unlike numbers of cases, or
+/// the loss is NaN.
+template <CalibrationEngine E>
+[[nodiscard]] Result<Choice> choose(std::span<const Recipe> recipes, double max_divergence,
+                                    E&& engine, const CalibrateOptions& options = {}) {
+  if (recipes.empty() || std::isnan(max_divergence)) {
+    return extend::error(ErrorCode::invalid_argument, "recipes: ", recipes.size(),
+                         " recipes within a loss of ", max_divergence);
+  }
+  for (std::size_t i = 0; i < recipes.size(); ++i) {
+    if (recipes[i].cases.size() != recipes[0].cases.size()) {
+      return extend::error(ErrorCode::invalid_argument, "recipes: ", recipes[i].candidate.name(),
+                           " has ", recipes[i].cases.size(), " cases, ",
+                           recipes[0].candidate.name(), " has ", recipes[0].cases.size());
+    }
+    for (std::size_t j = 0; j < i; ++j) {
+      if (recipes[i].candidate.name() == recipes[j].candidate.name())
+        return extend::error(ErrorCode::invalid_argument, "recipes: two are called ",
+                             recipes[i].candidate.name());
+    }
+  }
+  Choice out;
+  for (const Recipe& recipe : recipes) {
+    std::size_t holes = 0;
+    const auto count = [&](CandidateRender& render, std::size_t index) -> Result<CaseScore> {
+      holes += render.plan().holes().size();
+      return engine(render, index);
+    };
+    auto table = calibrate(recipe.cases, std::span(&recipe.candidate, 1), count, options);
+    if (!table) return table.error();
+    const auto n = static_cast<double>(recipe.cases.size());
+    out.rows.push_back({std::move(table->rows[0]), static_cast<double>(recipe.tokens_before) / n,
+                        static_cast<double>(holes) / n});
+  }
+  out.best = cheapest(out.rows, max_divergence);
+  return out;
+}
+
+/// A question that a text asks of itself: its tokens `begin` to `answer` as a prompt, those from
+/// `answer` to `end` as what follows.
+struct Completion {
+  std::int64_t begin = 0;
+  std::int64_t answer = 0;
+  std::int64_t end = 0;
+
+  bool operator==(const Completion&) const = default;
+};
+
+/// Sentences of a text, each cut in the middle: at most `count`, spread evenly.
+///
+/// @param ends ids that end a sentence. A sentence of fewer than `shortest` tokens is left out, as
+/// is what follows the last end. O(tokens · ends).
+[[nodiscard]] inline std::vector<Completion> completions(std::span<const TokenId> tokens,
+                                                         std::span<const TokenId> ends,
+                                                         std::size_t count,
+                                                         std::int64_t shortest = 8) {
+  std::vector<Completion> all;
+  std::int64_t begin = 0;
+  for (std::int64_t t = 0; t < std::ssize(tokens); ++t) {
+    if (std::find(ends.begin(), ends.end(), tokens[static_cast<std::size_t>(t)]) == ends.end())
+      continue;
+    const std::int64_t size = t + 1 - begin;
+    if (size >= shortest) all.push_back({begin, begin + size / 2, t + 1});
+    begin = t + 1;
+  }
+  if (all.size() <= count) return all;
+  std::vector<Completion> out;
+  for (std::size_t i = 0; i < count; ++i) out.push_back(all[i * all.size() / count]);
+  return out;
+}
+
+}  // namespace recipes
 
 namespace detail {
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include <kvmeld/calibrate.hpp>
 #include <kvmeld/engine/detail/llama_geometry.hpp>
 #include <kvmeld/engine/llama.hpp>
 #include <kvmeld/kvmeld.hpp>
@@ -209,4 +210,112 @@ TEST_CASE("what a refresher cannot do leaves the sequences empty") {
   const auto busy = read(agents.set, agents.own[1].id());
   REQUIRE_FALSE(busy.ok());
   CHECK(busy.error().code() == ErrorCode::invalid_argument);
+}
+
+namespace {
+
+/// Log-probabilities of what follows each token, when these follow what sequence 0 holds.
+std::vector<std::vector<double>> follow(Agents& agents, const std::vector<TokenId>& tokens,
+                                        llama_pos first) {
+  const auto vocabulary =
+      static_cast<std::size_t>(llama_vocab_n_tokens(llama_model_get_vocab(agents.model.get())));
+  llama_memory_seq_cp(agents.context.memory(), 0, 3, -1, -1);
+  std::vector<std::vector<double>> out;
+  for (std::size_t t = 0; t < tokens.size(); ++t) {
+    llama_token token = tokens[t];
+    llama_pos position = first + static_cast<llama_pos>(t);
+    std::int32_t one = 1;
+    llama_seq_id sequence = 3, *sequences = &sequence;
+    std::int8_t wanted = 1;
+    llama_batch batch{};
+    batch.n_tokens = 1;
+    batch.token = &token;
+    batch.pos = &position;
+    batch.n_seq_id = &one;
+    batch.seq_id = &sequences;
+    batch.logits = &wanted;
+    REQUIRE(llama_decode(agents.context.get(), batch) == 0);
+    const float* const logits = llama_get_logits_ith(agents.context.get(), 0);
+    double sum = 0;
+    for (std::size_t v = 0; v < vocabulary; ++v) sum += std::exp(double(logits[v]));
+    std::vector<double>& row = out.emplace_back();
+    for (std::size_t v = 0; v < vocabulary; ++v) row.push_back(double(logits[v]) - std::log(sum));
+  }
+  llama_memory_seq_rm(agents.context.memory(), 3, -1, -1);
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("a recipe by evidence: the cheapest within a loss, from the text's own sentences") {
+  constexpr TokenId stop = 299;
+  std::vector<std::vector<TokenId>> texts{drawn_tokens(31, 2), drawn_tokens(40, 3)};
+  for (auto& text : texts) {
+    for (TokenId& id : text) id = id == stop ? 1 : id;
+    text[14] = text[29] = stop;
+  }
+  Agents agents({}, texts);
+  std::vector<std::vector<TokenId>> prompts;  // and what follows them
+  for (const auto& text : texts) {
+    for (const recipes::Completion& c : recipes::completions(text, std::vector{stop}, 2))
+      prompts.emplace_back(text.begin() + c.begin, text.begin() + c.end);
+  }
+  REQUIRE(prompts.size() == 4);
+  const std::vector<TokenId> all = joined(joined(agents.prefix, texts[0]), texts[1]);
+  const auto length = static_cast<llama_pos>(all.size());
+  REQUIRE(llama::detail::decode(agents.context.get(), 0, all, 0).ok());
+  std::vector<std::vector<std::vector<double>>> full;
+  for (const auto& prompt : prompts) full.push_back(follow(agents, prompt, length));
+  llama_memory_seq_rm(agents.context.memory(), 0, -1, -1);
+
+  const auto concat = merger(ByDot{});
+  const auto half = merger(ByDot{}, SeamShare{.share = .5F, .boundary_tokens = {stop}});
+  const ValidationCase plain{agents.set, Target{*agents.geometry}};
+  std::vector<recipes::Recipe> tried{{Candidate("plain", concat), {plain}, 71},
+                                     {Candidate("seam_50", half), {plain}, 71}};
+  const std::int64_t reread = agents.refresh(1);
+  const ValidationCase refreshed{agents.set, Target{*agents.geometry}};
+  tried.push_back({Candidate("refresh_1", concat), {refreshed}, 71 + reread});
+
+  const auto engine = [&](CandidateRender& render, std::size_t) -> Result<CaseScore> {
+    const CandidatePlan& made = render.plan();
+    auto blob = llama::make_state(agents.geometry, agents.form, made.positions(), made.token_ids());
+    if (!blob) return blob.error();
+    if (auto done = render.into(blob->mutable_ref()); !done) return done.error();
+    KVMELD_TRY(llama::write(agents.context.get(), 0, 1, *blob));
+    KVMELD_TRY(llama::recompute(agents.context.get(), 0, 1, made.holes()).status());
+    CaseScore score{.score = 0, .divergence = 0, .cost_ms = 0};
+    std::size_t tokens = 0;
+    for (std::size_t p = 0; p < prompts.size(); ++p) {
+      const auto now = follow(agents, prompts[p], length);
+      for (std::size_t t = 0; t < now.size(); ++t, ++tokens) {
+        for (std::size_t v = 0; v < now[t].size(); ++v)
+          score.divergence += std::exp(full[p][t][v]) * (full[p][t][v] - now[t][v]);
+      }
+    }
+    score.divergence /= static_cast<double>(tokens);
+    llama_memory_seq_rm(agents.context.memory(), 0, -1, -1);
+    return score;
+  };
+  const auto choose = [&](double loss) {
+    const auto choice = recipes::choose(tried, loss, engine);
+    INFO((choice ? "" : choice.error().message()));
+    REQUIRE(choice.ok());
+    REQUIRE(choice->rows.size() == 3);
+    return *choice;
+  };
+  const recipes::Choice loose = choose(1e9);
+  for (const recipes::Row& row : loose.rows) {
+    INFO(row.figures.name << " " << row.figures.divergence << " " << row.figures.status.message());
+    CHECK(row.figures.status.ok());
+  }
+  CHECK(loose.best == std::size_t{0});  // anything will do: the one that costs nothing
+  CHECK(loose.rows[2].tokens_before == 142);
+  CHECK(loose.rows[2].tokens_after == 0);
+  CHECK(loose.rows[1].tokens_after > 0);
+  // Of two agents one round is full text's cache but for rounding; nothing else is near.
+  INFO(loose.rows[0].figures.divergence << " " << loose.rows[2].figures.divergence);
+  CHECK(loose.rows[2].figures.divergence < loose.rows[0].figures.divergence / 100);
+  CHECK(choose(loose.rows[0].figures.divergence / 10).best == std::size_t{2});
+  CHECK_FALSE(choose(-1).best);
 }

@@ -281,3 +281,58 @@ TEST_CASE("a candidate renders what its merger renders") {
   CHECK(plan->run(kvmeld::exec::threads(1), {}, a.mutable_ref()).error().code() ==
         ErrorCode::workspace_too_small);
 }
+
+TEST_CASE("recipes: what comes after the question counts first, and nothing beyond the loss") {
+  using kvmeld::recipes::Row;
+  const auto row = [](double kl, double before, double after) {
+    Row made;
+    made.figures.cases = 1;
+    made.figures.divergence = kl;
+    made.tokens_before = before;
+    made.tokens_after = after;
+    return made;
+  };
+  std::vector<Row> rows{row(.5, 10, 0), row(.1, 20, 0), row(.05, 20, 0), row(.01, 0, 5)};
+  CHECK(kvmeld::recipes::cheapest(rows, 1) == std::size_t{0});
+  CHECK(kvmeld::recipes::cheapest(rows, .5) == std::size_t{0});  // at most
+  CHECK(kvmeld::recipes::cheapest(rows, .2) == std::size_t{2});  // as dear, and nearer
+  CHECK(kvmeld::recipes::cheapest(rows, .02) == std::size_t{3});
+  CHECK_FALSE(kvmeld::recipes::cheapest(rows, .001));
+  rows[3].figures.status = kvmeld::Status(ErrorCode::non_finite, "no");
+  CHECK_FALSE(kvmeld::recipes::cheapest(rows, .02));
+  rows[0].figures.divergence = std::numeric_limits<double>::quiet_NaN();
+  CHECK(kvmeld::recipes::cheapest(rows, 1) == std::size_t{2});
+  rows[2].figures.cases = 0;
+  CHECK(kvmeld::recipes::cheapest(rows, 1) == std::size_t{1});
+
+  const auto engine = [](CandidateRender&, std::size_t) -> Result<CaseScore> {
+    return CaseScore{};
+  };
+  const ValidationCase one = case_of({2}, true, 1);
+  using kvmeld::recipes::Recipe;
+  const auto refused = [&](const std::vector<Recipe>& recipes, double loss) {
+    const auto choice = kvmeld::recipes::choose(recipes, loss, engine);
+    REQUIRE_FALSE(choice.ok());
+    CHECK(choice.error().code() == ErrorCode::invalid_argument);
+  };
+  refused({}, 1);
+  refused({{concat(), {}, 0}}, 1);
+  refused({{concat(), {one}, 0}, {mean(), {one, one}, 0}}, 1);
+  refused({{concat("a"), {one}, 0}, {mean("a"), {one}, 0}}, 1);
+  refused({{concat(), {one}, 0}}, std::numeric_limits<double>::quiet_NaN());
+}
+
+TEST_CASE("a text's own sentences as questions") {
+  using kvmeld::recipes::Completion;
+  using kvmeld::recipes::completions;
+  const std::vector<kvmeld::TokenId> ends{7, 9};
+  //                                          0           4  5     7  8              13 14
+  const std::vector<kvmeld::TokenId> tokens{1, 2, 3, 4, 9, 1, 2, 7, 1, 2, 3, 4, 5, 7, 1, 2, 3, 4};
+  CHECK(completions(tokens, ends, 9, 4) == std::vector<Completion>{{0, 2, 5}, {8, 11, 14}});
+  CHECK(completions(tokens, ends, 9, 3) ==
+        std::vector<Completion>{{0, 2, 5}, {5, 6, 8}, {8, 11, 14}});
+  CHECK(completions(tokens, ends, 2, 3) == std::vector<Completion>{{0, 2, 5}, {5, 6, 8}});
+  CHECK(completions(tokens, ends, 0, 3).empty());
+  CHECK(completions({}, ends, 3).empty());
+  CHECK(completions(tokens, {}, 3, 1).empty());
+}
