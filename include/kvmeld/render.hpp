@@ -91,8 +91,7 @@ class Plan {
 template <class M>
 [[nodiscard]] Result<Plan<M>> plan(const FragmentSet& set, const M& merger, const Target& target) {
   KVMELD_TRY(exec::check_float_environment());  // of the file that the policies are compiled in
-  const auto rows = extend::row_form(merger.fuse.policy());
-  auto core = detail::plan_core(set, detail::merger_call(merger, rows), target);
+  auto core = detail::plan_core(set, detail::merger_call(merger), target);
   if (!core) return core.error();
   return Plan<M>(merger, *std::move(core));
 }
@@ -126,6 +125,7 @@ requires(!E::on_device) [[nodiscard]] Result<RenderReport> run(const E& exec, co
                                                                const MutableKvCacheRef& out,
                                                                const RunOptions& options = {}) {
   const extend::PlanCore& core = plan.core();
+  const exec::FloatEnvironmentGuard guard;  // a fuser may compute its row form
   KVMELD_TRY(exec::check_float_environment());
   void* memory = workspace.data();
   std::size_t space = workspace.size();

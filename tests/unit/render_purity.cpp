@@ -66,7 +66,72 @@ struct Absolute {
   void digest(Hasher& hasher) const { hasher.text("test.Absolute"); }
 };
 
+/// A third of each channel of the first contribution. The third is divided where the row form is
+/// made, by a table that a refused geometry does not have.
+struct Third {
+  static constexpr bool reproducible = true;
+
+  struct Rows {
+    static constexpr bool rotation_equivariant = false;
+    float factor = 0;
+
+    template <class HeadRows>
+    KVMELD_HD int prepare(const HeadRows&) const {
+      return 0;
+    }
+    template <class HeadRows>
+    KVMELD_HD float channel(const HeadRows& rows, int, int c) const {
+      return rows.value(0, c) * factor;
+    }
+  };
+  const volatile float* three = nullptr;
+
+  Status fits(const Geometry&) const {
+    return three != nullptr ? Status() : Status(ErrorCode::unsupported, "no table");
+  }
+  Rows mixing() const { return {1.0F / *three}; }
+  void digest(Hasher& hasher) const { hasher.text("test.Third"); }
+};
+
+/// Whether `rows_call` takes a row form that is gone at the end of the line.
+template <class F>
+constexpr bool takes_temporary = requires(const F& fuser) {
+  extend::rows_call(fuser, extend::row_form(fuser));
+};
+template <class F>
+constexpr bool takes_named = requires(const F& fuser, const extend::RowForm<F>& rows) {
+  extend::rows_call(fuser, rows);
+};
+static_assert(takes_named<WeightedMean> && !takes_temporary<WeightedMean>);
+
 }  // namespace
+
+TEST_CASE("a fuser is asked for its row form when it took the geometry, not before") {
+  const auto g = test::geometry();
+  const FragmentSet set = set_of({random_fragment(g, 8, 1), random_fragment(g, 9, 2)});
+  const auto refused = plan(set, merger(Fuser{Third{}}), at(g));
+  REQUIRE(!refused);
+  CHECK(refused.status().code() == ErrorCode::unsupported);
+  CHECK(refused.status().message() == "no table");
+}
+
+TEST_CASE("the caller's rounding mode does not reach what a fuser computes for its row form") {
+  const auto g = test::geometry();
+  const FragmentSet set = set_of({random_fragment(g, 8, 1), random_fragment(g, 9, 2)});
+  const volatile float three = 3;
+  Digest128 digest[2];
+  for (int k = 0; k < 2; ++k) {
+    HostCache out(g, 17);
+    const int before = std::fegetround();
+    if (k == 1) std::fesetround(FE_DOWNWARD);
+    const auto report = render(exec::seq, set, merger(Fuser{Third{&three}}), out.mutable_ref(), {},
+                               {.content_digest = true});
+    std::fesetround(before);
+    REQUIRE(report);
+    digest[k] = *report->content_digest;
+  }
+  CHECK(digest[0] == digest[1]);
+}
 
 TEST_CASE("a content digest does not see what lies in holes") {
   const auto g = test::geometry();

@@ -166,6 +166,7 @@ static Result<RenderReport> run_on_device(const gpu::Stream& stream, const Plan<
   KVMELD_TRY(check_device_output(core, *view, workspace, options));
   Upload upload;
   const RenderOffsets at = lay_out(upload, core, options, keep_own);
+  const exec::FloatEnvironmentGuard guard;  // a fuser may compute its row form
   const auto rows = extend::row_form(plan.merger().fuse.policy());
   stage_parameters(upload, rows);
   view->stage_tables(upload);

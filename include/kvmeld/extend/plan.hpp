@@ -193,6 +193,9 @@ template <class F>
   };
   return call;
 }
+/// A row form that ends with the line would be read after it is gone.
+template <class F>
+RowsCall rows_call(const F& fuser, const detail::RowForm<F>&& rows) = delete;
 
 }  // namespace extend
 
@@ -383,6 +386,10 @@ struct MergerCall {
   Result<Alignment> (*align)(const void*, std::span<const Source>, std::int64_t) = nullptr;
   Status (*mark)(const void*, std::span<const Source>, const Alignment&,
                  std::span<std::uint8_t>) = nullptr;
+  /// `finish_rows` by the fuser's row form, which is made for the call: a fuser that does not fit
+  /// is never asked for it.
+  Status (*finish)(const void*, PlanCore&, const Alignment&, std::span<const std::uint8_t>,
+                   std::int64_t) = nullptr;
   Status (*fits)(const void*, const Geometry&) = nullptr;             ///< null: fits any
   Result<float> (*weight)(const void*, const Source&) = nullptr;      ///< null: 1
   bool (*names_any)(const void*, std::span<const Source>) = nullptr;  ///< null: it has no table
@@ -391,13 +398,13 @@ struct MergerCall {
   bool chosen = false;  ///< the fuser is not the default
   TransformCall transform;
   ScoreCall score;
-  RowsCall rows;
 };
 
-/// @param rows  `row_form(merger.fuse.policy())`; both outlive the call
-template <class M, class Rows>
-[[nodiscard]] MergerCall merger_call(const M& merger, const Rows& rows) {
+/// @param merger  outlives the call
+template <class M>
+[[nodiscard]] MergerCall merger_call(const M& merger) {
   using Fuse = typename decltype(merger.fuse)::policy_type;
+  using Rows = RowForm<Fuse>;
   MergerCall call;
   call.merger = &merger;
   call.digest = [](const void* m) { return static_cast<const M*>(m)->digest(); };
@@ -415,6 +422,12 @@ template <class M, class Rows>
   call.mark = [](const void* m, std::span<const Source> ordered, const Alignment& alignment,
                  std::span<std::uint8_t> recompute) -> Status {
     return static_cast<const M*>(m)->seam.mark(ordered, alignment, recompute);
+  };
+  call.finish = [](const void* m, PlanCore& core, const Alignment& alignment,
+                   std::span<const std::uint8_t> recompute, std::int64_t length) -> Status {
+    const Fuse& policy = static_cast<const M*>(m)->fuse.policy();
+    const Rows rows = row_form(policy);
+    return finish_rows(core, alignment, rows_call(policy, rows), recompute, length);
   };
   const Fuse& fuser = merger.fuse.policy();
   if constexpr (requires(const Geometry& geometry) { fuser.fits(geometry); }) {
@@ -437,7 +450,6 @@ template <class M, class Rows>
   call.chosen = detail::chosen(fuser);
   call.transform = transform_call(merger.align.policy());
   call.score = score_call(fuser);
-  call.rows = rows_call(fuser, rows);
   return call;
 }
 

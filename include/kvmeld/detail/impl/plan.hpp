@@ -1720,7 +1720,7 @@ struct Planning {
     if (length == 0 && !core.positions.empty()) length = core.positions.back() + 1;
     if (merger.weighs) KVMELD_TRY(weigh(core, alignment, merger.score, span_of(recompute), length));
     add_local_heads(core, alignment, target, *kept);
-    KVMELD_TRY(finish_rows(core, alignment, merger.rows, span_of(recompute), length));
+    KVMELD_TRY(merger.finish(merger.merger, core, alignment, span_of(recompute), length));
     const bool nobody = merger.names_any != nullptr && !ordered.empty() &&
                         !merger.names_any(merger.merger, span_of(ordered));
     KVMELD_TRY(warn(core, span_of(several), target.refuse, merger.chosen, nobody));
