@@ -22,13 +22,13 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Where a view's elements and scales lie, and so who may read them. Declared, as a layout is;
-/// nothing is asked of a driver. Slot tables are host memory wherever the elements lie;
-/// docs/cuda.md has the exception.
+/// The memory in which a view's elements and scales lie, and so who may read them. Callers declare
+/// it, as they declare a layout; no driver is queried. Slot tables are in host memory wherever the
+/// elements are; docs/cuda.md has the exception.
 enum class MemorySpace : std::uint8_t {
-  host,     ///< this process's own memory; a device does not reach it
+  host,     ///< this process's own memory, which a device cannot access
   pinned,   ///< page-locked host memory: host and device both reach it
-  managed,  ///< moves between host and device by itself: both reach it
+  managed,  ///< migrates between host and device: both reach it
   device,   ///< a device's memory, which the host must not touch
 };
 
@@ -50,7 +50,7 @@ enum class MemorySpace : std::uint8_t {
 [[nodiscard]] constexpr bool host_reaches(MemorySpace space) noexcept {
   return space < MemorySpace::device;
 }
-/// Whether kernels may.
+/// Whether a kernel may touch such memory.
 [[nodiscard]] constexpr bool device_reaches(MemorySpace space) noexcept {
   return space > MemorySpace::host && space <= MemorySpace::device;
 }
@@ -64,9 +64,9 @@ enum class SlotKind : std::uint8_t {
   slot_list_i64,
 };
 
-/// The token axis of a plane: identity, block table, or slot list; unordered, with holes.
+/// The token axis of a plane: identity, block table, or slot list; slots in any order, and holes.
 ///
-/// The table is the caller's and outlives the view. A slot lies at `(slot / block_size) *
+/// The caller owns the table, which outlives the view. A slot lies at `(slot / block_size) *
 /// block_stride + (slot % block_size) * token_stride` elements, or at `slot * token_stride` where
 /// `block_size` is 0.
 struct TokenSlots {
@@ -185,9 +185,9 @@ using MutablePlaneRef = BasicPlaneRef<std::byte>;
 /// the same tokens.
 ///
 /// `tokens()` counts what every plane holds, holes included. Layout factories make views that keep
-/// this; a view that was put together by hand is checked against its geometry and its planes by
-/// whatever reads it. Copies share the geometry and copy the plane descriptors, never elements.
-/// Planes of one layer have the same holes.
+/// this; every function that reads a view put together by hand checks it against its geometry and
+/// its planes. Copies share the geometry and copy the plane descriptors, never elements. Planes of
+/// one layer have the same holes.
 /// @tparam Byte `std::byte` for caches that may be written, `const std::byte` otherwise.
 template <class Byte>
 class BasicKvCacheRef {
@@ -231,9 +231,9 @@ class BasicKvCacheRef {
   }
   /// The same view, its elements and scales declared to lie in `space`.
   ///
-  /// Factories and hand-made views take memory for the host's, `dlpack_view` takes the tensors'
-  /// word. Say `device` of device memory, and entries that would read it on the host refuse it with
-  /// `memory_space`.
+  /// Factories and hand-made views assume host memory; `dlpack_view` takes the tensors' device
+  /// type. Declare device memory as `device`: functions that would read it on the host then refuse
+  /// it with `memory_space`.
   [[nodiscard]] BasicKvCacheRef in(MemorySpace space) const {
     BasicKvCacheRef out = *this;
     for (plane_type& plane : out.planes_) plane.space = space;
@@ -290,11 +290,11 @@ template <class Byte>
 
 namespace extend {
 
-/// Refuses a view that its planes belie: as many as the geometry has, of its shapes, over at least
-/// the view's tokens.
+/// Refuses a view whose planes do not match it: their number and shapes are those of the geometry,
+/// and each covers at least the view's tokens.
 ///
-/// What a layout factory made passes; a view that was put together by hand may not. O(planes).
-/// Errors: `invalid_argument` (no geometry, another number of planes), `geometry_mismatch`,
+/// A view made by a layout factory passes; one put together by hand may not. O(planes). Errors:
+/// `invalid_argument` (no geometry, another number of planes), `geometry_mismatch`,
 /// `token_count_mismatch`.
 template <class Byte>
 [[nodiscard]] Status check_view_planes(const BasicKvCacheRef<Byte>& view, const char* who) {
@@ -311,14 +311,15 @@ template <class Byte>
 
 namespace detail {
 
-/// Refuses a plane that the host cannot reach, with what to do.
+/// Refuses a plane that the host cannot reach; the message says what to do.
 [[nodiscard]] KVMELD_API Status check_host_reaches(MemorySpace space, const char* who);
 
 }  // namespace detail
 
 namespace extend {
 
-/// Refuses a plane that declares scales apart and points to none: what every reader of scales asks.
+/// Refuses a plane that declares separate scales but has no pointer to them; every reader of scales
+/// calls it.
 template <class Byte>
 [[nodiscard]] Status check_scales(const BasicPlaneRef<Byte>& plane, const char* who) {
   if (plane.shape.scales == ScaleScheme::none || plane.scales.data != nullptr) return {};
@@ -327,8 +328,8 @@ template <class Byte>
                " declares scales and gives none; set PlaneRef::scales");
 }
 
-/// What every entry that reads or writes a view's rows on the host asks before it touches one:
-/// `check_view_planes`, and that the elements lie where the host reaches them. Errors: those,
+/// The check that precedes every read or write of a view's rows on the host: `check_view_planes`,
+/// and that the host reaches the elements. Errors: those of `check_view_planes`, and
 /// `memory_space`.
 template <class Byte>
 [[nodiscard]] Status check_on_host(const BasicKvCacheRef<Byte>& view, const char* who) {
@@ -352,10 +353,10 @@ concept KvCacheView = std::convertible_to<const C&, KvCacheRef> || requires(cons
 // What an engine declares about its tokens: which slots hold them, in which order, and per layer
 // where layers differ.
 
-/// Which slots hold a view's tokens, in logical order. Tables are the caller's, host memory, and
-/// outlive the view.
+/// Which slots hold a view's tokens, in logical order. The caller owns the tables; they are in host
+/// memory and outlive the view.
 ///
-/// A negative table entry is a hole: that token has no row here. Entries behind the last one that
+/// A negative table entry is a hole: that token has no row here. Entries after the last one that
 /// the tokens need (the padding of engines' tables) are not read.
 struct TokenPlacement {
   std::int64_t tokens = 0;
@@ -409,16 +410,17 @@ class PerLayer {
 ///
 /// A ring of `window` slots that has seen `seen` tokens holds the last min(seen, window), token t
 /// of the sequence in slot t % window. The list is for the last `view_tokens` tokens of the
-/// sequence, -1 for those that the ring lost, so that a sliding-window layer can stand beside full
-/// layers in one view; below 0, for just those that the ring holds. Two rings of different fill
-/// have different lists: their cursors say nothing about time. Errors: `invalid_argument` (window
-/// below 1, seen below 0, more view tokens than were seen).
+/// sequence, -1 for those that the ring has overwritten, so that a view can hold sliding-window
+/// layers beside full ones; where `view_tokens` is below 0, it lists only the tokens that the ring
+/// holds. A ring's write cursor alone does not give the order: it also depends on how many tokens
+/// the ring has seen. Errors: `invalid_argument` (window below 1, seen below 0, more view tokens
+/// than were seen).
 [[nodiscard]] KVMELD_API Result<std::vector<std::int64_t>> ring_slots(
     std::int64_t seen, std::int64_t window, std::int64_t view_tokens = -1);
 
 namespace detail {
 
-/// Checks a table's length against the tokens; what its entries may be is `check_slots`' business.
+/// Checks a table's length against the tokens; `check_slots` checks its entries.
 [[nodiscard]] KVMELD_API Status check_table(const TokenPlacement& placement,
                                             std::int64_t block_size);
 
@@ -553,7 +555,7 @@ KVMELD_HD inline void lane_move(const PlaneRef& in, std::int64_t from, const Mut
 
 }  // namespace detail
 
-// One pass over stored elements that turns −0 into +0 and finds the largest magnitude.
+// One pass over stored elements that replaces −0 by +0 and finds the largest magnitude.
 
 namespace detail {
 
@@ -567,7 +569,7 @@ template <class Bits>
 }
 
 /// The largest magnitude among `count` floats, as bits without sign: magnitudes order like
-/// integers, what is not finite last. Bytes that may be written have their −0 rotated into +0;
+/// integers, and infinities and NaNs come last. Where `Byte` is mutable, −0 is replaced by +0;
 /// subnormals stay.
 /// @tparam Bits the unsigned integer of the element's width.
 template <class Bits, class Byte>
@@ -619,8 +621,8 @@ template <class Byte>
   return most;
 }
 
-/// The largest magnitude of contiguous elements, infinity where one is not finite. Blocks with a
-/// scale give a bound of it.
+/// The largest magnitude of contiguous elements, infinity where one is not finite. For blocks with
+/// a scale it is an upper bound.
 template <class Byte>
 [[nodiscard]] double largest_magnitude(ElementType type, Byte* bytes,
                                        std::size_t byte_count) noexcept {
@@ -675,7 +677,7 @@ namespace detail {
 
 namespace extend {
 
-/// Whether a peak is that of finite numbers.
+/// Whether a largest magnitude says that all elements are finite.
 [[nodiscard]] inline bool is_finite(double peak) noexcept {
   return peak <= (std::numeric_limits<double>::max)();
 }
@@ -684,8 +686,8 @@ namespace extend {
 
 namespace detail {
 
-/// The largest magnitude that f32 arithmetic may hand to an element type without becoming an
-/// infinity or a NaN there. e4m3 and integers saturate by their definition, f64 takes all of f32.
+/// The largest f32 magnitude that an element type stores without it becoming an infinity or a NaN.
+/// e4m3 and integers saturate by their definition, f64 takes all of f32.
 [[nodiscard]] constexpr double largest_stored(ElementType type) noexcept {
   switch (type) {
     case ElementType::f16:
@@ -705,8 +707,8 @@ namespace detail {
 
 namespace extend {
 
-/// The first of rows of `row_size` bytes that holds what is not finite; the number of rows where
-/// none does.
+/// The index of the first row of `row_size` bytes that holds a NaN or an infinity; the number of
+/// rows where none does.
 [[nodiscard]] KVMELD_API std::size_t first_non_finite(ElementType type, const std::byte* bytes,
                                                       std::size_t byte_count,
                                                       std::size_t row_size) noexcept;

@@ -1,6 +1,6 @@
 #pragma once
 
-/// Calibration of mergers on validation cases, candidates beside a running cache, and soft updates.
+/// Calibration of mergers on validation cases, mergers chosen at run time, and soft updates.
 
 #include <algorithm>
 #include <chrono>
@@ -26,7 +26,7 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// A plan whose merger's type is forgotten: what engines need to make room for it, and to render
+/// A plan with the merger's type erased: what an engine needs to allocate room for it and to render
 /// it. A copy shares the plan.
 class CandidatePlan {
  public:
@@ -57,7 +57,7 @@ class CandidatePlan {
   [[nodiscard]] const Digest128& render_id() const noexcept { return core_->render_id; }
   [[nodiscard]] std::size_t workspace_bytes() const noexcept { return workspace_bytes_; }
 
-  /// `kvmeld::run` with the plan's own merger; its bytes and its errors.
+  /// `kvmeld::run` with the plan's own merger: the same bytes and errors.
   [[nodiscard]] Result<RenderReport> run(const exec::Threads& exec, std::span<std::byte> workspace,
                                          const MutableKvCacheRef& out,
                                          const RunOptions& options = {}) const {
@@ -72,8 +72,8 @@ class CandidatePlan {
   std::size_t workspace_bytes_ = 0;
 };
 
-/// A merger with a name and without its type, so that mergers of different policies stand in one
-/// list and one is chosen at run time.
+/// A named merger with its type erased, so that one list holds mergers of different policies and
+/// one is chosen at run time.
 ///
 /// Two calls through a pointer a render; rows are fused by the merger's own code. A copy shares the
 /// merger.
@@ -93,10 +93,10 @@ class Candidate {
         }) {}
 
   [[nodiscard]] const std::string& name() const noexcept { return name_; }
-  /// The merger's, which replicas compare.
+  /// The digest of the merger, which replicas compare.
   [[nodiscard]] const Digest128& digest() const noexcept { return digest_; }
   [[nodiscard]] bool reproducible() const noexcept { return reproducible_; }
-  /// `kvmeld::plan` with the candidate's merger; its errors.
+  /// `kvmeld::plan` with the candidate's merger: the same errors.
   [[nodiscard]] Result<CandidatePlan> plan(const FragmentSet& set, const Target& target) const {
     return plan_(merger_.get(), set, target);
   }
@@ -109,24 +109,24 @@ class Candidate {
   Result<CandidatePlan> (*plan_)(const void*, const FragmentSet&, const Target&) = nullptr;
 };
 
-/// One entry of a validation set: what agents hold, and where a merge of it goes. The engine knows
-/// the questions by its index.
+/// One entry of a validation set: the fragments that agents hold, and the target of their merge.
+/// The engine finds the questions by the entry's index.
 struct ValidationCase {
   FragmentSet set{};
   Target target{};
 };
 
-/// What an engine found out with one merged cache.
+/// What an engine measured with one merged cache.
 struct CaseScore {
-  double score = 0;  ///< of the task, larger is better: answers that were right, or their share
+  double score = 0;  ///< of the task, larger is better: right answers, or their share
   /// Mean KL(full context ‖ merged cache) of next-token distributions, nats; may be infinite.
   double divergence = 0;
-  /// Of the case; below 0: the time that plan and renders took, as `CandidateRender::milliseconds`
-  /// has it.
+  /// Cost of the case; below 0: the time of plan and renders, as `CandidateRender::milliseconds`
+  /// reports it.
   double cost_ms = -1;
 };
 
-/// What a candidate came to on the whole validation set.
+/// The result of a candidate on the whole validation set.
 struct CalibrationRow {
   std::string name{};
   Digest128 merger{};     ///< the merger's digest
@@ -134,14 +134,14 @@ struct CalibrationRow {
   double score = 0;       ///< means over the cases scored
   double divergence = 0;
   double cost_ms = 0;
-  Status status{};  ///< without error the candidate took part to the end; else why it is out
+  Status status{};  ///< ok: the candidate completed all cases; otherwise why it was excluded
 };
 
 /// The table of a calibration, a row for each candidate in their order, and the row of the best
 /// one.
 struct Calibration {
   std::vector<CalibrationRow> rows{};
-  std::optional<std::size_t> best{};  ///< none: every candidate was refused
+  std::optional<std::size_t> best{};  ///< none: every candidate was excluded
 };
 
 /// How candidates are rendered and compared.
@@ -159,8 +159,8 @@ class CandidateRender {
 
   [[nodiscard]] const Candidate& candidate() const noexcept { return *candidate_; }
   [[nodiscard]] const CandidatePlan& plan() const noexcept { return plan_; }
-  /// Renders, and counts the time. Errors: those of `run`; the candidate is then refused, whatever
-  /// the callback goes on to say.
+  /// Renders, and counts the time. Errors: those of `run`; the candidate is then excluded, whatever
+  /// the callback returns.
   [[nodiscard]] Result<RenderReport> into(const MutableKvCacheRef& out,
                                           const RunOptions& options = {}) {
     std::vector<std::byte> workspace(plan_.workspace_bytes());
@@ -173,7 +173,7 @@ class CandidateRender {
   }
   /// Time of the plan and of the renders so far.
   [[nodiscard]] double milliseconds() const noexcept { return milliseconds_; }
-  /// Of the renders so far.
+  /// The status of the renders so far.
   [[nodiscard]] const Status& status() const noexcept { return status_; }
 
  private:
@@ -184,15 +184,15 @@ class CandidateRender {
   Status status_;
 };
 
-/// An engine as calibration sees it: `engine(render, i)` renders the merge of case i, loads it,
-/// works on the task and scores it.
+/// An engine for calibration: `engine(render, i)` renders the merge of case i, loads it, runs the
+/// task and scores it.
 template <class E>
 concept CalibrationEngine = requires(E& engine, CandidateRender& render, std::size_t index) {
   { engine(render, index) } -> std::convertible_to<Result<CaseScore>>;
 };
 
-/// The row that a host should take: highest score; then smallest divergence, smallest cost, first
-/// in the list. None: all are refused.
+/// The row to choose: highest score, then smallest divergence, smallest cost, first in the list.
+/// None: all candidates were excluded.
 [[nodiscard]] inline std::optional<std::size_t> best_row(std::span<const CalibrationRow> rows) {
   std::optional<std::size_t> best;
   for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -245,19 +245,18 @@ namespace detail {
 
 }  // namespace detail
 
-/// Tries every candidate on every case of a validation set, and says which one to take: a policy
-/// chosen by data, not by taste.
+/// Scores every candidate on every case of a validation set, and returns the best one.
 ///
 /// Cases are outermost, so that an engine prepares each once and candidates are compared under the
-/// same load. A candidate whose plan, render or score fails on a case is out from there on, with
-/// the case and the reason in its row; the others go on. Rows hold means over cases. The best row
-/// is `best_row`'s, so equal figures from the engine give an equal answer; where scores and
-/// divergences are equal to the bit it has to give costs as well, since measured times differ from
-/// run to run. Scores tell candidates apart only as far as the set is large: over n questions a
-/// share has a standard error of up to 0.5 / √n. Time: a plan, a render and a callback for each
-/// (case, candidate). Errors: `invalid_argument` (no cases, no candidates, a name twice). A row's
-/// reasons: those of `plan` and `run`, the engine's own, `non_finite` (score or cost not finite,
-/// divergence NaN or −∞).
+/// same load. A candidate whose plan, render or score fails on a case is excluded from there on,
+/// with the case and the reason in its row; the others continue. Rows hold means over cases. The
+/// best row is `best_row`'s, so equal figures from the engine give an equal answer; where scores
+/// and divergences may tie exactly, it must return costs as well, since measured times differ from
+/// run to run. A small set distinguishes only large differences: over n questions a share has a
+/// standard error of up to 0.5 / √n. Time: a plan, a render and a callback for each (case,
+/// candidate). Errors: `invalid_argument` (no cases, no candidates, a name twice). A row's reasons:
+/// those of `plan` and `run`, the engine's own, `non_finite` (score or cost not finite, divergence
+/// NaN or −∞).
 template <CalibrationEngine E>
 [[nodiscard]] Result<Calibration> calibrate(std::span<const ValidationCase> cases,
                                             std::span<const Candidate> candidates, E&& engine,
@@ -471,7 +470,7 @@ struct SoftUpdateWork {
     load_row(shape.type, Isa::baseline, fused, shape.channels, x);
     load_row(shape.type, Isa::baseline, local, shape.channels, y);
     for (std::int32_t c = 0; c < shape.channels; ++c) {
-      // Numbers may lie farther apart than f32 reaches: then their halves, which are exact.
+      // Where the difference overflows f32, the halves are subtracted, which are exact.
       const float apart = x[c] - y[c];
       const float half = fma(beta, fma(0.5F, x[c], -0.5F * y[c]), 0.5F * y[c]);
       y[c] = apart - apart == 0.0F ? fma(beta, apart, y[c]) : half + half;
@@ -485,8 +484,8 @@ struct SoftUpdateWork {
   static constexpr std::size_t max_bytes = std::size_t{max_channels} * 4;
 };
 
-/// Refuses rows of which no blend is a number: those of a side that is read (`fused` unless β is 0,
-/// `local` unless it is 1), for tokens that are written.
+/// Refuses NaNs and infinities in the rows of a side that is read (`fused` unless β is 0, `local`
+/// unless β is 1), for tokens that are written.
 inline Status check_blended(const SoftUpdateWork::Task& task, std::int64_t tokens, float beta,
                             std::size_t index) {
   const PlaneShape& shape = task.out.shape;
@@ -508,8 +507,8 @@ inline Status check_blended(const SoftUpdateWork::Task& task, std::int64_t token
   return {};
 }
 
-/// Whether two views name the same elements by the same tokens, so that a row is read before it is
-/// written.
+/// Whether two views map the same tokens to the same elements, so that each row is read before it
+/// is overwritten.
 [[nodiscard]] inline bool same_rows(const KvCacheRef& a, const KvCacheRef& b) {
   if (a.planes().size() != b.planes().size()) return false;
   for (std::size_t p = 0; p < a.planes().size(); ++p) {
@@ -524,16 +523,16 @@ inline Status check_blended(const SoftUpdateWork::Task& task, std::int64_t token
 
 }  // namespace detail
 
-/// Blends a fused cache into an agent's own: new = β · fused + (1 − β) · local, for its own view
-/// only.
+/// Blends a fused cache into an agent's own: new = β · fused + (1 − β) · local, for that agent's
+/// cache only.
 ///
-/// The result is never sealed into a replicated set: averages are not associative, so replicas that
-/// blended would not converge. Token i of both lies at the same position, which the caller says by
-/// `positions`; keys then share their rotation and may be averaged as they are. Computed as fma(β,
-/// fused − local, local) in f32: equal rows stay as they are, β = 0 and β = 1 copy the bytes of one
-/// side, and what lies between two numbers of the element type is one too. `out` may be `local`
-/// itself. A row that either side does not hold is left alone. O(bytes). Errors, with the output
-/// untouched: `non_finite` (a NaN or an infinity in a row of either side, by plane and token),
+/// Never seal the result into a replicated set: averages are not associative, so replicas would not
+/// converge. Token i of both caches is at the same position, which the caller declares by
+/// `positions`; keys then have the same rotation and may be averaged directly. Computed as fma(β,
+/// fused − local, local) in f32: equal rows are unchanged, β = 0 and β = 1 copy the bytes of one
+/// side, and a blend of two finite numbers is finite. `out` may be `local` itself. A row that
+/// either side does not hold is left alone. O(bytes). Errors, with the output untouched:
+/// `non_finite` (a NaN or an infinity in a row of either side, by plane and token),
 /// `invalid_argument` (β outside [0, 1] or not finite), `geometry_mismatch`,
 /// `token_count_mismatch`, `duplicate_position` or `position_gap` (positions differ),
 /// `output_too_small`, `aliasing`, `unsupported` (scales, f64, or more than 1,024 channels a head),

@@ -66,14 +66,13 @@ namespace extend {
 
 }  // namespace extend
 
-/// The bytes that a view spans, exact at both ends; what lies between may be another's. O(table
-/// entries).
+/// The bytes that a view spans, exact at both ends; bytes in between may belong to other views.
+/// O(table entries).
 ///
-/// The view passed `check_view`.
+/// Requires a view that passed `check_view`.
 [[nodiscard]] KVMELD_API Footprint footprint(const PlaneRef& plane) noexcept;
 
-// Whether two views share memory, and whether one may be written without writing twice to one
-// place.
+// Whether two views share memory, and whether a view addresses each of its bytes only once.
 
 namespace detail {
 
@@ -94,8 +93,8 @@ struct Segment {
 
 namespace detail {
 
-/// Every contiguous piece of a plane, sorted. O(pieces log pieces): rows, or whole blocks where
-/// they are contiguous.
+/// Every contiguous segment of a plane, sorted by address: rows, or whole blocks where they are
+/// contiguous. O(segments log segments).
 [[nodiscard]] KVMELD_API std::vector<Segment> segments(const PlaneRef& plane);
 
 [[nodiscard]] KVMELD_API bool same_lattice(const PlaneRef& a, const PlaneRef& b) noexcept;
@@ -112,35 +111,34 @@ namespace extend {
 /// Whether two caches share a byte: the test behind `aliasing`.
 ///
 /// Exact. Two sequences of one engine's pool do not overlap merely because their blocks alternate.
-/// Both passed `check_view`. O(planes²) comparisons of footprints; only planes whose footprints
-/// meet are compared slot by slot or piece by piece.
+/// Requires caches that passed `check_view`. O(planes²) comparisons of footprints; only planes
+/// whose footprints meet are compared slot by slot or segment by segment.
 [[nodiscard]] KVMELD_API bool overlaps(const KvCacheRef& a, const KvCacheRef& b);
 
 namespace detail {
 
 [[nodiscard]] KVMELD_API Status check_steps(const PlaneRef& plane);
 
-/// Whether no two of the tokens share a slot, in memory of the caller: `scratch` takes a number for
-/// each token.
+/// Checks that no two tokens share a slot. The caller's `scratch` holds one number for each token.
 [[nodiscard]] KVMELD_API Status check_slots_apart(const TokenSlots& slots, std::int64_t tokens,
                                                   std::int64_t* scratch);
 
 }  // namespace detail
 
-/// Checks that no element of a view has two names, so that a write leaves what was written.
+/// Checks that no two indices of a view address the same element, so that no write overwrites
+/// another.
 ///
 /// Errors: `aliasing`, naming the two tokens that share a slot, or the strides that step into each
 /// other (a stride of 0 over more than one head or token, say). O(tokens log tokens).
 [[nodiscard]] KVMELD_API Status check_writable(const MutablePlaneRef& plane);
 
-// Whether a plane view stays inside its buffer; with `overlaps` and `check_writable`, whether
-// views disturb each other.
+// Whether a plane view stays inside its buffer.
 
 namespace detail {
 
 [[nodiscard]] KVMELD_API Status check_strides(const PlaneRef& plane);
 
-/// `check_view` with the code that a short buffer gives and the number of slots that exist.
+/// `check_view`, told which code to return for a short buffer and how many slots exist.
 [[nodiscard]] KVMELD_API Status check_plane_view(const PlaneRef& plane, std::size_t capacity_bytes,
                                                  std::size_t bytes_before, ErrorCode too_small,
                                                  std::int64_t slot_count = max_extent);
@@ -163,7 +161,7 @@ namespace detail {
 
 namespace detail {
 
-/// A view that may be written where the tensor's elements may.
+/// A mutable view where the tensor's elements are mutable.
 template <class View>
 using TensorByte =
     std::conditional_t<std::is_const_v<typename View::element_type>, const std::byte, std::byte>;
@@ -175,8 +173,8 @@ using TensorByte =
 /// Strides are the tensor's, so transposed and sliced views need no copy. `shape` says what the
 /// plane is; its type, heads and channels must be the tensor's. An element of `q8_0_block` counts
 /// as 32 channels. A caller's own half or bfloat16 type takes part through a specialisation of
-/// `element_type_of`. Errors: `geometry_mismatch` (type, heads or channels), `aliasing` (a tensor
-/// that may be written steps onto itself), and those of `check_view`.
+/// `element_type_of`. Errors: `geometry_mismatch` (type, heads or channels), `aliasing` (a mutable
+/// tensor whose strides overlap), and those of `check_view`.
 template <TensorView View>
 [[nodiscard]] Result<BasicPlaneRef<detail::TensorByte<View>>> plane_from_tensor(
     const View& view, const PlaneShape& shape) {
@@ -280,13 +278,13 @@ inline constexpr std::int64_t verify_rope_min_distance = 64;
 /// Checks a declared rope against an engine's own keys for the same tokens at two positions.
 ///
 /// Token t of `keys_at_p` was encoded at position p + t, of `keys_at_q` at q + t, so every key
-/// moves by q - p. Take layer 0 of the model, where keys depend on nothing before them. Any first
-/// position is good; the distance must be at least 64. `tolerance` bounds the relative L2 error:
-/// 0.01 passes f16 and bf16 caches and engines that compute angles in f32, and is a hundredth of
-/// what a wrong pairing leaves. `context_length` as for `inverse_frequencies`. Errors: those of
-/// `validate`; `token_count_mismatch` (spans unequal, or not whole tokens); `non_finite`;
-/// `invalid_argument` (distance below 64, no keys, all keys zero, or keys that hardly move and so
-/// tell nothing); `rope_mismatch` with the figures and what would fit instead. O(keys).
+/// moves by q - p. Take layer 0 of the model, where keys depend on nothing before them. The first
+/// position may be any; the distance q - p must be at least 64. `tolerance` bounds the relative L2
+/// error: 0.01 passes f16 and bf16 caches and engines that compute angles in f32, and is a
+/// hundredth of what a wrong pairing leaves. `context_length` as for `inverse_frequencies`. Errors:
+/// those of `validate`; `token_count_mismatch` (spans unequal, or not whole tokens); `non_finite`;
+/// `invalid_argument` (distance below 64, no keys, all keys zero, or keys that hardly change and so
+/// prove nothing); `rope_mismatch` with the figures and what would fit instead. O(keys).
 [[nodiscard]] KVMELD_API Result<RopeCheck> verify_rope(const RopeSpec& rope, std::int32_t heads,
                                                        std::int32_t channels,
                                                        // (token, head, channel)

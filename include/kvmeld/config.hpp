@@ -1,6 +1,6 @@
 #pragma once
 
-/// Language checks, the namespace, and the few macros that every other header stands on.
+/// Language checks, the namespace, and the few macros that every other header uses.
 
 #if (defined(_MSVC_LANG) && _MSVC_LANG < 202002L) || (!defined(_MSVC_LANG) && __cplusplus < 202002L)
 #error "kvmeld needs C++20: compile with -std=c++20 (g++ >= 12, clang >= 14, nvcc >= 12)"
@@ -41,23 +41,24 @@ static_assert(std::endian::native == std::endian::little,
 #define KVMELD_HD
 #endif
 
-/// Warns where a value of a class is dropped. Not under nvcc, which takes every assignment for a
-/// dropped value.
+/// Marks a class whose returned values must not be discarded. Empty under nvcc, which takes every
+/// assignment of one for a discarded value.
 #if defined(__CUDACC__)
 #define KVMELD_NODISCARD_CLASS
 #else
 #define KVMELD_NODISCARD_CLASS [[nodiscard]]
 #endif
 
-/// Marks the one body that is inlined into each instruction set's wrapper (docs/numerics.md).
+/// Marks a function body that is inlined into the wrapper of each instruction set
+/// (docs/numerics.md).
 #define KVMELD_ALWAYS_INLINE inline __attribute__((always_inline))
 #define KVMELD_NOINLINE __attribute__((noinline))
-/// Marks a lambda that is part of a loop.
+/// Forces a lambda to be inlined into the loop that calls it.
 #define KVMELD_INLINE_LAMBDA __attribute__((always_inline))
 
-/// Keeps clang from unrolling the loop that follows: it unrolls short constant loops before it
-/// vectorises them, then finds no vectors in strided pairs, and takes minutes over a file of
-/// blocks.
+/// Keeps clang from unrolling the loop that follows. clang unrolls short constant loops before it
+/// vectorises; it then no longer vectorises strided pairs, and files with many such loops take
+/// minutes to compile.
 #if defined(__clang__)
 #define KVMELD_KEEP_LOOP _Pragma("clang loop unroll(disable)")
 #else
@@ -82,13 +83,15 @@ static_assert(std::endian::native == std::endian::little,
 #define KVMELD_TARGET_AVX512
 #endif
 
-/// Marks a function whose body need not stand in every user's object.
+/// Marks a function whose body can be compiled once, into the companion library, instead of into
+/// every user's object.
 ///
-/// Headers alone are enough: then it means `inline`, and the bodies follow where they are declared.
-/// Users of the companion library (CMake: `kvmeld::compiled`) have `KVMELD_COMPILED` defined as 1
-/// and see declarations only; the library's one source has it defined as 2 and holds the bodies,
-/// and the instances of templates that `KVMELD_INSTANCE` names. It gives no visibility: the library
-/// is linked into whoever uses it, and a shared library exports of it what its own flags say.
+/// Header-only use needs no library: the macro then means `inline`, and the header includes the
+/// bodies at its end. Users of the companion library (CMake: `kvmeld::compiled`) have
+/// `KVMELD_COMPILED` defined as 1 and see declarations only; the library's one source has it
+/// defined as 2 and holds the bodies, and the template instances that `KVMELD_INSTANCE` names. The
+/// macro sets no visibility: the library is static, and a shared library that links it exports its
+/// symbols as its own flags say.
 #if !defined(KVMELD_COMPILED)
 #define KVMELD_API inline
 #define KVMELD_BODIES 1
@@ -104,18 +107,19 @@ static_assert(std::endian::native == std::endian::little,
 #error "KVMELD_COMPILED is 1 in users of kvmeld::compiled, 2 in its own source, and else undefined"
 #endif
 
-/// Marks what only refusals call: it is compiled for size, and branches to it are unlikely.
+/// Marks a function that only error paths call: it is compiled for size, and branches to it are
+/// taken for unlikely.
 #define KVMELD_COLD __attribute__((cold))
 
 KVMELD_NAMESPACE_BEGIN
 
-/// What other components and policies of one's own are built from: rows, bytes, plans.
+/// Building blocks of the components and of user-written policies: rows, bytes, plans.
 ///
-/// Its names are public and documented; unlike the rest they may change in a minor version.
+/// These names are public and documented, but unlike the others they may change in a minor version.
 namespace extend {}
 
 namespace detail {
-using namespace extend;  // the core says these names plainly
+using namespace extend;  // the core uses these names unqualified
 }  // namespace detail
 
 /// `a * b + c` with one rounding, on every backend.

@@ -1,6 +1,7 @@
 #pragma once
 
-/// Execution policies: where row work runs, on which threads, in which floating-point environment.
+/// Execution policies: on which device and threads row work runs, and in which floating-point
+/// environment.
 
 #include <algorithm>
 #include <atomic>
@@ -38,7 +39,7 @@ concept RowWork = std::is_trivially_copyable_v<W> &&
   work.finish(row, lane, state);
 };
 
-/// Work that does nothing, by which executors are checked.
+/// Work that does nothing, with which the concept of executors is checked.
 struct NoWork {
   struct State {};
 
@@ -65,7 +66,7 @@ namespace detail {
 
 struct NoState {};
 
-/// Joins 32 lane states by the fixed tree, as a warp's shuffles do; the total ends in element 0.
+/// Reduces 32 lane states by the fixed tree, as a warp's shuffles do; the total ends in element 0.
 template <class W>
 KVMELD_ALWAYS_INLINE typename W::State join_lanes(typename W::State (&states)[lanes_per_row]) {
   for (int half = lanes_per_row / 2; half > 0; half /= 2) {
@@ -109,8 +110,8 @@ namespace exec {
 /// A fixed set of workers that run the tasks 0 … n − 1 of one job at a time; the caller works too.
 ///
 /// Models `TaskPool`. Jobs from several threads queue behind one another; a task must not call
-/// `run` of its own pool. Where the system has no further thread to give, the pool works with those
-/// it got.
+/// `run` of its own pool. Where the system refuses a further thread, the pool works with those it
+/// has.
 class ThreadPool {
  public:
   /// @param threads how many threads work on a job, the caller included; at least 1.
@@ -148,8 +149,8 @@ class ThreadPool {
 
 }  // namespace exec
 
-// What the processor and the compiler must not do to floating-point results, and how it is undone
-// or noticed.
+// Processor states and compiler options that change floating-point results, and how they are undone
+// or detected.
 
 namespace detail {
 
@@ -184,8 +185,8 @@ inline void write_float_control(std::uint64_t) noexcept {}
 
 namespace exec {
 
-/// For its lifetime, this thread keeps subnormals and rounds to nearest even; then everything is as
-/// it was.
+/// During its lifetime this thread keeps subnormals and rounds to nearest even; the destructor
+/// restores the state before.
 ///
 /// Every worker holds one: a process linked with -ffast-math starts with flush-to-zero, and threads
 /// inherit it. Status flags raised inside are dropped. Costs some 10 ns.
@@ -207,13 +208,13 @@ class FloatEnvironmentGuard {
   std::uint64_t saved_;
 };
 
-/// Notices compiler options and processor states that change results and that
+/// Detects compiler options and processor states that change results and that
 /// `FloatEnvironmentGuard` cannot undo.
 ///
-/// Finds reassociation, reciprocal division, ignored signed zeros, NaNs assumed absent, excess
-/// precision, a fused multiply-add that rounds twice, and flush-to-zero that stays. `-ffast-math`
-/// is an error in config.hpp, but its parts define no macro. Always inlined, so that it judges the
-/// options of the caller's own translation unit. Some 20 ns.
+/// It detects reassociation, reciprocal division, ignored signed zeros, NaNs assumed absent, excess
+/// precision, a fused multiply-add that rounds twice, and flush-to-zero that cannot be cleared.
+/// `-ffast-math` is an error in config.hpp, but its component options define no macro. Always
+/// inlined, so that it tests the options of the caller's translation unit. Some 20 ns.
 ///
 /// Errors: `float_environment`, naming the check that failed.
 [[nodiscard]] KVMELD_ALWAYS_INLINE Status check_float_environment() {
@@ -224,8 +225,8 @@ class FloatEnvironmentGuard {
                       "; compile without -ffast-math and its parts (-funsafe-math-optimizations "
                       "and the like)");
   };
-  // Volatile sources keep the compiler from computing the answer; what lies between is ordinary
-  // code that it may change.
+  // Volatile sources keep the compiler from computing the answer; the arithmetic on them is
+  // ordinary code that it may change.
   volatile float one_source = 1.0f, tiny_source = 0x1p-30f, least_source = 0x1p-149f,
                  five_source = 5.0f;
   volatile double nan_source = __builtin_nan(""), big_source = 0x1p60, unit_source = 1.0;
@@ -286,8 +287,8 @@ struct Sequential {
   }
 };
 
-/// Runs rows in the 32-lane form that devices run, in the calling thread: the form that tests
-/// compare.
+/// Runs rows in the 32-lane form of devices, in the calling thread, so that tests can compare both
+/// forms.
 struct Lanes {
   static constexpr bool on_device = false;
 
@@ -318,8 +319,8 @@ class Threads {
 
   template <RowWork W>
   Status bulk(std::int64_t rows, const W& work) const {
-    // Four chunks a thread even out their speeds; a chunk below 64 rows costs more to hand out than
-    // to run.
+    // Four chunks for each thread balance the load; a chunk below 64 rows costs more to schedule
+    // than to run.
     const auto wanted = static_cast<std::int64_t>(4 * size_);
     const std::int64_t chunk = (std::max<std::int64_t>)((rows + wanted - 1) / wanted, 64);
     Job<W> job{&work, rows, chunk, isa_};
@@ -383,7 +384,7 @@ template <TaskPool P>
 
 /// The calling thread, by the host form of the work.
 inline const Sequential seq{};
-/// The calling thread, lane by lane as a device runs it: for tests of own policies.
+/// The calling thread, lane by lane as a device runs it: for tests of user-written policies.
 inline const Lanes lanes{};
 /// All cores, by a pool that the process shares and that starts at its first use.
 inline const Cpu cpu{};

@@ -21,14 +21,14 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// What a fragment is to a context: the text that several agents saw first, or something one of
-/// them read.
+/// A fragment's place in a context: the prefix that all agents share, or a span that one of them
+/// read.
 enum class Role : std::uint8_t { prefix, span };
 
-/// Last position that a token may have: far beyond any context, and far from overflow.
+/// Largest position of a token: far beyond any context, and far from overflow.
 inline constexpr std::int64_t max_position = std::int64_t{1} << 48;
 
-/// What stood before a fragment when it was encoded.
+/// The tokens that preceded a fragment when it was encoded.
 struct Context {
   FragmentId prefix{};  ///< the prefix fragment; empty: none
   Digest128 lead_in{};  ///< digest of the lead-in tokens that were dropped; zero: none
@@ -36,9 +36,9 @@ struct Context {
   bool operator==(const Context&) const = default;
 };
 
-/// The digest by which a lead-in is named in a fragment's context. Ids alone do not tell pictures
-/// apart: where a lead-in holds placeholders, `contents` are digests of what they stand for, in
-/// order.
+/// The digest of a lead-in, by which a fragment's context refers to it. Ids alone do not
+/// distinguish images: where a lead-in has placeholders, `contents` are the digests of their
+/// contents, in order.
 [[nodiscard]] KVMELD_API Digest128 lead_in_digest(std::span<const TokenId> tokens,
                                                   std::span<const Digest128> contents = {});
 
@@ -53,11 +53,10 @@ struct TokenSet {
 
 namespace detail {
 
-/// The largest magnitude in each plane of a payload, worked out once by whoever asks first: no part
-/// of its content.
+/// The largest magnitude in each plane of a payload, computed by the first caller that needs it;
+/// not part of the payload's content.
 ///
-/// A copy starts without, because what is copied may be given other bytes. Any number of threads
-/// may ask.
+/// A copy starts empty, because its bytes may be replaced. Thread-safe.
 class PayloadPeaks {
  public:
   PayloadPeaks() = default;
@@ -69,11 +68,11 @@ class PayloadPeaks {
   }
   ~PayloadPeaks() { delete planes_.load(); }
 
-  /// (planes); null: not known yet.
+  /// (planes); null: not computed yet.
   [[nodiscard]] const std::vector<double>* get() const noexcept {
     return planes_.load(std::memory_order_acquire);
   }
-  /// Notes what was measured, unless somebody was faster; returns what is known.
+  /// Stores the measured values unless another thread was first; returns the stored ones.
   KVMELD_API const std::vector<double>& set(std::vector<double> planes) const;
 
  private:
@@ -88,7 +87,7 @@ class PayloadPeaks {
 /// Immutable once sealed. Scales of a scaled plane follow its elements, f32, in the order (token,
 /// head, group).
 struct Payload {
-  /// What this encoding's context dropped; zero: encoded right behind the prefix.
+  /// Digest of the lead-in that was dropped; zero: encoded directly behind the prefix.
   Digest128 lead_in{};
   std::vector<std::int64_t> positions{};     ///< source position of every token, strictly ascending
   std::vector<TokenSet> token_sets{};        ///< distinct sets; `layer_set` points into it
@@ -100,7 +99,7 @@ struct Payload {
   std::array<std::uint8_t, 31> digest{};  ///< of positions, token sets and bytes
   detail::PayloadPeaks peaks{};           ///< of the bytes, for plans: neither hashed nor sent
 
-  /// Tokens that a layer holds.
+  /// The number of tokens that a layer holds.
   [[nodiscard]] std::int64_t layer_tokens(std::size_t layer) const noexcept {
     const TokenSet& set = token_sets[layer_set[layer]];
     return static_cast<std::int64_t>(set.all ? positions.size() : set.present.size());
@@ -111,8 +110,7 @@ struct Payload {
 /// shares the bytes.
 ///
 /// One or two payloads: the first is the one encoded behind the lead-in and decides order; the
-/// second, if there, was encoded without it and is what `render` reads for whichever span comes
-/// first.
+/// second, if present, was encoded without it, and `render` reads it for the span that comes first.
 class Fragment {
  public:
   struct Body {
@@ -140,14 +138,15 @@ class Fragment {
   [[nodiscard]] std::span<const TokenId> tokens() const noexcept {
     return extend::span_of(body_->tokens);
   }
-  /// Whether equal ids are equal content: it has ids, and none is a placeholder. O(tokens · log
-  /// placeholders).
+  /// Whether equal token ids mean equal content: the fragment has ids, and none is a placeholder.
+  /// O(tokens · log placeholders).
   [[nodiscard]] bool told_by_ids() const noexcept {
     return !latent() && std::none_of(body_->tokens.begin(), body_->tokens.end(), [&](TokenId id) {
       return id < 0 || geometry().is_placeholder(id);
     });
   }
-  /// What token i is, where its id says so; −1 in a latent fragment and for placeholders.
+  /// The id of token i where it determines the content; −1 in a latent fragment and for
+  /// placeholders.
   [[nodiscard]] TokenId token_id(std::int64_t i) const noexcept {
     if (body_->tokens.empty()) return -1;
     const TokenId id = body_->tokens[static_cast<std::size_t>(i)];
@@ -165,11 +164,11 @@ class Fragment {
   std::shared_ptr<const Body> body_;
 };
 
-/// Of two handles of one id, the payload bytes that either has: what was evicted here may be there.
-/// O(payloads).
+/// Combines two handles of one id: the result has the payload bytes that either of them has, since
+/// bytes may be evicted in only one. O(payloads).
 [[nodiscard]] KVMELD_API Fragment with_all_bytes(const Fragment& a, const Fragment& b);
 
-/// What `seal` needs to know beside the bytes.
+/// What `seal` needs beside the bytes.
 struct SealOptions {
   Role role = Role::span;
   std::span<const TokenId> tokens{};  ///< one for each token of the view; empty: a latent fragment
@@ -185,12 +184,12 @@ namespace detail {
 
 [[nodiscard]] KVMELD_API Status check_seal(const KvCacheRef& view, const SealOptions& options);
 
-/// Copies a view into a payload; digest and context are the caller's.
+/// Copies a view into a payload; the caller sets digest and context.
 [[nodiscard]] KVMELD_API Result<Payload> gather_payload(const KvCacheRef& view,
                                                         const SealOptions& options);
 
 /// The largest stored magnitude of each (layer, plane), infinity where one is not finite. O(bytes)
-/// for the first who asks.
+/// in the first call.
 [[nodiscard]] KVMELD_API const std::vector<double>& payload_peaks(const Geometry& geometry,
                                                                   const Payload& payload);
 
@@ -214,8 +213,8 @@ template <ContentHash Hash>
   return h.hash().finish();
 }
 
-/// Names a body: geometry, role, context, tokens, and each payload's own digest, so that either is
-/// fetched alone.
+/// Computes the id of a body: a hash of geometry, role, context, tokens, and each payload's own
+/// digest, so that each payload can be fetched alone.
 template <ContentHash Hash>
 [[nodiscard]] FragmentId fragment_id(const Fragment::Body& body) {
   BasicHasher<Hash> h;
@@ -264,11 +263,11 @@ template <ContentHash Hash = Xxh3_128>
   return Fragment(std::move(body));
 }
 
-/// Adds a second encoding of the same tokens to a fragment: the one without lead-in, for whichever
-/// span renders first.
+/// Adds a second encoding of the same tokens to a fragment: the one without lead-in, which is read
+/// where the span renders first.
 ///
-/// Ids are compared; that placeholders of both stand for the same picture, and that latent tokens
-/// are the same, is the caller's word. Errors: those of `seal`; `geometry_mismatch`,
+/// Token ids are compared; the caller guarantees that placeholders stand for the same content and
+/// that latent tokens are the same. Errors: those of `seal`; `geometry_mismatch`,
 /// `token_count_mismatch` or `invalid_argument` where the encodings are not of the same tokens
 /// behind the same prefix; `hash_mismatch` where `fragment` was named by another hash.
 template <ContentHash Hash = Xxh3_128>
@@ -308,7 +307,7 @@ template <ContentHash Hash = Xxh3_128>
 
 namespace extend {
 
-/// A canonical plane: rows one after the other in the order (token, head), scales likewise.
+/// A plane in canonical form: contiguous rows in the order (token, head), and scales likewise.
 template <class Byte>
 [[nodiscard]] BasicPlaneRef<Byte> canonical_plane(const PlaneShape& shape, Byte* data,
                                                   const float* scales, std::int64_t tokens) {
@@ -330,12 +329,12 @@ template <class Byte>
 
 }  // namespace extend
 
-/// A read view of one payload of a fragment, with the slot lists that mark tokens which a layer
-/// does not hold.
+/// A read-only view of one payload of a fragment, with slot lists whose holes are the tokens that a
+/// layer lacks.
 ///
-/// Owns the lists and shares the payload's bytes; `ref()` stays true while this lives. Where there
-/// is nothing to view, because the fragment is empty, has no such payload, or its bytes are
-/// evicted, `ref().valid()` is false, and whatever is given that view refuses it.
+/// Owns the lists and shares the payload's bytes; `ref()` is valid while this object lives. Where
+/// there is nothing to view, because the fragment is empty, has no such payload, or its bytes are
+/// evicted, `ref().valid()` is false, and every function refuses that view.
 class FragmentView {
  public:
   KVMELD_API explicit FragmentView(const Fragment& fragment, std::size_t payload = 0);
@@ -361,19 +360,19 @@ namespace detail {
 
 }  // namespace detail
 
-/// Says what a cache holds: XXH3-128 of its rows in canonical order (layer, plane, token, head,
-/// channel), then their scales.
+/// The digest of a cache's content: XXH3-128 of its rows in canonical order (layer, plane, token,
+/// head, channel), then their scales.
 ///
 /// Equal caches give equal digests whatever their layouts; rows that a view does not hold are
 /// skipped. O(bytes). Errors: `invalid_argument`, `geometry_mismatch` or `token_count_mismatch` (a
-/// view that its planes belie; scales that are declared and not given), `memory_space`, those of
-/// `validate`.
+/// view whose planes do not match it; scales that are declared and not given), `memory_space`,
+/// those of `validate`.
 [[nodiscard]] KVMELD_API Result<Digest128> content_digest(const KvCacheRef& cache);
 
-/// Checks that a fragment's bytes and fields are those that its id names: for fragments that
-/// crossed a trust boundary.
+/// Checks that a fragment's bytes and fields hash to its id, for fragments that crossed a trust
+/// boundary.
 ///
-/// Payloads whose bytes are not there are checked by their stored digest alone. O(bytes). Errors:
+/// Payloads whose bytes are absent are checked by their stored digest alone. O(bytes). Errors:
 /// `hash_mismatch` for an id of another content hash, `id_mismatch` with the payload or the two
 /// ids.
 /// @tparam Hash the content hash that named the fragment.
@@ -400,17 +399,17 @@ template <ContentHash Hash = Xxh3_128>
 }
 
 /// Owns a cache in host memory, in canonical order (layer, plane, token, head, channel),
-/// zero-filled. Planes begin at multiples of 64 bytes, as whole lines can be written past the
+/// zero-filled. Planes begin at multiples of 64 bytes, so that whole lines can be written past the
 /// processor's caches.
 ///
-/// For hosts that have no cache of their own to render into, and for tests. O(bytes) to build. More
-/// bytes than can be counted fail as an allocation does.
+/// For hosts that have no cache of their own to render into, and for tests. O(bytes) to build. A
+/// size that overflows fails like an allocation.
 class HostCache {
  public:
   KVMELD_API HostCache(std::shared_ptr<const Geometry> geometry, std::int64_t tokens);
   HostCache(const HostCache&) = delete;
   HostCache& operator=(const HostCache&) = delete;
-  HostCache(HostCache&&) noexcept = default;  // the buffer does not move, so the views stay true
+  HostCache(HostCache&&) noexcept = default;  // the buffer does not move, so the views stay valid
   HostCache& operator=(HostCache&&) noexcept = default;
 
   [[nodiscard]] KvCacheRef kv_cache_ref() const { return ref_; }
@@ -424,11 +423,11 @@ class HostCache {
 
  private:
   std::vector<std::byte> bytes_;
-  std::span<std::byte> used_;  // of them, from the first whole line on
+  std::span<std::byte> used_;  // the used part, from the first whole line on
   MutableKvCacheRef ref_;
 };
 
-// By the default hash these stand in the companion library.
+// The companion library holds the instances for the default hash.
 #if defined(KVMELD_COMPILED)
 KVMELD_INSTANCE Result<Fragment> seal<Xxh3_128>(const KvCacheRef&, const SealOptions&);
 KVMELD_INSTANCE Result<Fragment> with_variant<Xxh3_128>(const Fragment&, const KvCacheRef&,

@@ -23,8 +23,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// A sum of entry hashes mod 2^256: one value that names a set, updated by adding and subtracting
-/// the entries that change.
+/// A sum of entry hashes mod 2^256: one value that identifies a set, updated by adding and
+/// subtracting the entries that change.
 struct Digest256 {
   std::array<std::uint64_t, 4> words{};  ///< least significant first
 
@@ -42,8 +42,8 @@ struct Digest256 {
 
 namespace extend {
 
-/// What a content hash does for fragments, as functions: `set_hash_of` makes them of a
-/// `ContentHash`.
+/// The operations of a content hash on fragments, as function pointers; `set_hash_of` makes them
+/// from a `ContentHash`.
 struct ContentFunctions {
   std::array<std::uint8_t, 31> (*bytes)(std::span<const std::byte>);
   std::array<std::uint8_t, 31> (*payload)(const Payload&);
@@ -54,9 +54,9 @@ struct ContentFunctions {
 
 }  // namespace extend
 
-/// The hash that names a set's fragments, their payloads and chunks, and the one that its digest
-/// sums, chosen at run time. A set has one, and joins no set of another; whoever stores or sends
-/// fragments has that of its sets.
+/// The content hash of a set's fragments, payloads and chunks, and the entry hash that its digest
+/// sums, chosen at run time. A set has one and joins only sets of the same one; stores and replicas
+/// use the one of their sets.
 struct SetHash {
   std::uint8_t tag = Xxh3_128::tag;  ///< byte 0 of its fragments' ids
   /// Null: XXH3-128 with seeds 0 and 1, for XXH3 ids.
@@ -66,7 +66,7 @@ struct SetHash {
 
 namespace detail {
 
-/// By a hash that gives 32 bytes.
+/// The digest by a hash of 32 bytes.
 template <class Hash>
 [[nodiscard]] Digest256 digest256_by(std::span<const std::byte> bytes) {
   Hash hash;
@@ -103,8 +103,8 @@ inline constexpr extend::ContentFunctions content_functions{
 
 }  // namespace detail
 
-/// How sets of fragments are hashed that `Hash` names: by the same hash where it gives 32 bytes
-/// (`digest32`), as SHA-256 does.
+/// The `SetHash` of fragments whose ids `Hash` computes. The set's digest uses the same hash where
+/// it has 32 bytes (`digest32`), as SHA-256 does.
 template <ContentHash Hash>
 [[nodiscard]] constexpr SetHash set_hash_of() noexcept {
   if constexpr (std::same_as<Hash, Xxh3_128>) {
@@ -125,26 +125,26 @@ namespace extend {
                                                                 std::span<const std::byte> bytes) {
   return hash.content != nullptr ? hash.content->bytes(bytes) : detail::hash_bytes<Xxh3_128>(bytes);
 }
-/// A payload's digest by a hash that is chosen at run time. O(bytes).
+/// A payload's digest, by a hash chosen at run time. O(bytes).
 [[nodiscard]] inline std::array<std::uint8_t, 31> payload_digest(const SetHash& hash,
                                                                  const Payload& payload) {
   return hash.content != nullptr ? hash.content->payload(payload)
                                  : payload_digest<Xxh3_128>(payload);
 }
-/// A body's name by a hash that is chosen at run time. O(tokens).
+/// A body's id, by a hash chosen at run time. O(tokens).
 [[nodiscard]] inline FragmentId fragment_id(const SetHash& hash, const Fragment::Body& body) {
   return hash.content != nullptr ? hash.content->fragment(body) : fragment_id<Xxh3_128>(body);
 }
 
 }  // namespace extend
 
-/// `seal` by a hash that is chosen at run time.
+/// `seal` with a hash chosen at run time.
 [[nodiscard]] inline Result<Fragment> seal(const KvCacheRef& view, const SealOptions& options,
                                            const SetHash& hash) {
   return hash.content != nullptr ? hash.content->seal(view, options)
                                  : seal<Xxh3_128>(view, options);
 }
-/// `with_variant` by a hash that is chosen at run time.
+/// `with_variant` with a hash chosen at run time.
 [[nodiscard]] inline Result<Fragment> with_variant(const Fragment& fragment, const KvCacheRef& view,
                                                    const SealOptions& options,
                                                    const SetHash& hash) {
@@ -152,7 +152,7 @@ namespace extend {
                                  : with_variant<Xxh3_128>(fragment, view, options);
 }
 
-/// One removal: its own dot, and the operations that it takes out of force.
+/// One removal: its own dot, and the dots of the operations that it removes.
 struct Removal {
   Dot dot{};
   FragmentId id{};
@@ -165,36 +165,35 @@ struct Removal {
 ///
 /// A join-semilattice (an observed-remove map of dots, Almeida, Shoker and Baquero, "Delta state
 /// replicated data types", 2018): `join` is commutative, associative and idempotent, and never
-/// computes on K/V. Whoever holds the same set renders the same cache. A part of a set is a set, so
-/// what is sent between replicas are sets too. A copy shares payloads and entries, O(n / 48).
+/// computes on K/V. Replicas that hold the same set render the same cache. A part of a set is a
+/// set, so replicas send each other sets. A copy shares payloads and entries, O(n / 48).
 class FragmentSet {
  public:
   using Entry = SetEntry;
 
   FragmentSet() = default;
-  /// A set of fragments that another hash than XXH3-128 names.
+  /// A set whose fragments are hashed by another hash than XXH3-128.
   explicit FragmentSet(const SetHash& hash) : hash_(hash) {}
 
-  /// The operation "this agent produced these tokens' K/V". A fragment that is there already gains
-  /// the mark, and bytes that were evicted. Without provenance the fragment can never be removed.
-  /// O(log n).
+  /// The operation "this agent produced these tokens' K/V". A fragment that is in the set already
+  /// gains the mark, and its bytes if they were evicted. A fragment inserted without a dot can
+  /// never be removed. O(log n).
   ///
   /// Errors: `hash_mismatch` where the fragment's id comes from another content hash; `non_finite`
   /// for a NaN or infinite confidence; `dot_reused` for a dot that this set has seen on another
-  /// operation; `geometry_mismatch` as `check_geometry` tells; `invalid_argument`. The set is
-  /// unchanged then.
+  /// operation; those of `check_geometry`; `invalid_argument`. On an error the set is unchanged.
   KVMELD_API Status insert(const Fragment& fragment, const Dot& dot,
                            std::optional<float> confidence = std::nullopt,
                            std::int64_t time_ms = 0);
   KVMELD_API Status insert(const Fragment& fragment);
 
-  /// Whether a fragment can be rendered beside those that are here: of the same tenant, and of one
-  /// geometry where the model is the same. Another model's are taken, since a projection may map
-  /// them.
+  /// Checks that a fragment can be rendered beside those of the set: it has the same tenant and,
+  /// where the model is the same, the same geometry. Fragments of other models are accepted, since
+  /// a projection may map them.
   ///
-  /// It looks at 64 fragments at most, so that an insertion stays O(log n); `plan` refuses what it
-  /// did not see, and `join` takes what others inserted, or replicas would not converge. Errors:
-  /// `geometry_mismatch` with what differs.
+  /// At most 64 fragments are compared, so that an insertion stays O(log n); `plan` refuses
+  /// mismatches that were missed. `join` accepts what others inserted, since replicas would not
+  /// converge otherwise. Errors: `geometry_mismatch` with what differs.
   [[nodiscard]] KVMELD_API Status check_geometry(const Fragment& fragment) const;
 
   /// The operation "render `successor` in the place of `id`", in force once the successor is in the
@@ -203,29 +202,30 @@ class FragmentSet {
   /// Errors: `not_found` for an id that is not in the set, `invalid_argument`, `dot_reused`.
   KVMELD_API Status supersede(const FragmentId& id, const FragmentId& successor, const Dot& dot);
 
-  /// The operation "what this set knows to be in force on `id` ends". An insertion that this set
-  /// has not seen yet survives.
+  /// Removes the operations on `id` that this set has seen. An insertion that it has not seen yet
+  /// survives.
   ///
-  /// The payload is kept for replicas that still need it until `compact` is told that everybody
-  /// knows of the removal. O(log n). Errors: `not_found`; `unsupported` for a fragment inserted
-  /// without provenance; `dot_reused`.
+  /// The payload is kept for replicas that still need it, until `compact` learns that all of them
+  /// have seen the removal. O(log n). Errors: `not_found`; `unsupported` for a fragment inserted
+  /// without a dot; `dot_reused`.
   KVMELD_API Status remove(const FragmentId& id, const Dot& dot);
 
-  /// Adds everything that another set knows: union of ids, and of each id's marks but for those
-  /// that either has seen removed.
+  /// Adds everything that another set knows: the union of ids, and for each id the union of marks,
+  /// except for those whose removal either set has seen.
   ///
   /// O(n + m) comparisons of ids; O(m log n) where the other is a small part. Payloads are shared.
   /// Errors: `hash_mismatch` where the sets' ids come from different content hashes; this set is
-  /// unchanged then.
+  /// then unchanged.
   KVMELD_API Status join(const FragmentSet& other);
 
-  /// What a replica lacks of this set, given what it has seen; to be joined there. O(n).
+  /// The part of this set that a replica lacks, given the dots it has seen; to be joined there.
+  /// O(n).
   ///
-  /// Removals that were compacted away while it was absent travel as the ranges of what is gone, so
-  /// that it never has to guess.
+  /// Removals that were compacted while the replica was absent are included as ranges of removed
+  /// dots, so that it can apply them as well.
   [[nodiscard]] KVMELD_API FragmentSet delta_since(const CausalContext& seen) const;
 
-  /// Forgets removals that everybody has seen, and drops payloads that no other removal names.
+  /// Forgets removals that every member has seen, and drops payloads that no other removal names.
   ///
   /// `stable` is the meet of all members' contexts. O(removals · log removals).
   KVMELD_API void compact(const CausalContext& stable);
@@ -233,11 +233,11 @@ class FragmentSet {
   /// Drops a payload's bytes and keeps the id; `render` says `payload_missing` until `restore`. The
   /// digest does not change.
   KVMELD_API Status evict(const FragmentId& id);
-  /// Gives bytes to an entry that lacks them. They must be verified (`verify_fragment`). Errors:
-  /// `not_found`.
+  /// Adds the payload bytes to an entry that lacks them. The caller has verified them
+  /// (`verify_fragment`). Errors: `not_found`.
   KVMELD_API Status restore(const Fragment& fragment);
-  /// A fragment's bytes, also of one that was removed and is not stable yet. Not valid() where
-  /// neither is here.
+  /// A fragment with its bytes, also where it was removed and the removal is not stable yet. Not
+  /// valid() where the set has neither.
   [[nodiscard]] KVMELD_API Fragment payload(const FragmentId& id) const;
 
   [[nodiscard]] std::size_t size() const noexcept { return entries_.size(); }
@@ -259,7 +259,7 @@ class FragmentSet {
   [[nodiscard]] Entries entries() const noexcept { return Entries(entries_); }
   /// Null where the set does not know the id. O(log n). Invalid after the next change.
   [[nodiscard]] const Entry* find(const FragmentId& id) const noexcept { return entries_.find(id); }
-  /// Equal for equal sets, ids and metadata both, whatever is evicted. O(1).
+  /// The digest of ids and metadata: equal for equal sets, independent of evictions. O(1).
   [[nodiscard]] const Digest256& digest() const noexcept { return digest_; }
   /// Every operation that this set has seen.
   [[nodiscard]] const CausalContext& context() const noexcept { return context_; }
@@ -273,11 +273,11 @@ class FragmentSet {
   [[nodiscard]] const CausalContext& compacted() const noexcept { return compacted_; }
   [[nodiscard]] const SetHash& hash() const noexcept { return hash_; }
 
-  /// Puts a set together from what its readers gave (ids and marks; payloads are restored later),
-  /// and checks that it can be one.
+  /// Builds a set from decoded parts (ids and marks; payloads are restored later), and checks that
+  /// they are consistent.
   ///
-  /// Errors: `corrupt` for a dot of two operations, marks or removals out of order, or a mark that
-  /// is removed; `hash_mismatch`, `non_finite`, `invalid_argument`.
+  /// Errors: `corrupt` for a dot of two operations, marks or removals out of order, or a mark whose
+  /// operation is removed; `hash_mismatch`, `non_finite`, `invalid_argument`.
   [[nodiscard]] KVMELD_API static Result<FragmentSet> from_parts(const SetHash& hash,
                                                                  std::vector<Entry> entries,
                                                                  std::vector<Removal> removals,
@@ -332,8 +332,8 @@ class FragmentSet {
   KVMELD_API void join_entry(const Entry& theirs, const CausalContext& their_context);
   // Whether this set has seen an operation on the other's entry that is not on its own.
   [[nodiscard]] KVMELD_API bool forgets(const Entry& mine) const;
-  // Entries of both. Returns those of mine whose marks the other has seen removed; those of its log
-  // name their entries, for compacted ones every entry is looked at.
+  // Joins the entries of both sets. Returns the ids of this set's entries whose marks the other has
+  // seen removed: logged removals name their entries, compacted ones require a look at every entry.
   KVMELD_API std::vector<FragmentId> join_entries(const FragmentSet& other);
   KVMELD_API void join_removals(const FragmentSet& other, std::vector<FragmentId>& touched);
   KVMELD_API void forget_compacted();
@@ -345,7 +345,7 @@ class FragmentSet {
   CausalContext context_;
   CausalContext compacted_;
   std::vector<Removal> removals_;  // ascending by dot
-  // Payloads of what was removed, ascending by id: until no removal that is logged names them.
+  // Payloads of removed fragments, ascending by id, kept while a logged removal names them.
   std::vector<Fragment> retired_;
 };
 
@@ -365,12 +365,12 @@ struct InForce {
 /// order of id.
 ///
 /// Each superseded entry points to its smallest successor that is in the set. Following the
-/// pointers ends at an entry without one, or in a circle that concurrent operations closed, whose
-/// smallest id then stays: no fragment vanishes without one in its place. Under
-/// `Presence::complete`, an end of such a chain whose bytes are not here does not count, and what
-/// it superseded stands again: a refreshed variant that is late, or lost, leaves the older one. A
-/// pure function of ids, marks and, for `complete`, of what is here; so replicas that have all
-/// bytes agree. O(n + superseded · log n), times the ends in a chain that are missing.
+/// pointers ends at an entry without one, or in a cycle that concurrent operations closed, of which
+/// the smallest id stays: no fragment vanishes without a successor. Under `Presence::complete`, an
+/// end of such a chain whose bytes are not here does not count, and what it superseded stands
+/// again: a refreshed variant that is late, or lost, leaves the older one. A pure function of ids,
+/// marks and, for `complete`, of what is here; so replicas that have all bytes agree. O(n +
+/// superseded · log n), times the ends in a chain that are missing.
 [[nodiscard]] KVMELD_API std::vector<InForce> in_force(const FragmentSet& set,
                                                        Presence presence = Presence::known);
 

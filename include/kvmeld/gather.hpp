@@ -20,13 +20,12 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-// Moving a cache's tokens to new places by a position map: no arithmetic, no rotation, only rows
-// that find their slot.
+// Copying a cache's tokens to new slots by a position map, without arithmetic or rotation.
 
 /// What a gather left to the engine.
 struct GatherReport {
   std::int64_t tokens = 0;  ///< output tokens that the map names, holes included
-  /// Output tokens that are to be recomputed in at least one layer, ascending.
+  /// Output tokens that the engine must recompute in at least one layer, ascending.
   std::vector<std::int64_t> holes{};
 };
 
@@ -40,12 +39,12 @@ concept PositionIndex = std::same_as<Int, std::int32_t> || std::same_as<Int, std
 
 namespace extend {
 
-/// One plane of one layer on both sides.
+/// One plane of one layer in the input and in the output.
 struct GatherTask {
   PlaneRef in;
   MutablePlaneRef out;
   bool heads_together = false;   ///< a token's heads are one run of memory on both sides
-  bool tokens_together = false;  ///< and so are consecutive tokens
+  bool tokens_together = false;  ///< consecutive tokens are one run of memory on both sides, too
 };
 
 /// Moves rows: row r is one output token of one (layer, plane), all heads. Models `RowWork`.
@@ -80,7 +79,7 @@ struct GatherWork {
     }
   }
 
-  // Host form: whole runs at once.
+  // Host form: copies whole runs at once.
   void host_rows(Isa, std::int64_t begin, std::int64_t end) const noexcept {
     while (begin < end) {
       const GatherTask& task = tasks[begin / outputs];
@@ -92,7 +91,7 @@ struct GatherWork {
   }
 
  private:
-  /// Moves output `o`, or a run of neighbours from it on; returns how many outputs are done.
+  /// Copies output `o`, or a run of outputs that starts at it; returns how many are done.
   [[nodiscard]] std::int64_t host_output(const GatherTask& task, std::int64_t o,
                                          std::int64_t last) const noexcept {
     if (map[o] < 0) return 1;
@@ -121,14 +120,14 @@ struct GatherWork {
   }
 };
 
-/// The work that copies rows of one plane to another's; both views outlive it.
+/// The work that copies rows of one plane to another; both views outlive it.
 [[nodiscard]] inline GatherTask gather_task(const PlaneRef& in,
                                             const MutablePlaneRef& out) noexcept {
   return {in, out, contiguous_heads(in) && contiguous_heads(out),
           detail::contiguous_tokens(in) && detail::contiguous_tokens(out)};
 }
 
-/// What host and device gathers refuse without looking at slot tables.
+/// The checks of host and device gathers that need no slot tables.
 template <detail::PositionIndex Int>
 [[nodiscard]] Status check_gather(const KvCacheRef& in, std::span<const Int> map,
                                   const MutableKvCacheRef& out) {
@@ -216,11 +215,12 @@ template <class E, PositionIndex Int>
 /// Fills output token i with input token `map[i]`, in every layer, byte for byte; −1 leaves the row
 /// as it is.
 ///
-/// Layouts may differ, geometries may not. Keys are not rotated: where positions change, `render`
-/// is what is wanted. An input token may be named twice. A row that the input does not hold is left
-/// alone too, and reported. O(bytes). Errors, with the output untouched: `geometry_mismatch`,
-/// `output_too_small`, `invalid_argument` (a map entry out of range), `unsupported` (scales),
-/// `aliasing` (in place, or an output with two names for one row), `memory_space`.
+/// Layouts may differ, geometries may not. Keys are not rotated: use `render` where positions
+/// change. The map may name an input token twice. A row that the input does not hold leaves the
+/// output's row as it is, and is reported. O(bytes). Errors, with the output untouched:
+/// `geometry_mismatch`, `output_too_small`, `invalid_argument` (a map entry out of range),
+/// `unsupported` (scales), `aliasing` (input and output overlap, or two output tokens share a row),
+/// `memory_space`.
 template <ExecutionPolicy E>
 requires(!E::on_device)
     [[nodiscard]] Result<GatherReport> gather(const E& exec, const KvCacheRef& in,
@@ -236,8 +236,8 @@ requires(!E::on_device)
   return detail::gather_on_host(exec, in, map, out);
 }
 
-// Single rows of a cache as numbers, for looking, for tests and for small edits: whatever the
-// layout and element type.
+// Single rows of a cache as numbers, for inspection, tests and small edits, in every layout and
+// element type.
 
 /// Names one row of a cache: the channels of one head of one token.
 struct CacheRow {
@@ -249,7 +249,7 @@ struct CacheRow {
 
 namespace detail {
 
-/// Where a row lies, or why there is none.
+/// The address of a row, or the reason why there is none.
 template <class Byte>
 [[nodiscard]] Result<std::int64_t> slot_of_row(const BasicKvCacheRef<Byte>& cache,
                                                const CacheRow& row, const char* who) {
@@ -285,8 +285,8 @@ template <class Byte>
 ///
 /// O(channels + layers). Errors: `invalid_argument` (an index that the cache does not have, or
 /// scales that are declared and not given), `not_found` (a hole: the layer does not hold the
-/// token), `memory_space`, `geometry_mismatch` or `token_count_mismatch` (a view that its planes
-/// belie).
+/// token), `memory_space`, `geometry_mismatch` or `token_count_mismatch` (a view whose planes do
+/// not match it).
 [[nodiscard]] inline Result<std::vector<float>> read_row(const KvCacheRef& cache,
                                                          const CacheRow& row) {
   const auto slot = detail::slot_of_row(cache, row, "read_row");
@@ -307,13 +307,13 @@ template <class Byte>
   return values;
 }
 
-/// Writes one row, each number rounded once to the plane's elements; −0 becomes +0, as `seal` has
-/// it. (channel)
+/// Writes one row, each number rounded once to the plane's element type; −0 becomes +0, as in
+/// `seal`. (channel)
 ///
 /// O(channels + layers). Errors, with the row as it was: those of `read_row`;
-/// `token_count_mismatch` where `values` are not one a channel; `unsupported` for planes with
-/// scales apart, which a view cannot write; `non_finite` for a number that is not finite, or beyond
-/// the element type.
+/// `token_count_mismatch` where `values` are not one for each channel; `unsupported` for planes
+/// with separate scales, which a view cannot write; `non_finite` for a number that is not finite or
+/// exceeds the element type.
 [[nodiscard]] inline Status write_row(const MutableKvCacheRef& cache, const CacheRow& row,
                                       std::span<const float> values) {
   using extend::error;

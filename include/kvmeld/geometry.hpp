@@ -99,26 +99,26 @@ struct LayerShape {
   std::vector<PlaneShape> planes{};
   RopeSpec rope{};  ///< undeclared until said: refused by `validate`
   KeyForm key_form = KeyForm::post_rope;
-  std::int32_t window = 0;  ///< tokens that a query sees back; 0: all of them
+  std::int32_t window = 0;  ///< tokens that a query attends to, its own included; 0: all
 
   bool operator==(const LayerShape&) const = default;
 };
 
-/// Everything that must agree before two caches may meet in one context.
+/// Everything that must be equal before two caches may be merged into one context.
 struct Geometry {
   std::string model{};      ///< fingerprint of weights and quantisation, e.g. a file digest; under
                             ///< adapters `adapted_model`
   std::string tokenizer{};  ///< fingerprint of vocabulary and merges
-  std::string tenant{};     ///< caches of different tenants never meet
+  std::string tenant{};     ///< caches of different tenants are never merged
   TokenId bos = -1;         ///< beginning-of-sequence id; -1: the model has none
   std::int64_t trained_context = 0;  ///< positions the model was trained on; 0: unknown
-  /// Ids that stand in place of something else, an image's patches or a second of sound: ascending.
-  /// Tokens of such an id are as many different things; equal ids say nothing, and no engine can
-  /// compute K/V from them.
+  /// Ids that stand for content other than text, such as image patches or audio frames; ascending.
+  /// Two tokens of such an id may stand for different content, so equal ids prove nothing, and no
+  /// engine can compute K/V from the id.
   std::vector<TokenId> placeholders{};
   std::vector<LayerShape> layers{};
 
-  /// Whether a token of this id is not what its id says; O(log placeholders).
+  /// Whether the content of a token with this id is not determined by the id; O(log placeholders).
   [[nodiscard]] bool is_placeholder(TokenId id) const noexcept {
     return std::binary_search(placeholders.begin(), placeholders.end(), id);
   }
@@ -149,7 +149,7 @@ template <class Number>
                " against ", b);
 }
 
-/// The factors of two specs: their counts, or the first that differs.
+/// The error for two lists of factors: their counts, or the first factor that differs.
 [[nodiscard]] KVMELD_API Status differ(const char* field, std::size_t layer,
                                        const std::vector<float>& a, const std::vector<float>& b);
 
@@ -160,14 +160,14 @@ template <class Number>
 /// Checks that a geometry is one this build can hold and that each layer says how its keys are
 /// rotated; O(layers).
 ///
-/// Every entry of the library passes here: views, `seal`, plans, gathers, projections, anchors,
+/// Every entry point of the library calls it: views, `seal`, plans, gathers, projections, anchors,
 /// files and messages. Errors: `unknown_field`, `rope_unsupported` (M-RoPE), `invalid_argument`
 /// (extents that do not fit; a rope that is undeclared, unsound, or contradicted by the planes'
 /// `rotary`), each naming the layer.
 [[nodiscard]] KVMELD_API Status validate(const Geometry& geometry);
 
-/// Refuses two geometries that differ, naming the first field that does. `a` is what is there, `b`
-/// what is asked.
+/// Refuses two geometries that differ, naming the first field that does: `a` is the existing one,
+/// `b` the requested one.
 [[nodiscard]] KVMELD_API Status check_same(const Geometry& a, const Geometry& b);
 
 /// Appends a rope's fields in the order of their declaration.
@@ -221,8 +221,8 @@ void hash_append(BasicHasher<Hash>& h, const Geometry& geometry) {
   }
 }
 
-// What an engine laid over a model while it encoded, as part of the model's name: adapted K/V
-// never meets plain ones.
+// The adapters that were active while an engine encoded, as part of the model's name, so that
+// adapted K/V is never merged with plain K/V.
 
 /// How an adapter changes what a model computes.
 enum class AdapterKind : std::uint8_t {
@@ -230,10 +230,10 @@ enum class AdapterKind : std::uint8_t {
   control_vector,  ///< vectors added to the residual stream (Zou et al. 2023, arXiv:2310.01405)
 };
 
-/// One adapter as it is loaded.
+/// One loaded adapter.
 struct Adapter {
-  std::string name = {};  ///< tells it from every other: best a digest of its file
-  float scale = 1.0F;     ///< finite, of either sign; 0: without effect, as if it were not loaded
+  std::string name = {};  ///< unique to the adapter: best a digest of its file
+  float scale = 1.0F;     ///< finite, of either sign; 0: as if it were not loaded
   AdapterKind kind = AdapterKind::lora;
   std::int32_t first_layer =
       0;  ///< layers that it acts on, both ends included, as the engine counts
@@ -242,18 +242,18 @@ struct Adapter {
   bool operator==(const Adapter&) const = default;
 };
 
-/// The adapters under which K/V is made, or that there are none; a default one says nothing and is
-/// refused.
+/// The adapters under which K/V is computed, or the statement that there are none. A
+/// default-constructed value states neither and is refused.
 ///
-/// K/V made under a LoRA or a control vector fits no cache of the plain model, and its bytes do not
-/// show it. So there is no default that means "none".
+/// K/V made under a LoRA or a control vector does not fit a cache of the plain model, and its bytes
+/// do not show it. That is why no default means "none".
 class Adapters {
  public:
-  /// Nobody said.
+  /// Not stated.
   Adapters() = default;
-  /// The model as it is.
+  /// The plain model.
   [[nodiscard]] static Adapters none() { return of({}); }
-  /// These, in any order.
+  /// These adapters, in any order.
   [[nodiscard]] KVMELD_API static Adapters of(std::vector<Adapter> loaded);
 
   [[nodiscard]] bool declared() const noexcept { return declared_; }
@@ -264,16 +264,15 @@ class Adapters {
   std::vector<Adapter> loaded_;
 };
 
-/// Names a model as it encodes under adapters: what belongs into `Geometry::model` of all K/V made
-/// so.
+/// Names a model under adapters: the value of `Geometry::model` for all K/V that it computes.
 ///
-/// Without adapters, or with none but scales of 0, it is `model` itself. Else `model`, "+adapters:"
-/// and 32 hexadecimal digits: XXH3-128 of `Hasher`'s bytes of text "kvmeld.adapters.v1", u64 count,
-/// and for each adapter, ascending by (kind, name, first layer, last layer): u8 kind, text name,
-/// f32 scale, i32 first and i32 last layer. So the order in which they are listed does not matter,
-/// nor does any locale. O(adapters log adapters). Errors: `invalid_argument` (nobody said; no name;
-/// a scale that is not finite; a range of layers that descends; one adapter twice),
-/// `unknown_field`.
+/// Without adapters, or where all scales are 0, the name is `model` itself. Otherwise it is
+/// `model`, "+adapters:" and 32 hexadecimal digits: XXH3-128 of `Hasher`'s bytes of text
+/// "kvmeld.adapters.v1", u64 count, and for each adapter, ascending by (kind, name, first layer,
+/// last layer): u8 kind, text name, f32 scale, i32 first and i32 last layer. So neither the order
+/// in which they are listed nor the locale matters. O(adapters log adapters). Errors:
+/// `invalid_argument` (adapters not stated; no name; a scale that is not finite; a range of layers
+/// that descends; one adapter twice), `unknown_field`.
 [[nodiscard]] KVMELD_API Result<std::string> adapted_model(std::string_view model,
                                                            const Adapters& adapters);
 

@@ -118,11 +118,11 @@ class BasicHasher {
   Hash hash_;
 };
 
-/// What policies write their name and parameters into (`void digest(Hasher&) const`).
+/// The hasher into which policies write their name and parameters (`void digest(Hasher&) const`).
 using Hasher = BasicHasher<Xxh3_128>;
 
-/// The name of a fragment: byte 0 the content hash's tag, then its 31 bytes. All zero names no
-/// fragment.
+/// The id of a fragment: the content hash's tag in byte 0, then the hash's 31 bytes. All zeros are
+/// the id of no fragment.
 struct FragmentId {
   std::array<std::uint8_t, 32> bytes{};
 
@@ -143,8 +143,8 @@ struct FragmentId {
 
 /// Names a blob in a store: a manifest by its fragment's id, a chunk by the hash of its raw bytes.
 ///
-/// Byte 0 of a manifest's key is the content hash's tag, of a chunk's that tag with the high bit
-/// set: the two never meet.
+/// Byte 0 of a manifest's key is the content hash's tag, that of a chunk's key the same tag with
+/// the high bit set, so the two kinds of keys never collide.
 struct BlobKey {
   std::array<std::uint8_t, 32> bytes{};
 
@@ -153,13 +153,14 @@ struct BlobKey {
   [[nodiscard]] std::string hex() const { return FragmentId{bytes}.hex(); }
 };
 
-/// Where a fragment's manifest is kept.
+/// The key of a fragment's manifest.
 [[nodiscard]] inline BlobKey manifest_key(const FragmentId& id) noexcept { return {id.bytes}; }
 
 namespace extend {
 
-/// Where something is kept that is no part of a fragment, by what it is and two numbers. `tag` is
-/// that of no content hash: 0x3D epochs, 0x3E what coordinators keep, 0x3F cuts of sessions.
+/// The key of a blob that belongs to no fragment, made of a kind and two numbers. `tag` is not the
+/// tag of a content hash: 0x3D for epochs, 0x3E for a coordinator's state, 0x3F for the cuts of
+/// sessions.
 [[nodiscard]] inline BlobKey named_key(std::uint8_t tag, std::string_view what, std::uint64_t first,
                                        std::uint64_t second) {
   Hasher hasher;
@@ -175,7 +176,7 @@ namespace extend {
 
 }  // namespace extend
 
-/// Immutable bytes, owned or mapped: whoever holds a copy keeps them.
+/// Immutable bytes, owned or mapped; every copy keeps them alive.
 struct Blob {
   std::shared_ptr<const std::byte[]> data{};
   std::size_t size = 0;
@@ -185,8 +186,7 @@ struct Blob {
 
 namespace extend {
 
-/// A bijection of words that leaves no pattern (the finaliser of SplitMix64: Steele, Lea, Flood
-/// 2014).
+/// Mixes the bits of a word bijectively (the finaliser of SplitMix64: Steele, Lea, Flood 2014).
 [[nodiscard]] KVMELD_HD constexpr std::uint64_t mix_bits(std::uint64_t x) noexcept {
   x = (x ^ (x >> 30U)) * 0xBF58476D1CE4E5B9U;
   x = (x ^ (x >> 27U)) * 0x94D049BB133111EBU;

@@ -1,14 +1,15 @@
 #pragma once
 
-/// kvmeld: merges the KV caches of several agents, so that they share what they have understood as
-/// tensors.
+/// kvmeld merges the KV caches of several LLM agents, so that they share context as tensors instead
+/// of as text.
 ///
-/// One include for hosts: needs no nvcc, no engine, no network library. Engines, CUDA and
-/// transports have headers of their own.
+/// This header is all that host code includes; it needs no nvcc, no engine and no network library.
+/// Engines, CUDA and transports have headers of their own.
 
 #include <kvmeld/config.hpp>
 
-// A user of an older standard has just read the one line that says so; the rest would bury it.
+// Under an older standard, config.hpp has already reported the one error that matters; including
+// the rest would only hide it among others.
 #if __cplusplus >= 202002L
 
 #include <kvmeld/cache_view.hpp>
@@ -25,7 +26,6 @@
 #include <kvmeld/policies/select.hpp>
 #include <kvmeld/policies/token_match.hpp>
 #include <kvmeld/policy.hpp>
-#include <kvmeld/refresh.hpp>
 #include <kvmeld/render.hpp>
 #include <kvmeld/rope.hpp>
 #include <kvmeld/status.hpp>

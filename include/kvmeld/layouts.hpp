@@ -105,8 +105,8 @@ template <class Byte>
 /// Declares ONNX Runtime's past-present share buffer: [batch, heads, max_length, channels], filled
 /// up to the tokens placed.
 ///
-/// The tensor's extent is the maximum length, not the sequence's: what lies behind the last token
-/// is stale.
+/// The tensor's extent is the maximum length, not the sequence's: rows after the last token are
+/// stale.
 struct OrtOptions {
   PerLayer<TokenPlacement> tokens = {};
   std::int64_t max_length = 0;
@@ -146,7 +146,7 @@ struct LlamaOptions {
 /// Views one stream of llama.cpp's cells. O(layers + tokens log tokens).
 ///
 /// Errors: those of `contiguous_view`; `unsupported` for transposed values of a block type, whose
-/// blocks would be cut.
+/// blocks would be split.
 template <class Byte>
 [[nodiscard]] Result<BasicKvCacheRef<Byte>> llama_view(std::shared_ptr<const Geometry> geometry,
                                                        const KeyValueBuffers<Byte>& buffers,
@@ -366,7 +366,7 @@ void expect_block_stride(LayoutBuilder<Byte>& builder, std::string_view order,
 /// Views a sequence in one paged tensor a layer. O(layers + table entries).
 ///
 /// Errors: those of `contiguous_view`; `geometry_mismatch` where key and value differ and the
-/// layout cannot say so; `invalid_argument` for a layout with keys and values apart.
+/// layout cannot express it; `invalid_argument` for a layout with keys and values apart.
 template <class Byte>
 [[nodiscard]] Result<BasicKvCacheRef<Byte>> paged_view(std::shared_ptr<const Geometry> geometry,
                                                        const Buffers<Byte>& buffers,
@@ -483,8 +483,8 @@ template <class Byte>
 /// Declares key tensors [B, H, D/x, N, x] and value tensors [B, H, D, N]: x consecutive channels
 /// fill `split_bytes`.
 ///
-/// The layout of vLLM's first paged-attention kernels and of those that descend from them. Where
-/// both halves lie in one tensor of [2, …], pass its halves.
+/// The layout of vLLM's first paged-attention kernels and of those derived from them. Where both
+/// halves lie in one tensor of [2, …], pass its halves.
 struct SplitChannelOptions {
   PerLayer<TokenPlacement> tokens = {};
   PerLayer<std::int64_t> blocks = {};
@@ -495,7 +495,7 @@ struct SplitChannelOptions {
 
 /// Views a sequence in a split-channel pool. O(layers + table entries).
 ///
-/// Errors: those of `contiguous_view`; `unsupported` for block types, whose blocks would be cut.
+/// Errors: those of `contiguous_view`; `unsupported` for block types, whose blocks would be split.
 template <class Byte>
 [[nodiscard]] Result<BasicKvCacheRef<Byte>> split_channel_view(
     std::shared_ptr<const Geometry> geometry, const KeyValueBuffers<Byte>& buffers,
@@ -545,8 +545,8 @@ template <class Byte>
 /// Declares SGLang's pool: key and value tensors [slots, heads, channels], a slot for each token
 /// wherever the allocator put it.
 ///
-/// Slot 0 is where the engine writes the rows of padding tokens, so a list that names it is a list
-/// with padding in it.
+/// The engine writes the rows of padding tokens to slot 0, so a list that names slot 0 contains
+/// padding.
 struct SglangOptions {
   PerLayer<TokenPlacement> tokens = {};
   PerLayer<std::int64_t> slots = {};  ///< the pool's size, the reserved ones counted
@@ -599,7 +599,7 @@ template <class Byte>
                                            .scales = options.scales});
 }
 
-/// Which pool holds a layer, and as which of that pool's layers: a row of TensorRT-LLM's pool
+/// Which pool holds a layer, and the layer's index in that pool: a row of TensorRT-LLM's pool
 /// mapping.
 struct PoolLayer {
   std::int32_t pool = 0;
@@ -649,7 +649,7 @@ namespace detail {
 /// blocks).
 ///
 /// Errors: those of `contiguous_view`; `unsupported` for an offset into the secondary pool;
-/// `invalid_argument` for an offset that is none of a key (or value).
+/// `invalid_argument` for an offset that does not address a key (or a value).
 template <class Byte>
 [[nodiscard]] Result<BasicKvCacheRef<Byte>> trtllm_view(std::shared_ptr<const Geometry> geometry,
                                                         const Buffers<Byte>& pools,

@@ -160,8 +160,8 @@ namespace math {
 /// Sine and cosine together; each within 0.75 ulp for |x| <= 1e9, beyond which the reduction has
 /// too few bits.
 ///
-/// The multiple of pi/2 is taken away in four parts (152 bits) by fma and exact products; then
-/// polynomials on [-pi/4, pi/4] with the reduced argument's low part carried along.
+/// The multiple of pi/2 is subtracted in four parts (152 bits) by fma and exact products;
+/// polynomials on [-pi/4, pi/4] then use both parts of the reduced argument.
 [[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE SinCos sin_cos(double x) noexcept {
   using namespace detail;
   const double magic = fma(x, 0x1.45f306dc9c883p-1, integer_magic);

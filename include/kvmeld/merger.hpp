@@ -43,13 +43,13 @@ struct Merger {
   Fuser<Fuse> fuse{};
   Seam seam{};
 
-  /// True where equal sets render to equal bytes on every machine; false as soon as one policy does
-  /// not promise it.
+  /// True where equal sets render to equal bytes on every machine; false if one policy does not
+  /// guarantee it.
   static constexpr bool reproducible = Select::reproducible && Order::reproducible &&
                                        Align::reproducible && Fuse::reproducible &&
                                        Seam::reproducible;
 
-  /// Metadata that any of the five reads; `render_id` covers it.
+  /// The metadata that any of the five policies reads; `render_id` covers it.
   static constexpr MetadataFields metadata = [] {
     MetadataFields all = MetadataFields::none;
     const auto add = [&]<class P>(std::type_identity<P>) {
@@ -63,7 +63,8 @@ struct Merger {
     return all;
   }();
 
-  /// Names the five policies and their parameters: replicas compare it before they compare caches.
+  /// A digest of the five policies and their parameters: replicas compare it before they compare
+  /// caches.
   [[nodiscard]] Digest128 digest() const {
     Hasher hasher;
     hasher.text("kvmeld.merger.v1");
@@ -98,8 +99,8 @@ template <class P>
 inline constexpr bool names_mark = requires {
   &P::mark;
 };
-/// Meant as a select, order or seam policy: it has the member that makes one, and is no fuser or
-/// aligner without its name.
+/// Whether a type is intended as a select, order or seam policy: it has such a policy's member, and
+/// is not a fuser or aligner passed without `Fuser{}` or `Aligner{}`.
 template <class P>
 inline constexpr bool meant_as_part = (names_select<P> || names_order<P> ||
                                        names_mark<P>)&&!SelectForm<P> &&
@@ -152,7 +153,7 @@ struct PartMembers<Fuser<P>> {
   static constexpr bool known = true;
 };
 
-/// The part that fills a slot, or the default.
+/// The policy among `parts` for one of the five stages, or the default.
 template <Slot S, class Default, class... Parts>
 [[nodiscard]] constexpr auto pick(Default fallback, const Parts&... parts) {
   constexpr int count = (0 + ... + (slot_of<Parts> == S ? 1 : 0));
@@ -174,10 +175,11 @@ template <Slot S, class Default, class... Parts>
 
 }  // namespace detail
 
-/// Sorts policies into the five slots of a `Merger` by what they model; a missing one takes its
-/// default.
+/// Makes a `Merger` from policies in any order: each goes to the stage whose concept it models, and
+/// a missing one takes its default.
 ///
-/// A policy twice, or one that models none of the five concepts, does not compile and says so.
+/// Two policies of one stage, or one that models none of the five concepts, fail to compile with a
+/// message.
 template <class... Parts>
 [[nodiscard]] constexpr auto merger(Parts... parts) {
   static_assert((detail::PartMembers<Parts>::known && ...),
@@ -197,24 +199,24 @@ template <class... Parts>
       std::move(select), std::move(order), std::move(align), std::move(fuse), std::move(seam)};
 }
 
-/// Some KV heads of some layers; all of them unless told otherwise.
+/// A selection of KV heads in each layer; all of them by default.
 struct HeadMask {
-  /// (layer, head of its first plane) nonzero where the head is chosen; empty: all are.
+  /// (layer, head of its first plane) nonzero where the head is selected; empty: all are.
   std::vector<std::uint8_t> heads{};
 
   [[nodiscard]] bool all() const noexcept { return heads.empty(); }
 };
 
-/// What a plan finds odd: nothing wrong is rendered, but less happens than the caller asked for. A
-/// set of bits.
+/// Conditions under which a plan is valid but does less than the caller probably intended. A set of
+/// bits.
 enum class RenderWarnings : std::uint8_t {
   none = 0,
-  /// A fuser was chosen (any but the default, a `WeightedMean` of uniform weights), tokens are
-  /// rendered, and not one of them had two contributions: the aligner brings nothing together, as
-  /// `Concat` never does, or the set holds one fragment alone.
+  /// A fuser other than the default (a `WeightedMean` of uniform weights) was given, but no
+  /// rendered token has two contributions: the aligner pairs no tokens, as `Concat` never does, or
+  /// the set holds only one fragment.
   nothing_fused = 1,
-  /// A table of weights (`AgentWeights`, `FragmentWeights`) names nobody whose tokens are rendered:
-  /// all weigh `otherwise`.
+  /// A table of weights (`AgentWeights`, `FragmentWeights`) names no agent or fragment whose tokens
+  /// are rendered, so all have the weight `otherwise`.
   weights_unmatched = 2,
 };
 
@@ -229,13 +231,13 @@ enum class RenderWarnings : std::uint8_t {
 struct Target {
   Geometry geometry{};              ///< of the engine's cache; fragments of another are refused
   std::int64_t first_position = 0;  ///< of the first output token
-  /// Rows of layers and heads that the masks leave out; row i stays with output token i.
+  /// The rows of layers and heads that the masks leave out; row i belongs to output token i.
   std::optional<KvCacheRef> local{};
   LayerMask layers{};  ///< rendered from the set; the others are copied from `local`
   HeadMask heads{};    ///< within those layers, the heads that are rendered from the set
-  /// The engine holds the prefix already: spans alone are rendered, from `first_position` on.
+  /// The engine holds the prefix already: only spans are rendered, from `first_position` on.
   bool prefix_in_place = false;
-  /// Tokens the engine's context is made for, where frequencies depend on it; 0: unknown.
+  /// Context size of the engine in tokens, where frequencies depend on it; 0: unknown.
   std::int64_t context_length = 0;
   RenderWarnings refuse =
       RenderWarnings::none;  ///< warnings that `plan` returns as `invalid_argument`
@@ -246,12 +248,12 @@ struct RenderReport {
   std::int64_t tokens = 0;                    ///< output tokens, holes included
   std::int64_t holes = 0;                     ///< output tokens left to the engine
   std::int64_t bytes = 0;                     ///< of K/V written
-  Digest128 render_id{};                      ///< what was asked
-  std::optional<Digest128> content_digest{};  ///< what came out, where it was asked for
-  std::int64_t fused = 0;  ///< output tokens, holes left out, that had two contributions or more
+  Digest128 render_id{};                      ///< of the request
+  std::optional<Digest128> content_digest{};  ///< of the result, where `RunOptions` requests it
+  std::int64_t fused = 0;  ///< output tokens without holes that had two contributions or more
   RenderWarnings warnings = RenderWarnings::none;
-  std::int64_t next_position = 0;  ///< of what the engine computes next: one behind the last output
-                                   ///< token, or the first position where there is none
+  std::int64_t next_position = 0;  ///< the position at which the engine continues: one after the
+                                   ///< last output token, or the first position where there is none
 };
 
 KVMELD_NAMESPACE_END

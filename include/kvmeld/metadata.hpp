@@ -1,6 +1,7 @@
 #pragma once
 
-/// What a set says of a fragment, by dots, and the causal contexts that dots are counted in.
+/// The metadata of a set's fragments, as operations with dots, and the causal contexts that are
+/// sets of dots.
 
 #include <algorithm>
 #include <compare>
@@ -17,11 +18,11 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Greatest sequence number that a dot may have: far beyond any use, and far from overflow.
+/// Largest sequence number of a dot: far beyond any use, and far from overflow.
 inline constexpr std::uint64_t max_sequence = std::uint64_t{1} << 48;
 
-/// The dot of one operation: who did it, in which life of its process, and as which of its
-/// operations there.
+/// The unique name of one operation: its agent, the epoch of the agent's process, and its sequence
+/// number in that epoch.
 ///
 /// An agent takes a fresh epoch whenever it starts, also from a restored snapshot, so that no dot
 /// is used twice. Ordered by agent, epoch, sequence.
@@ -38,10 +39,10 @@ struct Dot {
   }
 };
 
-/// What one operation says of a fragment.
+/// What one operation asserts about a fragment.
 struct Mark {
   Dot dot{};
-  std::optional<float> confidence{};  ///< the agent's, finite
+  std::optional<float> confidence{};  ///< of the agent, finite
   FragmentId superseded_by{};         ///< empty: the operation supersedes nothing
   std::int64_t time_ms = 0;  ///< for display only: no digest covers it and no policy may read it
 
@@ -51,10 +52,11 @@ struct Mark {
   }
 };
 
-/// What is known of a fragment outside its id, so that duplicates of one content still merge.
+/// What is known about a fragment beside its id. It is not part of the id, so that equal content
+/// from several agents merges into one entry.
 struct Metadata {
-  std::vector<Mark> marks{};  ///< of the operations that are in force, ascending by dot
-  bool unattributed = false;  ///< inserted without provenance too: cannot be removed
+  std::vector<Mark> marks{};  ///< of the operations in force, ascending by dot
+  bool unattributed = false;  ///< also inserted without a dot: cannot be removed
 
   bool operator==(const Metadata&) const = default;
 
@@ -88,8 +90,8 @@ enum class MetadataFields : std::uint8_t { none = 0, provenance = 1, confidence 
   return (static_cast<std::uint8_t>(all) & static_cast<std::uint8_t>(field)) != 0;
 }
 
-/// Least upper bound of what two replicas were told of one operation. They differ only where
-/// somebody used a dot twice.
+/// Least upper bound of two replicas' marks of one operation. They differ only where a dot was used
+/// twice.
 [[nodiscard]] inline Mark join(const Mark& a, const Mark& b) {
   Mark out = a;
   if (b.confidence && (!a.confidence || *b.confidence > *a.confidence))
@@ -99,7 +101,7 @@ enum class MetadataFields : std::uint8_t { none = 0, provenance = 1, confidence 
   return out;
 }
 
-/// Consecutive operations of one agent in one life of its process.
+/// Consecutive operations of one agent in one epoch.
 struct DotRange {
   std::uint64_t agent = 0;
   std::uint64_t epoch = 0;
@@ -120,8 +122,8 @@ struct DotRange {
 /// Every operation that a replica has seen: a set of dots, as ranges.
 ///
 /// Where each agent's operations arrive in order it is a version vector, one range for each (agent,
-/// epoch); what arrives out of order makes ranges of its own until the gap closes. Joins, meets and
-/// comparisons are linear in the ranges.
+/// epoch); operations that arrive out of order make ranges of their own until the gap closes.
+/// Joins, meets and comparisons are linear in the ranges.
 class CausalContext {
  public:
   [[nodiscard]] bool empty() const noexcept { return ranges_.empty(); }
@@ -142,7 +144,8 @@ class CausalContext {
     return after != ranges_.begin() && covers(*(after - 1), dot);
   }
 
-  /// False where the dot was there. O(log ranges) where it extends a range, O(ranges) else.
+  /// Returns false where the dot was present. O(log ranges) where it extends a range, O(ranges)
+  /// otherwise.
   bool add(const Dot& dot) {
     const auto after = ranges_.begin() + (upper(dot) - ranges_.cbegin());
     const bool has_before = after != ranges_.begin() && (after - 1)->agent == dot.agent &&
@@ -175,7 +178,7 @@ class CausalContext {
     ranges_.clear();
     for (const DotRange& r : all) append(r);
   }
-  /// Adds a range that does not begin before any that is there: for readers of sorted input.
+  /// Adds a range that begins after all others: for readers of sorted input.
   void append(const DotRange& r) {
     if (!ranges_.empty() && ranges_.back().same_line(r) && r.first <= ranges_.back().last + 1) {
       ranges_.back().last = (std::max)(ranges_.back().last, r.last);
@@ -184,7 +187,7 @@ class CausalContext {
     }
   }
 
-  /// Dots that both have: over all members' contexts, what is causally stable.
+  /// The dots that both have: over the contexts of all members, the causally stable ones.
   [[nodiscard]] friend CausalContext meet(const CausalContext& a, const CausalContext& b) {
     CausalContext out;
     auto i = a.ranges_.begin();

@@ -1,6 +1,6 @@
 #pragma once
 
-/// What aligners and fusers are: the concepts, the alignment between fragments, and its report.
+/// The concepts of the five policies, and the alignment between fragments.
 
 #include <concepts>
 #include <cstddef>
@@ -36,7 +36,7 @@ struct Source {
   [[nodiscard]] std::int64_t selected_token(std::int64_t i) const noexcept {
     return selected.all ? i : selected.present[static_cast<std::size_t>(i)];
   }
-  /// What a token of the fragment is, where its id says so; −1 in a latent fragment and for
+  /// The id of a token where it determines the content; −1 in a latent fragment and for
   /// placeholders.
   [[nodiscard]] TokenId token_id(std::int64_t token) const noexcept {
     return fragment->token_id(token);
@@ -45,7 +45,7 @@ struct Source {
 
 /// Some layers of a model; every layer unless told otherwise.
 struct LayerMask {
-  std::vector<std::uint8_t> layers{};  ///< nonzero where the layer is chosen; empty: all are
+  std::vector<std::uint8_t> layers{};  ///< nonzero where the layer is selected; empty: all are
 
   [[nodiscard]] bool all() const noexcept { return layers.empty(); }
   [[nodiscard]] bool contains(std::size_t layer) const noexcept {
@@ -102,7 +102,7 @@ struct Hole {
   bool operator==(const Hole&) const = default;
 };
 
-/// What policies of every slot share: a value with a name and parameters.
+/// The requirements that all five policies share: a value with a name and parameters.
 ///
 /// Semantic requirements: `digest` feeds the policy's name and every parameter that changes its
 /// result; `reproducible` is true only if equal inputs give equal bytes on every machine. A policy
@@ -115,9 +115,9 @@ concept Policy = std::copyable<P> && requires(const P& policy, Hasher& hasher) {
 
 namespace detail {
 
-// Members that a policy may leave out are not missed by the compiler where they are misspelled, and
-// then do nothing. These are the spellings that were met or are likely. Of words that may well
-// mean something else, `normalize` say, only a constant is one: not a function or a setting.
+// Optional members of a policy do nothing where they are misspelled, and the compiler does not
+// notice. These are the likely misspellings. Where a word may mean something else, such as
+// `normalize`, only a constant counts as a misspelling, not a function or a data member.
 template <class P>
 inline constexpr bool near_metadata = requires {
   P::meta_data;
@@ -178,7 +178,7 @@ inline constexpr bool near_digest = requires {
 || requires { &P::disgest; }
 || requires { &P::dgiest; };
 
-/// Refuses a policy with a member that is nearly one of those that the library looks for.
+/// Fails to compile for a policy with a misspelled optional member.
 template <class P>
 struct NearMisses {
   static_assert(!near_metadata<P>,
@@ -257,7 +257,8 @@ concept SeamPolicy = Policy<P> &&
 /// layer does. f64, the same bits everywhere.
 struct Scoring {
   std::span<const double> distances{};  ///< (count, count) symmetric, zeros on the diagonal
-  /// (count) squared; NaN unless the fuser says `static constexpr bool reads_norms = true`.
+  /// (count) squared norms; NaN unless the fuser declares `static constexpr bool reads_norms =
+  /// true`.
   std::span<const double> norms{};
 
   /// Contributions, at least 2.
@@ -305,8 +306,7 @@ inline constexpr int max_mixed = 64;  ///< contributions of a row
 /// Contributions times channels (a multiple of 32) of a row.
 inline constexpr int max_mixed_values = 16384;
 
-// Values of one channel in ascending order, and the network that sorts them alike on every
-// backend.
+// Values of one channel in ascending order, and the sorting network that every backend uses.
 
 /// The values that all contributions of one output token have in one channel, smallest first.
 struct OrderedValues {
@@ -327,8 +327,8 @@ struct Ranks {
   int last = 0;
 };
 
-/// The mean of some ranks, at most 64, summed in ascending order; where the sum leaves f32, that of
-/// the values over 128.
+/// The mean of some ranks, at most 64, summed in ascending order; where the sum overflows f32, the
+/// values are divided by 128 before they are summed.
 [[nodiscard]] KVMELD_HD inline float mean_of(OrderedValues values, Ranks ranks) noexcept {
   const auto count = static_cast<float>(ranks.last - ranks.first);
   float sum = values[ranks.first];
@@ -341,12 +341,12 @@ struct Ranks {
 
 namespace detail {
 
-/// Contributions of a row that are sorted: they live on the stack.
+/// Largest number of contributions that are sorted: they are on the stack.
 inline constexpr int max_selected = 64;
 inline constexpr std::ptrdiff_t selected_channels = 256;  ///< of a row that a host sorts at once
 
-/// Puts the smaller of two values first. Equal ones stay, so that zeros of both signs end alike on
-/// every backend.
+/// Puts the smaller of two values first. Equal values are not exchanged, so that zeros of both
+/// signs end in the same order on every backend.
 KVMELD_HD KVMELD_ALWAYS_INLINE void exchange(float& a, float& b) noexcept {
   const float x = a, y = b;
   const bool swap = y < x;
@@ -355,8 +355,8 @@ KVMELD_HD KVMELD_ALWAYS_INLINE void exchange(float& a, float& b) noexcept {
 }
 
 /// The comparators of Batcher's merge exchange for any count (Knuth, The Art of Computer
-/// Programming 3, 5.2.2 M), one after the other: which values meet does not depend on the values,
-/// so that whole vectors of channels are sorted at once.
+/// Programming 3, 5.2.2 M), one after the other. Which places are compared does not depend on the
+/// values, so that whole vectors of channels are sorted at once.
 struct SortingNetwork {
   int count;
   int top = 1, p = 0, q = 0, r = 0, d = 0;
@@ -427,8 +427,8 @@ concept SelectForm = std::is_trivially_copyable_v<F> &&
   { fuser.select(values) } -> std::same_as<float>;
 };
 
-/// Mixes the contributions of one head's row, all of them at once: `prepare(rows)` works out what
-/// the channels share, a trivially copyable value; `channel(rows, prepared, c)` yields channel c.
+/// Mixes the contributions of one head's row, all of them at once: `prepare(rows)` computes a
+/// trivially copyable value that all channels share; `channel(rows, prepared, c)` yields channel c.
 /// Both are templates over the rows' type (see `HeadRows`).
 ///
 /// Run on host and device (`KVMELD_HD`), in f32; a product may reach an addition only through
@@ -445,11 +445,11 @@ concept MixForm = std::is_trivially_copyable_v<F> &&
 };
 
 /// Weighs the contributions of each output token that has two or more, once, when the plan is made:
-/// `score` finds the aligner's weights in `weights` and leaves its own there, which keys and values
-/// of all layers then share.
+/// `score` receives the aligner's weights in `weights` and replaces them by its own, which keys and
+/// values of all layers then share.
 ///
-/// A weight of 0 drops the contribution, so that one survivor is copied byte by byte. Runs on the
-/// host; an error refuses the plan.
+/// A weight of 0 drops the contribution; a single remaining one is copied byte by byte. Runs on the
+/// host; an error fails the plan.
 template <class F>
 concept ScoreForm = requires(const F& fuser, const Scoring& scoring, std::span<double> weights) {
   { fuser.score(scoring, weights) } -> std::same_as<Status>;
@@ -464,7 +464,8 @@ concept WeightForm = requires(const F& fuser, const Source& source) {
 
 namespace detail {
 
-// Names that a type has, whatever their signatures: what was meant, and must then fit.
+// Whether a type has the member names of a form, whatever their signatures: then the form is
+// intended, and the signatures must match.
 template <class F>
 inline constexpr bool names_fold = requires {
   &F::init;
@@ -511,22 +512,22 @@ inline constexpr bool has_form = (row_forms<F> > 0 || ScoreForm<F> || WeightForm
 /// Reduces the contributions of one output row.
 ///
 /// A policy has a row form: it is a `FoldForm` or a `SelectForm`, or has `mixing() const`, which
-/// yields a `MixForm`; and may add `score` and `weight`. A policy of `score` or `weight` alone is a
-/// weighted mean by them. Optional besides: `static constexpr bool keeps_single` (one contribution
-/// is its own result), `static constexpr bool normalises` (`finish` divides by the total weight:
-/// plans refuse rows where it is not in (2^-100, 2^100)), `Status check(std::int64_t contributions)
-/// const` (whether a row of so many, as the row form gets them, can be fused), `Status fits(const
+/// yields a `MixForm`; and may add `score` and `weight`. A policy that has only `score` or `weight`
+/// is a mean with those weights. Other optional members: `static constexpr bool keeps_single` (one
+/// contribution is its own result), `static constexpr bool normalises` (`finish` divides by the
+/// total weight: plans refuse rows where it is not in (2^-100, 2^100)), `Status check(std::int64_t
+/// contributions) const` (whether a row of so many contributions can be fused), `Status fits(const
 /// Geometry&) const` (whether caches of this geometry can be fused at all). The row form may have
-/// `double bound(double peak, double weights, int channels) const`: what no channel, and no number
-/// on the way to it, exceeds where no contribution exceeds `peak` and the magnitudes of their
-/// weights add up to `weights`. Plans compute the rows of a fuser without it once more, to refuse
-/// what the output's elements cannot hold.
+/// `double bound(double peak, double weights, int channels) const`: an upper bound of every channel
+/// and every intermediate value, where no contribution exceeds `peak` and the magnitudes of their
+/// weights add up to `weights`. Without it, plans compute the rows of a fuser once more, to refuse
+/// results that the output's elements cannot hold.
 template <class F>
 concept FusePolicy = detail::has_form<F> && detail::fold_fits<F> && detail::select_fits<F> &&
     detail::score_fits<F> && detail::mix_fits<F> && detail::row_forms<F>
 <= 1;
 
-/// Names a policy as the fuse slot of a merger: `Fuser{WeightedMean{}}`.
+/// Marks a policy as the fuser of a merger: `Fuser{WeightedMean{}}`.
 ///
 /// @tparam P models `FusePolicy`.
 template <class P>
@@ -580,7 +581,7 @@ Fuser(P) -> Fuser<P>;
 
 namespace extend {
 
-/// Whether a row form hands a single contribution on as it is.
+/// Whether a row form returns a single contribution unchanged.
 template <class F>
 [[nodiscard]] KVMELD_HD constexpr bool keeps_single() noexcept {
   if constexpr (requires { F::keeps_single; }) {
@@ -617,15 +618,14 @@ namespace extend {
 namespace detail {
 
 /// a / b from b's reciprocal: one multiplication and two fma correct it to the nearest float
-/// (Markstein's step), where a division instruction a channel would cost more than all the rest of
-/// a mean.
+/// (Markstein's step). A division instruction for each channel would cost more than the rest of a
+/// mean.
 [[nodiscard]] KVMELD_HD inline float divide(float a, float reciprocal, float b) noexcept {
   const float q = a * reciprocal;
   return fma(fma(-q, b, a), reciprocal, q);
 }
 
-/// Σ w·x / Σ w: the row form of every policy that has none of its own, so that they share one
-/// kernel.
+/// Σ w·x / Σ w: the row form of all policies without their own, so that they share one kernel.
 struct MeanRows {
   static constexpr bool rotation_equivariant = true;
   static constexpr bool keeps_single = true;
@@ -646,7 +646,7 @@ struct MeanRows {
 
 namespace extend {
 
-/// What runs on rows: the policy itself, what it mixes by, or a weighted mean.
+/// The row form of a policy: the policy itself, its `mixing()`, or a weighted mean.
 template <class F>
 [[nodiscard]] constexpr auto row_form([[maybe_unused]] const F& fuser) {
   if constexpr (FoldForm<F> || SelectForm<F>) {
@@ -658,11 +658,12 @@ template <class F>
   }
 }
 
-/// How a fuser works on rows: itself, or a weighted mean where it gives weights or scores alone.
+/// The row form of a fuser: the fuser itself, or a weighted mean where it has only weights or
+/// scores.
 template <class F>
 using RowForm = decltype(row_form(std::declval<const F&>()));
 
-/// Whether rows may be fused as they lie where they are equally rotated.
+/// Whether equally rotated rows may be fused without being un-rotated first.
 template <class F>
 [[nodiscard]] constexpr bool rotation_equivariant() noexcept {
   if constexpr (SelectForm<F>) {
@@ -674,7 +675,7 @@ template <class F>
 
 }  // namespace extend
 
-/// Names a policy as the align slot of a merger: `Aligner{TokenMatch{}}`.
+/// Marks a policy as the aligner of a merger: `Aligner{TokenMatch{}}`.
 ///
 /// @tparam P models `AlignPolicy`.
 template <class P>
@@ -699,7 +700,7 @@ class Aligner {
 template <class P>
 Aligner(P) -> Aligner<P>;
 
-/// Puts the spans one after the other: every selected token is an output token of its own.
+/// Concatenates the spans: every selected token is an output token of its own.
 ///
 /// O(tokens).
 struct Concat {

@@ -1,6 +1,6 @@
 #pragma once
 
-/// From a set to a cache: plans, and their rendering.
+/// Plans and their rendering: how a set becomes a cache.
 
 #include <algorithm>
 #include <cstddef>
@@ -22,8 +22,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-/// Everything a render needs but the memory: the merger, the payloads, the compiled alignment, and
-/// what will come out.
+/// Everything that a render needs except memory: the merger, the payloads, the compiled alignment,
+/// and the properties of the result.
 ///
 /// Made by `plan`, read by `run`, any number of times. Owns handles of the payloads, so the set may
 /// change meanwhile.
@@ -47,7 +47,7 @@ class Plan {
   [[nodiscard]] std::span<const Hole> holes() const noexcept {
     return extend::span_of(core_.holes);
   }
-  /// Output tokens, holes left out, that had two contributions or more.
+  /// Output tokens without holes that had two contributions or more.
   [[nodiscard]] std::int64_t fused() const noexcept { return core_.fused; }
   [[nodiscard]] RenderWarnings warnings() const noexcept { return core_.warnings; }
   /// Bytes of K/V that a run writes.
@@ -56,11 +56,11 @@ class Plan {
   [[nodiscard]] std::size_t workspace_bytes() const noexcept {
     const std::size_t tasks = core_.planes() * (sizeof(extend::PlaneTask) +
                                                 core_.sources.size() * sizeof(const std::byte*));
-    // slots are checked before tasks are laid out
+    // the check of slots uses the same memory before the tasks do
     return (std::max)(tasks, core_.positions.size() * sizeof(std::int64_t)) + 64;
   }
-  /// H(merger ‖ target ‖ ordered ids ‖ metadata read): cheap, and equal where equal things were
-  /// asked.
+  /// H(merger ‖ target ‖ ordered ids ‖ metadata read): cheap to compute, and equal for equal
+  /// requests.
   [[nodiscard]] const Digest128& render_id() const noexcept { return core_.render_id; }
   [[nodiscard]] const Geometry& geometry() const noexcept { return *core_.geometry; }
   [[nodiscard]] const std::shared_ptr<const Geometry>& shared_geometry() const noexcept {
@@ -73,24 +73,25 @@ class Plan {
   extend::PlanCore core_;
 };
 
-/// Works out what a merger makes of a set: selects, orders, aligns, marks seams, weighs, compiles
-/// rows, and makes sure that the output's elements can hold them.
+/// Plans the render of a set by a merger: selects, orders, aligns, marks seams, weighs, compiles
+/// rows, and checks that the output's elements can hold the results.
 ///
-/// Reads K/V where the policies do (for a fuser with a `score`, the keys of every token that
-/// several fragments hold); once for the largest magnitudes of a payload that was not sealed in
-/// this process; and the rows of planes whose results may be beyond their elements, which are
-/// computed (docs/numerics.md, "Range"). Copies the rows of layers that the target keeps from its
-/// local cache, and maps fragments of other models where the aligner does.
+/// It reads K/V where the policies do (for a fuser with a `score`, the keys of every token that
+/// several fragments hold), once for the largest magnitudes of a payload that was not sealed in
+/// this process, and for planes whose results may exceed their element type, which it computes
+/// (docs/numerics.md, "Range"). It copies the rows of layers that the target keeps from its local
+/// cache, and maps fragments of other models where the aligner supports it.
 ///
 /// O(tokens · fragments), O(n² · channels) for each scored token of n contributions, and O(bytes)
 /// of what is read. Errors: `geometry_mismatch`, `prefix_conflict`, `prefix_missing`,
 /// `payload_missing` (with the ids), `duplicate_bos`, `rope_length_dependent`, `rope_unsupported`,
-/// `unsupported`, `non_finite` (weights; a result beyond the output's elements, by layer, plane and
-/// output), `oversized` (contributions), `invalid_argument` (a warning that `Target::refuse` names,
-/// among others), and those of the policies.
+/// `unsupported`, `non_finite` (weights; a result that exceeds the output's element type, with
+/// layer, plane and output), `oversized` (contributions), `invalid_argument` (a warning that
+/// `Target::refuse` names, among others), and those of the policies.
 template <class M>
 [[nodiscard]] Result<Plan<M>> plan(const FragmentSet& set, const M& merger, const Target& target) {
-  KVMELD_TRY(exec::check_float_environment());  // of the file that the policies are compiled in
+  // of the translation unit in which the policies are compiled
+  KVMELD_TRY(exec::check_float_environment());
   auto core = detail::plan_core(set, detail::merger_call(merger), target);
   if (!core) return core.error();
   return Plan<M>(merger, *std::move(core));
@@ -98,12 +99,12 @@ template <class M>
 
 /// What `run` does beside rendering.
 struct RunOptions {
-  bool content_digest = false;  ///< hash what came out, O(bytes) more
+  bool content_digest = false;  ///< also hash the result, O(bytes)
 };
 
 namespace extend {
 
-/// What a run on an executor is told beside the plan; executors of devices have their own.
+/// The options type of a run on an executor; device executors have their own.
 template <class E>
 struct RunOptionsOf {
   using type = RunOptions;
@@ -114,10 +115,10 @@ struct RunOptionsOf {
 /// Renders a plan into the caller's cache, in the caller's workspace: output row i is output token
 /// i, holes are left as they are.
 ///
-/// Bytes are the same for every executor. Output is untouched or completely written. O(bytes), no
-/// allocation but for the content digest, which covers the rows that were rendered and not what
-/// lies in holes. Errors: `geometry_mismatch`, `output_too_small`, `workspace_too_small`,
-/// `aliasing`, `memory_space`, `token_count_mismatch` (a view that its planes belie),
+/// Bytes are the same for every executor. Output is either untouched or completely written.
+/// O(bytes); allocates only for the content digest, which covers the rendered rows and not the
+/// holes. Errors: `geometry_mismatch`, `output_too_small`, `workspace_too_small`, `aliasing`,
+/// `memory_space`, `token_count_mismatch` (a view whose planes do not match it),
 /// `float_environment`.
 template <ExecutionPolicy E, class M>
 requires(!E::on_device) [[nodiscard]] Result<RenderReport> run(const E& exec, const Plan<M>& plan,
@@ -153,10 +154,10 @@ requires(!E::on_device) [[nodiscard]] Result<RenderReport> run(const E& exec, co
   return report;
 }
 
-/// Plans and runs in one call, in a workspace of its own.
+/// Plans and runs in one call, with a workspace that it allocates.
 ///
-/// `target` tells positions and masks; its geometry is the output's. Errors: those of `plan` and
-/// `run`.
+/// `target` gives positions and masks; its geometry is replaced by the output's. Errors: those of
+/// `plan` and `run`.
 template <ExecutionPolicy E, class M>
 [[nodiscard]] Result<RenderReport> render(const E& exec, const FragmentSet& set, const M& merger,
                                           const MutableKvCacheRef& out, Target target = {},

@@ -19,10 +19,10 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-// How an engine rotates its keys by position, which declarations are sound, and which keys may be
+// How an engine rotates its keys by position, which declarations are valid, and which keys may be
 // shifted.
 
-/// Which two channels turn together.
+/// Which two channels are rotated together.
 ///
 /// The same model is `interleaved` in a Llama-family GGUF and `half_split` in HF and vLLM (the rows
 /// of its key projection are permuted): take the pairing from the engine that wrote the bytes, not
@@ -67,13 +67,16 @@ enum class RopeKind : std::uint8_t {
   return "unknown";
 }
 
-/// How frequencies depart from `base^(-2i / rotary)`.
+/// How the frequencies differ from `base^(-2i / rotary)`.
 enum class RopeScaling : std::uint8_t {
-  none,    ///< as they are
-  linear,  ///< position interpolation: all divided by `factor` (Chen et al. 2023, arXiv:2306.15595)
-  llama3,  ///< Llama 3.1: long wavelengths divided by `factor`, short kept, a linear blend between
-  yarn,  ///< NTK-by-parts with the index ramp that engines run (Peng et al. 2023, arXiv:2309.00071)
-  /// A divisor for each pair, other ones beyond `original_context` (Ding et al. 2024,
+  none,    ///< unscaled
+  linear,  ///< position interpolation: all frequencies divided by `factor` (Chen et al. 2023,
+           ///< arXiv:2306.15595)
+  llama3,  ///< Llama 3.1: low frequencies divided by `factor`, high ones kept, a linear blend
+           ///< between
+  yarn,    ///< NTK-by-parts with the index ramp of the engines' code (Peng et al. 2023,
+           ///< arXiv:2309.00071)
+  /// A divisor for each pair, from a second list beyond `original_context` (Ding et al. 2024,
   /// arXiv:2402.13753).
   longrope,
   /// The base grows with the length beyond `original_context` (dynamic NTK, arXiv:2309.00071).
@@ -112,27 +115,28 @@ enum class RopeScaling : std::uint8_t {
 /// Write one by its named constructors, and assign the fields that they leave at their defaults:
 /// `RopeSpec::rotary(64, 1e6, RopePairing::half_split)`, or `RopeSpec::none()` for keys without
 /// position. A spec that nobody filled in is `undeclared`, not `none`: it is refused by `validate`,
-/// because keys that are left where they should be rotated give a wrong cache that looks right.
+/// because keys that stay unrotated where they should be rotated give a wrong cache that looks
+/// right.
 struct RopeSpec {
   RopeKind kind = RopeKind::undeclared;  ///< `none` rotates nothing and wants 0 rotary channels.
-  RopePairing pairing = RopePairing::half_split;  ///< Which channels turn together.
+  RopePairing pairing = RopePairing::half_split;  ///< Which channels are rotated together.
   std::int32_t first_channel = 0;  ///< First rotated channel of a head; those before pass through.
   /// Even number of rotated channels; those behind pass through.
   std::int32_t rotary_channels = 0;
   double base = 10000.0;  ///< Theta, > 1: pair i of r/2 rotates by base^(-2i/r) a position.
-  RopeScaling scaling = RopeScaling::none;  ///< Which of the fields below count.
+  RopeScaling scaling = RopeScaling::none;  ///< Selects which of the fields below are read.
   double factor = 1.0;  ///< Context extension, read by all but `none` and `longrope`.
   /// Tokens of the pre-training context; linear and explicit do not read it.
   std::int32_t original_context = 0;
-  /// Llama3: turns over the original context up to which all is divided.
+  /// Llama3: pairs with at most so many rotations in the original context are divided by `factor`.
   double low_freq_factor = 1.0;
-  /// Llama3: turns over the original context from which nothing is.
+  /// Llama3: pairs with at least so many rotations in the original context are kept.
   double high_freq_factor = 4.0;
-  /// Yarn: turns over the original context from which nothing is divided.
+  /// Yarn: pairs with at least so many rotations in the original context are kept.
   double beta_fast = 32.0;
-  double beta_slow = 1.0;     ///< yarn: turns over the original context up to which all is divided.
+  double beta_slow = 1.0;  ///< yarn: pairs with at most so many rotations are divided by `factor`.
   bool yarn_truncate = true;  ///< yarn: round the ramp's ends to whole pairs (false: gpt-oss).
-  /// Magnitude that the engine's keys carry; recorded, never applied again.
+  /// Factor by which the engine has scaled its keys already; recorded, never applied again.
   double attention_factor = 1.0;
   std::vector<float> short_factors = {};  ///< longrope up to `original_context`. (rotary / 2)
   std::vector<float> long_factors = {};   ///< longrope beyond `original_context`. (rotary / 2)
@@ -149,7 +153,7 @@ struct RopeSpec {
   /// assigned.
   [[nodiscard]] KVMELD_API static RopeSpec rotary(std::int32_t channels, double base,
                                                   RopePairing pairing);
-  /// `plain`, slowed by position interpolation.
+  /// `plain` with position interpolation: all frequencies divided by `factor`.
   [[nodiscard]] static RopeSpec linear(RopeSpec plain, double factor) {
     return scaled(std::move(plain), RopeScaling::linear, factor, 0);
   }
@@ -201,43 +205,42 @@ namespace detail {
 
 }  // namespace detail
 
-/// Whether frequencies depend on how long the context is, so that a stored key does not say by
-/// which it was rotated.
+/// Whether frequencies depend on the context's length, so that a stored key does not tell by which
+/// frequencies it was rotated.
 [[nodiscard]] inline bool length_dependent(const RopeSpec& rope) noexcept {
   return rope.kind == RopeKind::rotary &&
          (rope.scaling == RopeScaling::longrope || rope.scaling == RopeScaling::dynamic_ntk);
 }
 
-/// Refuses a declaration that no engine can have meant, or that nobody made, before anything is
-/// computed from it.
+/// Refuses a spec that is undeclared or that no engine can have, before anything is computed from
+/// it.
 ///
-/// `channels` is the head size of the keys. Fields that the scaling does not read are not looked
-/// at. Errors: `rope_unsupported` (several axes), `unknown_field` (an enumerator from a newer
-/// build), `invalid_argument`.
+/// `channels` is the head size of the keys. Fields that the scaling does not read are not checked.
+/// Errors: `rope_unsupported` (several axes), `unknown_field` (an enumerator from a newer build),
+/// `invalid_argument`.
 [[nodiscard]] KVMELD_API Status validate(const RopeSpec& rope, std::int32_t channels);
 
 /// Whether keys that were made in a context of `source_length` tokens can be rotated to positions
 /// in one of `target_length`.
 ///
-/// A shift by n turns pair i by n * f_i, which is exact only while f stays the same. Engines that
+/// A shift by n rotates pair i by n * f_i, which is right only while f stays the same. Engines that
 /// fix the frequencies when the context is created (llama.cpp picks LongRoPE's list from its
 /// context size) pass that size as both lengths. A dynamic-NTK cache that grew past
-/// `original_context` token by token holds several sets of frequencies: equal lengths speak only
-/// for keys of one prefill. Errors: `rope_length_dependent` (dynamic NTK: the lengths differ and
-/// either is beyond `original_context`; LongRoPE: they lie on different sides of it),
-/// `rope_unsupported` (several axes), `invalid_argument` (a negative length, a spec that nobody
-/// declared).
+/// `original_context` token by token holds keys of several sets of frequencies, so equal lengths
+/// suffice only for keys of one prefill. Errors: `rope_length_dependent` (dynamic NTK: the lengths
+/// differ and either is beyond `original_context`; LongRoPE: they lie on different sides of it),
+/// `rope_unsupported` (several axes), `invalid_argument` (a negative length, an undeclared spec).
 [[nodiscard]] KVMELD_API Status check_shift(const RopeSpec& rope, std::int64_t source_length,
                                             std::int64_t target_length);
 
-// The angle by which each channel pair turns from one position to the next.
+// The angle by which each channel pair is rotated from one position to the next.
 
-/// Farthest that keys are rotated, in positions; with `max_rope_frequency` it keeps f64 angles
-/// below 1e9, where they are sharp.
+/// Largest shift of a key, in positions; together with `max_rope_frequency` it keeps f64 angles
+/// below 1e9, up to which `math::sin_cos` is accurate.
 inline constexpr std::int64_t max_rope_shift = std::int64_t{1} << 24;
 
-/// Fastest pair that is believed, in radians a position: a plain rope has 1, and stored divisors
-/// hardly go below 1.
+/// Largest frequency that is accepted, in radians a position: a plain rope has at most 1, and
+/// stored divisors are hardly ever below 1.
 inline constexpr double max_rope_frequency = 32.0;
 
 /// Radians a position for every channel pair, in f64. (rotary_channels / 2)
@@ -247,7 +250,7 @@ inline constexpr double max_rope_frequency = 32.0;
 /// others ignore it. `kind == none` yields an empty vector. Engines compute these in f32, often as
 /// a running product, and may be off by some 1e-6 relative; angles then differ by that times the
 /// position. Errors: those of `validate`; `invalid_argument` without a length where one is needed.
-/// One power a pair.
+/// O(pairs), one `pow` each.
 [[nodiscard]] KVMELD_API Result<std::vector<double>> inverse_frequencies(
     const RopeSpec& rope, std::int64_t context_length);
 
@@ -257,15 +260,15 @@ inline constexpr double max_rope_frequency = 32.0;
 ///
 /// Row s: `pairs()` cosines, then `pairs()` sines; each row starts on a 64-byte boundary,
 /// `row_stride()` floats apart, so `data()` can be copied to a device as it lies. YaRN's attention
-/// factor is not in it: keys carry that already, and a shift that applies it again scales them (by
-/// 1.1386 for factor 4).
+/// factor is left out: stored keys contain it already, and a shift that applied it again would
+/// scale them (by 1.1386 for factor 4).
 ///
 /// Accuracy: the angle is shift * frequency in f64, its cosine and sine are rounded once to f32, so
 /// an entry is within 2^-25 + |angle| * 2^-50 of the exact one, and cos^2 + sin^2 within 2^-23 of
 /// 1. Bytes do not depend on compiler or processor.
 class RopeTable {
  public:
-  /// A table without rows, as of layers whose keys carry no position.
+  /// A table without rows, for layers whose keys carry no position.
   RopeTable() = default;
 
   /// Computes one row for each shift, in the order given; the caller keeps them distinct.
@@ -278,13 +281,14 @@ class RopeTable {
                                                           std::span<const std::int64_t> shifts,
                                                           std::int64_t context_length = 0);
 
-  /// The row of the shift that was given at this place. (cosines: pairs, sines: pairs)
+  /// The row of the shift at this index of the list given to `build`. (cosines: pairs, sines:
+  /// pairs)
   [[nodiscard]] const float* row(std::size_t shift_index) const noexcept {
     return blocks_.empty() ? nullptr : blocks_[shift_index * blocks_per_row_].values;
   }
 
-  /// Shifts, channel pairs, floats from one row to the next, and everything that a device needs
-  /// copied.
+  /// The number of shifts, of channel pairs, of floats from one row to the next, and all rows, for
+  /// a copy to a device.
   [[nodiscard]] std::size_t rows() const noexcept { return rows_; }
   [[nodiscard]] std::size_t pairs() const noexcept { return pairs_; }
   [[nodiscard]] std::size_t row_stride() const noexcept { return blocks_per_row_ * Block::size; }
@@ -296,7 +300,7 @@ class RopeTable {
     static constexpr std::size_t size = 16;
     float values[size] = {};
   };
-  // std::vector aligns its elements and not its rows, hence whole blocks.
+  // A vector of floats is not aligned to 64 bytes; a vector of such blocks is.
   [[nodiscard]] float* mutable_row(std::size_t s) noexcept {
     return blocks_.data()[s * blocks_per_row_].values;
   }
@@ -307,13 +311,13 @@ class RopeTable {
   std::vector<Block> blocks_;
 };
 
-// Turning one key by one table row: the expression, its lane form for devices, and its row form
-// for host vectors.
+// Rotating one key by one table row: the expression, its lane form for devices, and its row form
+// for vectors on a host.
 
 /// Rotates the pair (a, b) by the angle whose cosine and sine are given; two roundings a result.
 ///
-/// The one expression for every backend: row form, lane form and tests reach it, so that bytes
-/// agree. cos = 0, sin = 1 gives exactly (-b, a).
+/// Every backend uses this one expression (row form, lane form and tests), so that bytes agree. cos
+/// = 0, sin = 1 gives exactly (-b, a).
 KVMELD_HD KVMELD_ALWAYS_INLINE void rotate_pair(float& a, float& b, float cos, float sin) noexcept {
   const float first = fma(a, cos, -(b * sin));
   const float second = fma(a, sin, b * cos);
@@ -321,7 +325,7 @@ KVMELD_HD KVMELD_ALWAYS_INLINE void rotate_pair(float& a, float& b, float cos, f
   b = second;
 }
 
-/// Where a channel's partner is, and which pair of the table rotates them.
+/// The partner of a channel, and the pair of the table that rotates both.
 struct RopePair {
   std::int32_t partner = -1;  ///< The other channel of the pair, or -1: the channel passes through.
   /// Pair number: cosine at `index`, sine at `index + rotary_channels / 2` of a table row.
@@ -349,8 +353,8 @@ struct RopePair {
 
 /// One channel of a rotated row, read from the row before: the lane form.
 ///
-/// Lanes write elsewhere, or all read before any writes, since a channel needs its partner's old
-/// value.
+/// A channel needs its partner's old value: lanes write to other memory, or all of them read before
+/// any writes.
 [[nodiscard]] KVMELD_HD inline float rotated_channel(RopePairing pairing,
                                                      std::int32_t first_channel,
                                                      std::int32_t rotary_channels,
@@ -368,8 +372,8 @@ struct RopePair {
 namespace detail {
 
 /// `Pairs` pairs at once. Local arrays, because the loads of one block then cannot alias its stores
-/// and compilers keep the block in registers; a constant trip count, because g++ -O2 vectorises no
-/// other loop.
+/// and compilers keep the block in registers; a constant trip count, because g++ -O2 vectorises
+/// only such loops.
 template <std::size_t Pairs>
 KVMELD_ALWAYS_INLINE void rotate_block(const float* cos, const float* sin, float* first,
                                        float* second) noexcept {
@@ -401,8 +405,8 @@ KVMELD_ALWAYS_INLINE void rotate_block_interleaved(const float* cos, const float
 /// Rotates one key in place: the host's row form. (channel)
 ///
 /// `row` is a whole head in f32, `table_row` a row of `RopeTable`. Inlined, so that it is compiled
-/// for the instruction set of the function that calls it. A shift of 0 is the caller's to skip: it
-/// copies bytes. The arguments are a validated spec's.
+/// for the instruction set of the function that calls it. The caller skips a shift of 0, for which
+/// bytes are copied. The arguments are those of a validated spec.
 KVMELD_ALWAYS_INLINE void rotate_row(RopePairing pairing, std::int32_t first_channel,
                                      std::int32_t rotary_channels, const float* table_row,
                                      float* row) noexcept {
@@ -428,7 +432,7 @@ KVMELD_ALWAYS_INLINE void rotate_row(RopePairing pairing, std::int32_t first_cha
 
 namespace extend {
 
-/// Which channels of a row turn, how they pair, and by what.
+/// Which channels of a row are rotated, how they pair, and by which angles.
 struct Rotation {
   const float* table = nullptr;  ///< cosines, then sines (rotary_channels)
   std::int32_t channels = 0;
@@ -445,8 +449,8 @@ namespace detail {
 
 #if KVMELD_X86_DISPATCH
 
-/// Whether rows that follow each other can stream straight from registers: they are whole lines,
-/// and vectors fill them.
+/// Whether contiguous rows can be stored from registers past the caches: each row fills whole cache
+/// lines and whole vectors.
 [[nodiscard]] inline bool streams_whole(ElementType type, const Rotation& rotation,
                                         const std::byte* out) noexcept {
   return (type == ElementType::f16 || type == ElementType::bf16 || type == ElementType::f32) &&
@@ -454,7 +458,7 @@ namespace detail {
          rotation.channels % 32 == 0 && reinterpret_cast<std::uintptr_t>(out) % 64 == 0;
 }
 
-/// Rotates rows that follow each other on both sides past the caches.
+/// Rotates rows that are contiguous in source and target, and stores them past the caches.
 KVMELD_API void stream_rotated_rows(ElementType type, Isa isa, const Rotation& rotation,
                                     const std::byte* in, std::byte* out,
                                     std::int64_t rows) noexcept;
@@ -472,7 +476,7 @@ KVMELD_API void rotate_channels(const Rotation& rotation, Isa isa, float* row) n
 
 namespace detail {
 
-/// Turns contiguous rows of `type`, reading each once: the vector code where there is one,
+/// Rotates contiguous rows of `type`, reading each once: by vector code where there is some, by
 /// `rotate_row` elsewhere.
 KVMELD_API void rotate_stored_rows(ElementType type, Isa isa, const Rotation& rotation,
                                    const std::byte* in, std::int64_t in_stride, std::byte* out,

@@ -23,9 +23,9 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-// Numbers as text, for identity, files, pages and messages. `printf`, `strtod`, streams and
-// `std::to_string` write and read what the process's locale says, and six digits of a double; no
-// header calls them (tests/unit/locale.cpp looks).
+// Numbers as text, for identities, files, metrics pages and messages. No header calls `printf`,
+// `strtod`, streams or `std::to_string` (tests/unit/locale.cpp checks it), because they follow the
+// process's locale and print six digits of a double.
 
 /// Appends the shortest digits that read back as the same number, in every locale; `true` is 1.
 /// O(digits).
@@ -58,8 +58,8 @@ requires std::is_arithmetic_v<Number>
   return out;
 }
 
-/// The number that the whole text spells, with a point where it has one; none where it spells
-/// anything else, or too large a one.
+/// Parses the whole text as a number, with '.' as decimal point in every locale. Empty where the
+/// text is anything else, or the number is out of range.
 template <class Number>
 requires std::is_arithmetic_v<Number>
 [[nodiscard]] std::optional<Number> parse_decimal(std::string_view text) noexcept {
@@ -71,7 +71,7 @@ requires std::is_arithmetic_v<Number>
 
 }  // namespace extend
 
-/// Why a call refused. One code per cause; the message of the `Status` carries the offending
+/// Why a call failed. Each cause has its own code; the message of the `Status` holds the offending
 /// number.
 enum class ErrorCode : std::uint8_t {
   ok = 0,
@@ -80,11 +80,11 @@ enum class ErrorCode : std::uint8_t {
                       ///< tenant
   unknown_field,      ///< an enumerator or version that this build does not know
   unsupported,        ///< known, but not possible here (the message says what to do instead)
-  unknown_layout,     ///< the declared layout is none that this build reads
-  truncated,          ///< bytes end before what they announce
-  oversized,          ///< bytes go on after what they announce, or announce more than the bound
+  unknown_layout,     ///< this build does not know the declared layout
+  truncated,          ///< bytes end before their declared length
+  oversized,          ///< bytes continue past their declared end, or declare more than the bound
   corrupt,            ///< bytes contradict themselves
-  token_count_mismatch,  ///< token ids, positions and K/V rows are not equally many
+  token_count_mismatch,  ///< the numbers of token ids, positions and K/V rows differ
   duplicate_position,    ///< two tokens claim one position
   position_gap,          ///< positions are not consecutive where they must be
   duplicate_bos,         ///< a second beginning-of-sequence token would enter the context
@@ -94,7 +94,7 @@ enum class ErrorCode : std::uint8_t {
   workspace_too_small,   ///< the workspace is smaller than `Plan::workspace_bytes()`
   prefix_conflict,       ///< two prefixes in one set, or fragments sealed behind different ones
   prefix_missing,   ///< fragments name a prefix that is neither in the set nor held by the engine
-  payload_missing,  ///< the set knows the id, the bytes are evicted
+  payload_missing,  ///< the set knows the id, but its bytes are evicted
   id_mismatch,      ///< bytes do not hash to the id that they claim
   hash_mismatch,    ///< sets or fragments were identified by different content hashes
   tokens_required,  ///< the policy needs token ids and a fragment carries none
@@ -104,11 +104,11 @@ enum class ErrorCode : std::uint8_t {
   rope_mismatch,          ///< the declared rope does not explain the engine's keys
   float_environment,      ///< the process computes with flush-to-zero or value-changing options
   engine_failure,         ///< the inference engine returned an error
-  probe_failed,           ///< the engine did not give back what was written
-  dot_reused,  ///< one operation's dot names two operations: a restarted agent took an old epoch,
-               ///< or a peer lies
-  quota_exceeded,   ///< an author has more operations, or more bytes, than the replica takes from
-                    ///< one
+  probe_failed,           ///< the engine did not return the rows that were written
+  dot_reused,  ///< one dot names two operations: a restarted agent took an old epoch, or a peer is
+               ///< Byzantine
+  quota_exceeded,   ///< an author published more operations or bytes than the replica accepts from
+                    ///< one author
   merger_mismatch,  ///< replicas or members of a round render with different mergers
   not_found,        ///< the store or peer does not have what was asked for
   unavailable,  ///< a store, peer or server cannot be reached now; nothing that was acknowledged is
@@ -117,15 +117,15 @@ enum class ErrorCode : std::uint8_t {
   store_full,   ///< a store or disk refuses more bytes
   unauthenticated,   ///< a message carries no valid authentication tag, or another namespace
   version_mismatch,  ///< bytes of a newer major version than this build reads
-  gate_refused,      ///< a map between models, measured on held-out data, is worse than the bar
+  gate_refused,      ///< a projection between models fails its threshold on held-out data
   template_syntax,   ///< a prompt template with a brace that does not pair, or a slot that is no
                      ///< name
   slot_unknown,      ///< a value for a slot that the template does not have
   slot_missing,      ///< a slot without a value
   history_missing,   ///< a slot asks for an earlier turn than are kept
-  context_exceeded,  ///< a prompt ends behind the positions that the model was trained on
-  memory_space,  ///< a view's elements lie where this entry cannot reach them: on a device, or off
-                 ///< it
+  context_exceeded,  ///< a prompt reaches beyond the positions that the model was trained on
+  memory_space,      ///< a view's elements are in memory that this function cannot access (device
+                     ///< memory on a host, or host memory in a kernel)
 };
 
 namespace detail {
@@ -199,7 +199,7 @@ class KVMELD_NODISCARD_CLASS Status {
   [[nodiscard]] ErrorCode code() const noexcept { return code_; }
   [[nodiscard]] const std::string& message() const noexcept { return message_; }
 
-  /// What becomes of a success that was given where a value was due.
+  /// The error that stands for a success `Status` returned where a value was expected.
   static Status no_value() {
     return {ErrorCode::invalid_argument, "a Result was made of a success without a value"};
   }
@@ -234,7 +234,7 @@ class KVMELD_NODISCARD_CLASS Result {
   }
   Result& operator=(Result&& other) noexcept(std::is_nothrow_move_constructible_v<T>) {
     if (this == &other) return *this;
-    Result taken(std::move(other));  // what is dropped may hold `other`
+    Result taken(std::move(other));  // the old value may own `other`
     drop();
     (void)(status_ = std::move(taken.status_));
     if (taken.has_value_) hold(std::move(taken.value_));
@@ -258,7 +258,7 @@ class KVMELD_NODISCARD_CLASS Result {
  private:
   static_assert(!std::is_const_v<T> && !std::is_reference_v<T>);
 
-  // Where the standard library's own optional would stop, too.
+  // Traps under the same option as `std::optional` of libstdc++.
   void expect() const noexcept {
 #if defined(_GLIBCXX_ASSERTIONS)
     if (!has_value_) __builtin_trap();
@@ -274,8 +274,7 @@ class KVMELD_NODISCARD_CLASS Result {
     has_value_ = false;
   }
 
-  // Not std::optional: every function that returns a Result would have the compiler build its five
-  // classes.
+  // Not std::optional: the compiler would instantiate its five base classes for every result type.
   union {
     T value_;
   };
@@ -285,7 +284,8 @@ class KVMELD_NODISCARD_CLASS Result {
 
 namespace extend {
 
-/// One part of a message: a text, a number, or an enumerator's name. Refers to what it was made of.
+/// One part of a message: a text, a number, or an enumerator's name. Refers to its argument without
+/// a copy.
 class MessagePart {
  public:
   MessagePart(const char* text) noexcept : kind_(Kind::literal) { text_ = text; }  // NOLINT
@@ -357,10 +357,10 @@ template <class... Parts>
   return error_of(code, all, sizeof...(parts));
 }
 
-// The elements of a vector, or of a pointer and a count, as a span. The standard's constructors
-// have the compiler check the concepts of contiguous ranges wherever they are written, also in
-// functions that nobody calls: 2 to 3 MB of its memory for each element type. A call of these
-// checks nothing before the function that holds it is instantiated.
+// The elements of a vector, or of a pointer and a count, as a span. With `std::span`'s constructors
+// the compiler checks the concepts of contiguous ranges wherever they are written, also in
+// functions that nobody calls, and takes 2 to 3 MB of memory for each element type. With these
+// functions it checks nothing before the calling function is instantiated.
 /// The elements of a vector, to read.
 template <class T>
 [[nodiscard]] inline std::span<const T> span_of(const std::vector<T>& elements) noexcept {

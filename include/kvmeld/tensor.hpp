@@ -1,7 +1,6 @@
 #pragma once
 
-/// Element types, narrow floats, strided views of tensors, and the instruction sets that are chosen
-/// from.
+/// Element types, narrow floats, strided views of tensors, and the choice of an instruction set.
 
 #include <array>
 #include <concepts>
@@ -84,7 +83,7 @@ namespace detail {
 
 /// Rounds |x|, given as binary32 bits, to the nearest even code of a narrow float without sign.
 ///
-/// Overflow gives the code of the largest exponent and beyond; the caller clamps it. Below the
+/// On overflow the code has the largest exponent or exceeds it; the caller clamps it. Below the
 /// smallest normal the value is cut to an integer with 13 guard bits and a sticky bit, because a
 /// float addition that rounds by itself could be contracted with a product of the caller.
 template <int Mantissa, int Bias>
@@ -299,7 +298,7 @@ struct element_type_of<q8_0_block> : std::integral_constant<ElementType, Element
 template <class T>
 inline constexpr ElementType element_type_of_v = element_type_of<T>::value;
 
-// The array view that callers hand in, as a concept, and the strided view that the library itself
+// The concept of an array view that callers pass in, and the strided view that the library itself
 // uses.
 
 /// A non-owning strided view of an N-dimensional array.
@@ -400,7 +399,7 @@ class StridedView {
   std::ptrdiff_t strides_[Rank] = {};
 };
 
-// The instruction sets that row functions are compiled for, and the choice among them at run time.
+// The instruction sets for which row functions are compiled, and the choice among them at run time.
 
 /// Which instructions a row body may use. Results are the same bytes for each.
 enum class Isa : std::uint8_t {

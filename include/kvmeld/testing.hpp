@@ -1,7 +1,7 @@
 #pragma once
 
-/// A deterministic simulation of members that merge their caches while everything around them
-/// fails: for tests of one's own policies.
+/// A deterministic simulation of replicas that merge caches while network, disks, processes and a
+/// peer fail: for tests of user-written policies.
 ///
 /// Not part of <kvmeld/kvmeld.hpp>. One thread, one seed, no real time, network or disk. See
 /// docs/convergence.md.
@@ -34,31 +34,32 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace testing {
 
-/// What a simulation is made of; the defaults are those of the library's own test.
+/// The options of a simulation; the defaults are those of the library's own test.
 struct Options {
   std::size_t fewest_replicas = 2;
   std::size_t most_replicas = 6;
   std::optional<bool> shared_store{};  ///< all members write to one store; none: the seed decides
-  std::int64_t active_ms = 6'000;      ///< simulated time in which agents work and things go wrong
-  std::int64_t healing_ms = 120'000;   ///< simulated time after which everybody must agree
+  std::int64_t active_ms = 6'000;      ///< simulated time in which agents work and faults happen
+  std::int64_t healing_ms = 120'000;   ///< simulated time after which all members must agree
   double operations_per_second = 8;    ///< of all agents together
   Faults faults{};
-  /// Each seed leaves out some kinds of faults, so that the others meet in more ways.
+  /// Each seed leaves out some kinds of faults, so that the others combine in more ways (swarm
+  /// testing).
   bool swarm = true;
   std::vector<Fragment> corpus{};             ///< what agents insert; empty: small ones are made
   void (*trace)(const char* line) = nullptr;  ///< is told every event
 };
 
 /// One run of several members over a simulated network, clock and disk, which a seed determines
-/// wholly.
+/// completely.
 ///
-/// Agents insert, supersede, refresh, remove, evict and fetch while messages, processes, disks and
-/// a lying peer fail; then faults end, and within a bounded time every member must hold the same
-/// set, whole, with the same rendered bytes, from which nothing that was acknowledged is missing.
-/// What must be there is worked out from a plain log (`History`).
+/// Agents insert, supersede, refresh, remove, evict and fetch while messages, processes and disks
+/// fail and one peer is Byzantine. Then the faults end, and within a bounded time every member must
+/// hold the same complete set with the same rendered bytes, from which no acknowledged operation is
+/// missing. The expected content is derived from a plain log (`History`).
 ///
-/// @tparam Node a `Replica`, or what behaves like one: tests of the simulation
-/// itself break it on purpose.
+/// @tparam Node a `Replica`, or a type that behaves like one: tests of the simulation itself break
+/// it on purpose.
 template <class Node = replica::Replica>
 class Simulation {
  public:
@@ -75,9 +76,9 @@ class Simulation {
   struct Member {
     replica::MemberId id = 0;
     std::unique_ptr<SimulatedStore> store;
-    std::unique_ptr<Node> replica;  // null: the process does not run
+    std::unique_ptr<Node> replica;  // null: the process is not running
     std::uint64_t epoch = 0;
-    bool gone = false;       // has left for good
+    bool gone = false;       // has left permanently
     bool upgraded = false;   // renders with the newer merger
     std::int64_t clock = 0;  // ahead of the simulated time
     std::int64_t next_tick = 0;
@@ -92,7 +93,7 @@ class Simulation {
     [[nodiscard]] bool up() const noexcept { return replica != nullptr; }
   };
 
-  // simulation_run.hpp: from the first event to the report
+  // from the first event to the report
   void set_up();
   void note_keys(const Fragment& fragment);
   void step(std::int64_t ms);
@@ -100,7 +101,7 @@ class Simulation {
   void tick(Member& member);
   void flush(Member& member);
 
-  // simulation_process.hpp: processes, disks, words
+  // processes, disks, texts of the trace
   void start(Member& member);
   void crash(Member& member, const char* why);
   void lose(const SimulatedDisk& disk);
@@ -115,7 +116,7 @@ class Simulation {
   [[nodiscard]] const Fragment* fragment(const FragmentId& id) const;
   [[nodiscard]] std::vector<replica::MemberId> all_members() const;
 
-  // simulation_faults.hpp: what agents do and what goes wrong
+  // operations of agents, and faults
   void operate();
   void refresh(Member& member);
   void record(Operation operation, const Result<Dot>& done, const Digest256& before,
@@ -126,7 +127,7 @@ class Simulation {
   void leave();
   void upgrade();
 
-  // simulation_check.hpp: what must hold at the end
+  // what must hold at the end
   void heal();
   void account_losses();
   [[nodiscard]] bool agreed() const;
@@ -235,7 +236,7 @@ Report Simulation<Node>::run(const Mergers&... mergers) {
   }
   if (going()) heal();
   const std::int64_t healed = now_;
-  // What was under way arrives first, so that it is known what is lost.
+  // Messages in flight arrive first, so that what is lost is known.
   while (now_ < healed + 6'000 && going()) step(50);
   if (going()) account_losses();
   while (!agreed() && now_ < healed + options_.healing_ms && going()) step(50);
@@ -302,7 +303,7 @@ void Simulation<Node>::note_keys(const Fragment& fragment) {
   for (const auto& chunks : manifest->chunks) keys.insert(keys.end(), chunks.begin(), chunks.end());
 }
 
-/// Lets time pass: messages arrive, and whoever is due ticks or starts.
+/// Advances the time: messages arrive, and members that are due tick or start.
 template <class Node>
 void Simulation<Node>::step(std::int64_t ms) {
   now_ += ms;
@@ -377,7 +378,7 @@ void Simulation<Node>::tick(Member& member) {
   }
 }
 
-/// Sends what a member has to say, unless its process ended in the call before.
+/// Sends a member's outgoing messages, unless its process ended in the call before.
 template <class Node>
 void Simulation<Node>::flush(Member& member) {
   if (member.store->crashed()) return crash(member, "in a write");
@@ -399,7 +400,7 @@ void Simulation<Node>::flush(Member& member) {
 
 namespace testing {
 
-/// Ends all faults and starts whoever does not run.
+/// Ends all faults and starts the members that are not running.
 template <class Node>
 void Simulation<Node>::heal() {
   say("faults end");
@@ -421,7 +422,8 @@ void Simulation<Node>::heal() {
   set_members();
 }
 
-/// Works out what is nowhere any more, and demands that a lost or rotten disk explains it.
+/// Finds the operations and payloads that no member holds any more, and fails unless a lost or
+/// corrupted disk explains them.
 template <class Node>
 void Simulation<Node>::account_losses() {
   CausalContext known;
@@ -458,7 +460,7 @@ void Simulation<Node>::account_losses() {
       lost = true;
     }
     if (!lost) continue;
-    // Nobody has these bytes. An agent that still needs them produces them again.
+    // No member has these bytes. An agent that still needs them computes them again.
     ++report_.lost_payloads;
     Member* const member = any_up();
     const Digest256 before = member->replica->set().digest();
@@ -477,7 +479,8 @@ void Simulation<Node>::account_losses() {
   }
 }
 
-/// Whether all hold the same, whole, and have forgotten what everybody knows to be removed.
+/// Whether all members hold the same complete set, and have compacted the removals that all of them
+/// have seen.
 template <class Node>
 bool Simulation<Node>::agreed() const {
   const FragmentSet* first = nullptr;
@@ -538,8 +541,8 @@ void Simulation<Node>::check_sets() {
   if (std::string wrong = history_.check(marks); !wrong.empty()) fail(std::move(wrong));
 }
 
-/// Members name exactly those others that render with another merger.
-/// Where all agree, nothing but news crosses, and a store's records have become few.
+/// Checks the idle state: members report exactly those that render with another merger, send
+/// nothing but news, and have few records left in their stores.
 template <class Node>
 void Simulation<Node>::check_rest() {
   const auto busy = [&] {
@@ -551,7 +554,7 @@ void Simulation<Node>::check_rest() {
     }
     return bytes;
   };
-  // answers that were under way
+  // answers that were in flight
   for (const std::int64_t until = now_ + 500; now_ < until;) step(50);
   const std::uint64_t before = busy();
   for (const std::int64_t until = now_ + 1'000; now_ < until;) step(50);
@@ -559,7 +562,7 @@ void Simulation<Node>::check_rest() {
     fail("members agree and still send each other " + extend::decimal(busy() - before) +
          " bytes a second beside news");
   if (!agreed()) fail("members agreed and disagree again, though nothing happened");
-  std::uint64_t most = 0;  // of a shared store every reader keeps within its own bound
+  std::uint64_t most = 0;  // in a shared store every reader has its own bound
   for (const Member* member : up()) most = (std::max)(most, member->max_records);
   for (const Member* member : up()) {
     const std::size_t records = member->store->disk()->records.size();
@@ -626,7 +629,7 @@ void Simulation<Node>::sum_counters(const Node& replica) {
 
 }  // namespace testing
 
-// Processes and disks of a simulation, and the words in which it tells what happens.
+// Processes and disks of a simulation, and the texts of its trace.
 
 namespace testing {
 
@@ -662,7 +665,7 @@ void Simulation<Node>::start(Member& member) {
   member.starts_at = now_ + 100;
 }
 
-/// Ends a process. What it had joined must be on its disk.
+/// Ends a process. The state that it had joined must be on its disk.
 template <class Node>
 void Simulation<Node>::crash(Member& member, const char* why) {
   say("member ", member.id, " ends ", why);
@@ -686,14 +689,14 @@ void Simulation<Node>::crash(Member& member, const char* why) {
   count(Fault::restart);
 }
 
-/// Notes that a disk's content is no more.
+/// Records that a disk's content is lost.
 template <class Node>
 void Simulation<Node>::lose(const SimulatedDisk& disk) {
   lost_.join(context_of(disk));
   for (const auto& [key, blob] : disk.blobs) lost_keys_.insert(key);
 }
 
-/// Every operation that a disk's records hold, rot aside.
+/// Every operation in a disk's records as they were written, before any corruption.
 template <class Node>
 CausalContext Simulation<Node>::context_of(const SimulatedDisk& disk) {
   CausalContext out;
@@ -703,14 +706,14 @@ CausalContext Simulation<Node>::context_of(const SimulatedDisk& disk) {
   return out;
 }
 
-/// Who is told to be a member.
+/// The members that replicas are told of.
 template <class Node>
 std::vector<replica::MemberId> Simulation<Node>::all_members() const {
   std::vector<replica::MemberId> all;
   for (const Member& member : members_) {
     if (!member.gone) all.push_back(member.id);
   }
-  // and then it leaves, or all would wait for it
+  // after healing it counts as gone, since all would wait for it otherwise
   if (insider_ && !healed_) all.push_back(ByzantinePeer::id);
   return all;
 }
@@ -778,11 +781,11 @@ void Simulation<Node>::fail(std::string sentence) {
 
 }  // namespace testing
 
-// What the agents of a simulation do, and what goes wrong meanwhile.
+// The operations of a simulation's agents, and the faults.
 
 namespace testing {
 
-/// One thing that some agent does.
+/// One operation of a random agent.
 template <class Node>
 void Simulation<Node>::operate() {
   Member* const member = any_up();
@@ -899,14 +902,14 @@ void Simulation<Node>::record(Operation operation, const Result<Dot>& done, cons
     ++report_.unconfirmed;
     (void)history_.add(operation);
   } else if (code == ErrorCode::dot_reused && insider_) {
-    // A member said that it has seen operations of this life that were not done yet: the next tick
-    // starts another.
+    // A member claimed to have seen operations of this epoch that were not done yet: the next tick
+    // starts a new epoch.
   } else if (code != ErrorCode::store_full) {
     fail("an operation failed: " + done.error().message());
   }
 }
 
-/// What goes wrong in the next milliseconds.
+/// The faults of the next milliseconds.
 template <class Node>
 void Simulation<Node>::disturb(std::int64_t ms) {
   const Faults& f = options_.faults;
@@ -990,8 +993,7 @@ void Simulation<Node>::disturb(Member& member, std::int64_t ms) {
   }
 }
 
-/// A member that nobody has heard of starts with an empty disk, or with its first look at the
-/// shared one.
+/// A new member starts with an empty disk, or with the shared one.
 template <class Node>
 void Simulation<Node>::join() {
   Member& member = members_.emplace_back();
@@ -1005,7 +1007,7 @@ void Simulation<Node>::join() {
   start(member);
 }
 
-/// A member leaves with its disk.
+/// A member leaves, and its disk is lost.
 template <class Node>
 void Simulation<Node>::leave() {
   const std::vector<Member*> all = up();

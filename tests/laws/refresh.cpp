@@ -6,6 +6,8 @@
 #include <set>
 #include <vector>
 
+#include <kvmeld/refresh.hpp>
+
 #include "support/law.hpp"
 #include "support/rendering.hpp"
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <kvmeld/kvmeld.hpp>
+#include <kvmeld/refresh.hpp>
 
 #include "support/catch.hpp"
 #include "support/page_snippets.hpp"

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include <kvmeld/kvmeld.hpp>
+#include <kvmeld/refresh.hpp>
 #include <kvmeld/replica/session.hpp>
 #include <kvmeld/stores/memory.hpp>
 

@@ -19,11 +19,11 @@ struct DistanceSteps {
 
   Widen widen = nullptr;      ///< of f32
   Widen raw_widen = nullptr;  ///< of stored rows; null: this type has none
-  /// Two pairs at once, (a0, b0) and (a1, b1), since one leaves the processor waiting for its own
-  /// sums. lanes: (2, 32), which count as zeros if `first`
+  /// Adds two pairs at once, (a0, b0) and (a1, b1), since a single pair would wait for the latency
+  /// of its sums. lanes: (2, 32), taken as zeros if `first`
   void (*add)(const double* a0, const double* b0, const double* a1, const double* b1, std::size_t n,
               bool first, double* lanes) = nullptr;
-  /// The sum of 32 lanes, by the tree; the lanes are spent.
+  /// The sum of 32 lanes, by the tree; overwrites the lanes.
   double (*join)(double* lanes) = nullptr;
 };
 

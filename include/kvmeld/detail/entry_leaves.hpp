@@ -20,7 +20,7 @@ KVMELD_NAMESPACE_BEGIN
 /// What a set knows of one id.
 struct SetEntry {
   FragmentId id{};
-  /// Not valid() where nothing but the id has arrived; its payloads' bytes may be evicted.
+  /// Not valid() where only the id has arrived; its payloads' bytes may be evicted.
   Fragment fragment{};
   Metadata metadata{};
 
@@ -30,10 +30,10 @@ struct SetEntry {
 
 namespace detail {
 
-/// A pointer whose copies share, until one of them wants to write.
+/// A copy-on-write pointer: copies share the value until one of them writes.
 ///
-/// `unique` synchronises with the release of every other copy, which `shared_ptr::use_count` does
-/// not: copies live in other threads.
+/// Copies may be in other threads: `unique` synchronises with the release of every other copy,
+/// which `shared_ptr::use_count` does not.
 template <class T>
 class CowPtr {
  public:
@@ -53,7 +53,7 @@ class CowPtr {
   [[nodiscard]] const T& operator*() const noexcept { return node_->value; }
   [[nodiscard]] const T* operator->() const noexcept { return &node_->value; }
   [[nodiscard]] bool same(const CowPtr& other) const noexcept { return node_ == other.node_; }
-  /// The value to write to, copied first where somebody else reads it.
+  /// The value for writing, copied first where it is shared.
   [[nodiscard]] T& own() {
     if (node_->count.load(std::memory_order_acquire) != 1) {
       CowPtr copy;
@@ -71,8 +71,8 @@ class CowPtr {
   Node* node_;
 };
 
-/// What a walk reads of an entry: half of its id, most significant byte first, and 64 bits of its
-/// digest, the lowest of which says whether all bytes are there.
+/// The summary of an entry that a walk reads: half of its id, most significant byte first, and 64
+/// bits of its digest, of which the lowest says whether all payload bytes are present.
 struct Probe {
   std::uint64_t high = 0;
   std::uint64_t low = 0;
@@ -89,14 +89,14 @@ struct Probe {
 
 [[nodiscard]] KVMELD_API Probe probe_of(const FragmentId& id, std::uint64_t tag = 0) noexcept;
 
-/// Entries of neighbouring ids. Probes lie apart, since a join walks them and mostly finds them
-/// equal.
+/// Entries of a range of ids. The probes are stored separately, since a join walks them and mostly
+/// finds them equal.
 struct Leaf {
   std::vector<Probe> probes;
   // never null, never changed: copies of a leaf share them
   std::vector<std::shared_ptr<const SetEntry>> entries;
 
-  /// The first entry at or behind an id. O(log leaf_size).
+  /// The first entry whose id is not below the given one. O(log leaf_size).
   [[nodiscard]] std::size_t lower_bound(const FragmentId& id) const noexcept {
     const Probe key = probe_of(id);
     std::size_t first = 0;
@@ -151,7 +151,7 @@ class EntryLeaves {
     std::size_t at_ = 0;
   };
 
-  /// A walk over probes that looks at entries only when asked to.
+  /// A walk over probes that reads an entry only on request.
   class Walk {
    public:
     explicit Walk(const EntryLeaves& all) noexcept
@@ -175,7 +175,8 @@ class EntryLeaves {
       at_ = (*leaf_)->probes.data();
       stop_ = at_ + (*leaf_)->probes.size();
 #if defined(__GNUC__)
-      if (leaf_ + 1 != end_) {  // leaves lie anywhere, and what fetches ahead stops at their ends
+      if (leaf_ + 1 !=
+          end_) {  // leaves are scattered, and hardware prefetching stops at their ends
         const auto* const next = reinterpret_cast<const char*>(leaf_[1]->probes.data());
         for (std::size_t line = 0; line < 8; ++line) __builtin_prefetch(next + 64 * line);
       }
@@ -200,11 +201,11 @@ class EntryLeaves {
   }
   /// Inserts an entry, or replaces the one of its id. O(log n + leaf_size).
   KVMELD_API void put(SetEntry entry, std::uint64_t tag);
-  /// Takes an entry out that must be there. O(log n + leaf_size).
+  /// Removes an entry that must exist. O(log n + leaf_size).
   KVMELD_API void erase(const FragmentId& id);
 
  private:
-  /// The last leaf that begins at or before an id, or the first.
+  /// The last leaf whose first id is not above the given one, or the first leaf.
   [[nodiscard]] std::size_t leaf_of(const FragmentId& id) const noexcept {
     const Probe key = probe_of(id);
     const auto begins_behind = [&](std::size_t l) {
@@ -223,12 +224,12 @@ class EntryLeaves {
     }
     return after == 0 ? 0 : after - 1;
   }
-  /// Cuts a leaf in two; one that grew at the very end keeps nearly all, so that ascending
+  /// Splits a leaf in two; a leaf that grew at its end keeps nearly all entries, so that ascending
   /// insertion fills leaves.
   KVMELD_API void split(std::size_t l, bool ascending);
 
   std::vector<CowPtr<Leaf>> leaves_;  // none empty
-  std::vector<Probe> firsts_;         // of each leaf: the way to a leaf reads nothing else
+  std::vector<Probe> firsts_;         // of each leaf: the search for a leaf reads nothing else
   std::size_t size_ = 0;
 };
 

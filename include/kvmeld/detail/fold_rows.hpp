@@ -19,7 +19,7 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// What a fold reads at once: at most one chunk.
+/// The inputs of one step of a fold: at most one chunk.
 struct FoldInputs {
   const std::byte* rows[64] = {};
   float weights[64] = {};
@@ -33,8 +33,8 @@ struct FoldInputs {
   }
 };
 
-/// Steps of a fold over whole rows, `n` channels, a multiple of `row_block`: a trip count known at
-/// compile time is what g++ -O2 vectorises.
+/// Steps of a fold over whole rows of `n` channels, a multiple of `row_block`: g++ -O2 vectorises
+/// only loops whose trip count is known at compile time.
 template <class F>
 struct FoldRows {
   using Accumulator = decltype(std::declval<const F&>().init());
@@ -103,8 +103,8 @@ struct FoldRows {
 
 /// Folds bytes [at, at + size) of one or more inputs' rows into `out`.
 ///
-/// The first input starts the accumulators: g++ would make a loop of zeros before it a `rep stos`,
-/// slower than all the rest.
+/// The first input initialises the accumulators: g++ would turn a loop of zeros before it into a
+/// `rep stos`, which is slower than all the rest.
 template <int bytes, class F, ElementType type>
 struct FuseLanes {
   using Lanes = extend::Lanes32<type, bytes>;
@@ -176,8 +176,8 @@ KVMELD_ALWAYS_INLINE void exchange_rows(float* __restrict a, float* __restrict b
   for (int c = 0; c < 32; ++c) exchange(a[c], b[c]);
 }
 
-/// By a power of two a division is a product with the exact reciprocal: the same value in a
-/// fraction of the time.
+/// Whether n is a power of two, so that a division by it equals a product with the exact
+/// reciprocal, which is faster.
 [[nodiscard]] KVMELD_ALWAYS_INLINE bool is_power_of_two(int n) noexcept {
   return (n & (n - 1)) == 0;
 }
@@ -240,8 +240,8 @@ struct Comparators {
 template <std::size_t count>
 inline constexpr Comparators<count> comparators{};
 
-/// The same by vectors: min and max with the comparison of `exchange`. Up to seven rows are sorted
-/// in registers, a comparator after the other by recursion, so that every index is a constant.
+/// The same with vectors: min and max with the comparison of `exchange`. Up to seven rows are
+/// sorted in registers; recursion over the comparators makes every index a constant.
 template <int bytes, class F, std::size_t count>
 struct SelectFew {
   using Floats = extend::Vec<float, bytes>;
@@ -288,8 +288,8 @@ struct SelectFew {
     }
   }
 };
-/// More of them in memory, where all blocks pass each comparator together, so that the network is
-/// walked once.
+/// Sorts more rows in memory, where each comparator is applied to all blocks, so that the network
+/// is walked once.
 template <int bytes, class F>
 struct SelectMany {
   using Floats = extend::Vec<float, bytes>;
@@ -339,8 +339,8 @@ void select_rows(const F& fuser, Isa, float* values, int count, int blocks, floa
 
 #endif  // KVMELD_X86_DISPATCH
 
-/// Selects again, one by one, the channels whose sum left f32, as `mean_of` says; elements of a
-/// narrow range have none. values: as `select_rows` left them, in any order.
+/// Recomputes the channels whose sum overflowed f32, one by one, as `mean_of` defines; element
+/// types of a small range have none. values: as `select_rows` left them, in any order.
 template <class F>
 void reselect(const F& fuser, ElementType type, Isa isa, const float* values, int count, int blocks,
               float* out) {

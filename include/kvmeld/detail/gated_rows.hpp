@@ -12,14 +12,16 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-// The mix form of gates: what one lane works out by itself, and the same bytes by vectors.
+// The mix form of gates: the code of one lane, and vector code with the same bytes.
 
 namespace detail {
 
-/// Hidden units of all contributions of a row that gates per channel keep.
+/// Largest number of hidden units, of all contributions of a row together, with one gate for each
+/// channel.
 inline constexpr std::int32_t max_gate_units = 4096;
 
-/// What channels share: gates, or the hidden units that each channel's gate comes from.
+/// The values that all channels share: gates, or the hidden units from which each channel's gate is
+/// computed.
 template <GateKind kind>
 struct GatePrepared {
   double gates[max_mixed];  // (contribution)
@@ -30,7 +32,7 @@ struct GatePrepared<GateKind::channel> {
 };
 
 /// w · exp(logit − the largest logit); differences beyond 700 count as 700. The product is an fma,
-/// so that no compiler joins it with the sum that it goes into.
+/// so that no compiler contracts it with the sum that follows.
 [[nodiscard]] KVMELD_HD KVMELD_ALWAYS_INLINE double open_gate(float weight, float logit,
                                                               float most) noexcept {
   const double behind = static_cast<double>(logit) - static_cast<double>(most);
@@ -38,7 +40,7 @@ struct GatePrepared<GateKind::channel> {
   return fma(static_cast<double>(weight), fma(e.scale, e.q, e.scale), 0.0);
 }
 
-/// Logits to gates that add up to 1.
+/// Turns logits into gates that add up to 1.
 template <class Rows>
 KVMELD_HD void soften(const Rows& rows, const float* logits, double* gates) {
   float most = logits[0];
@@ -51,7 +53,7 @@ KVMELD_HD void soften(const Rows& rows, const float* logits, double* gates) {
   for (int i = 0; i < rows.count(); ++i) gates[i] /= total;
 }
 
-/// The networks of all layers and planes, and how rows are mixed by them.
+/// The networks of all layers and planes, and the mixing of rows by them.
 template <GateKind kind>
 struct GateRows {
   static constexpr bool rotation_equivariant = false;
@@ -85,7 +87,7 @@ struct GateRows {
     return out;
   }
 
-  /// Gates add up to 1, as long as no sum of 2,048 products with weights of at most 2^64 leaves
+  /// Gates add up to 1, as long as no sum of 2,048 products with weights of at most 2^64 overflows
   /// f32.
   [[nodiscard]] static constexpr double bound(double peak, double, int) noexcept {
     return peak <= 0x1p50 ? peak : __builtin_huge_val();
@@ -190,7 +192,8 @@ KVMELD_ALWAYS_INLINE void mean_row(const HeadRows& rows, std::ptrdiff_t columns,
       for (int c = 0; c < 32; ++c) sum[c] += row[c];
     }
     const auto count = static_cast<float>(rows.contributions);
-    if ((rows.contributions & (rows.contributions - 1)) == 0) {  // the same by an exact reciprocal
+    if ((rows.contributions & (rows.contributions - 1)) ==
+        0) {  // equal to a product with the exact reciprocal
       for (int c = 0; c < 32; ++c) mean[b + c] = sum[c] * (1.0F / count);
     } else {
       for (int c = 0; c < 32; ++c) mean[b + c] = sum[c] / count;
@@ -198,8 +201,8 @@ KVMELD_ALWAYS_INLINE void mean_row(const HeadRows& rows, std::ptrdiff_t columns,
   }
 }
 
-/// Hidden units of the next few contributions, from `begin` on; returns how many. The first ones
-/// bring the mean's part along.
+/// Computes the hidden units of the next few contributions, from `begin` on; returns how many. The
+/// first call also computes the mean's part.
 template <Isa isa>
 KVMELD_ALWAYS_INLINE int next_units(const float* net, const GateLayout& at, const HeadRows& rows,
                                     const float* mean, int begin, float* shared,

@@ -16,18 +16,18 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// Reads JSON of a known form, token by token, from bytes that nobody vouches for.
+/// Reads JSON of a known form, token by token, from untrusted bytes.
 ///
-/// Strings, natural numbers and punctuation: what headers of tensor files hold. The first failure
-/// stays, with the byte where it was met; later reads give nothing. Does not recurse, so that no
-/// nesting exhausts a stack.
+/// It reads strings, natural numbers and punctuation, which is all that headers of tensor files
+/// hold. The first failure is kept, with its byte offset; later reads return nothing. It does not
+/// recurse, so that no nesting exhausts the stack.
 class JsonReader {
  public:
   explicit JsonReader(std::span<const std::byte> text) noexcept
       : text_(reinterpret_cast<const char*>(text.data()), text.size()) {}
 
   [[nodiscard]] bool ok() const noexcept { return why_ == nullptr; }
-  /// Records what is wrong at the place that is read now.
+  /// Records an error at the current offset.
   void fail(const char* why) noexcept {
     if (ok()) why_ = why;
   }
@@ -37,7 +37,7 @@ class JsonReader {
                         text_.size());
   }
 
-  /// Takes a character if it comes next, after blanks.
+  /// Consumes a character if it is the next one after blanks.
   [[nodiscard]] bool take(char wanted) noexcept {
     skip_blanks();
     if (!ok() || at_ == text_.size() || text_[at_] != wanted) return false;
@@ -47,13 +47,13 @@ class JsonReader {
   void expect(char wanted) noexcept {
     if (!take(wanted)) fail("a character that JSON does not have here");
   }
-  /// After an element of a list: whether another follows; takes the comma, or the end.
+  /// Whether another element of a list follows; consumes the comma or the end.
   [[nodiscard]] bool more(char end) noexcept {
     if (take(',')) return ok();
     expect(end);
     return false;
   }
-  /// Only blanks may follow.
+  /// Fails unless only blanks are left.
   void finish() noexcept {
     skip_blanks();
     if (at_ != text_.size()) fail("text after the end of the JSON value");

@@ -21,8 +21,8 @@ KVMELD_NAMESPACE_BEGIN
 
 /// The memory of an engine's cache: one span of bytes for each tensor, exactly as large as the
 /// tensor.
-/// @tparam Byte `std::byte` for a view that may be written, `const std::byte` otherwise. May be
-/// device memory; the view then says so by `in(MemorySpace::device)`.
+/// @tparam Byte `std::byte` for a view that may be written, `const std::byte` otherwise. It may be
+/// device memory, which the caller declares by `in(MemorySpace::device)` on the view.
 template <class Byte>
 using Buffers = std::vector<std::span<Byte>>;
 
@@ -42,7 +42,7 @@ using ScaleTables = std::vector<std::span<const float>>;
 
 namespace detail {
 
-/// Where a plane's rows lie, in elements from the start of its buffer.
+/// The offset and strides of a plane's rows in its buffer, in elements.
 struct PlaneStrides {
   std::int64_t offset = 0;
   std::int64_t token = 0;
@@ -54,9 +54,10 @@ struct PlaneStrides {
   std::int64_t block = 0;
 };
 
-/// Product of extents, or -1 where one is negative or the others' product is beyond any memory.
+/// Product of extents, or -1 where one is negative or the product of the others exceeds any memory.
 ///
-/// "The others": an extent of 0 does not excuse the rest, whose products are strides.
+/// An extent of 0 is left out of the second check, since the products of the other extents are
+/// strides.
 [[nodiscard]] inline std::int64_t extent_product(
     std::initializer_list<std::int64_t> extents) noexcept {
   std::int64_t bound = 1;
@@ -74,8 +75,8 @@ template <class Byte>
 inline constexpr ErrorCode too_small =
     std::is_const_v<Byte> ? ErrorCode::truncated : ErrorCode::output_too_small;
 
-/// Checks that a buffer holds exactly the declared elements: a wrong head count, head size, dtype
-/// or block size shows here.
+/// Checks that a buffer holds exactly the declared elements: this detects a wrong head count, head
+/// size, dtype or block size.
 template <class Byte>
 [[nodiscard]] Status expect_elements(std::span<Byte> buffer, ElementType type,
                                      std::int64_t elements) {
@@ -117,7 +118,7 @@ class LayoutBuilder {
   void fail(Status status) {
     if (status_.ok()) status_ = std::move(status);
   }
-  /// Names where a check failed.
+  /// Adds the layer and the plane to the message of a failed check.
   void expect(Status status, std::size_t layer, const char* what) {
     if (!status) fail(error(status.code(), "layer ", layer, " ", what, ": ", status.message()));
   }
@@ -125,7 +126,7 @@ class LayoutBuilder {
     if (count != wanted)
       fail(error(ErrorCode::invalid_argument, count, " ", what, " for ", wanted));
   }
-  /// Writable tensors are each their own memory; views that are only read may repeat one.
+  /// Checks that writable tensors do not overlap; read-only views may share a tensor.
   void expect_apart(std::initializer_list<const Buffers<Byte>*> groups) {
     if constexpr (!std::is_const_v<Byte>) {
       std::vector<Segment> all;
@@ -145,7 +146,7 @@ class LayoutBuilder {
     }
   }
 
-  /// Where the planes that are added from now on lie.
+  /// Sets the memory space of the planes that are added from now on.
   void lies_in(MemorySpace space) noexcept { space_ = space; }
 
   /// Adds the next plane. @param slots how many the layout has for this layer.
@@ -153,7 +154,7 @@ class LayoutBuilder {
            std::int64_t slots) {
     add(l, index, buffer, s, slots, placements_[l], ScaleRef{});
   }
-  /// Adds a plane with a placement of its own, and scales that the layout itself holds.
+  /// Adds a plane with its own placement, and with scales that the layout itself holds.
   void add(std::size_t l, std::size_t index, std::span<Byte> buffer, const PlaneStrides& s,
            std::int64_t slots, const TokenPlacement& placement, const ScaleRef& inner_scales) {
     if (!ok()) return;
@@ -242,7 +243,8 @@ class LayoutBuilder {
   Status status_;
 };
 
-/// Checks that a layer is a key and a value plane, and where they share a tensor, that they agree.
+/// Checks that a layer has a key plane and a value plane, and that they agree where they share a
+/// tensor.
 [[nodiscard]] inline Status expect_key_value(const LayerShape& layer, bool one_tensor,
                                              bool equal_channels = true) {
   const auto& p = layer.planes;

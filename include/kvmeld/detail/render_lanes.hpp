@@ -1,6 +1,6 @@
 #pragma once
 
-/// Rows that are fused in vectors, without a staging buffer.
+/// The lane form of rendering: rows fused by 32 lanes, as on a device.
 
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +18,7 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// What a fold keeps of a channel; other forms keep nothing.
+/// The accumulator type of a fold; other forms have none.
 template <class F>
 struct AccumulatorOf {
   using type = NoState;
@@ -28,7 +28,7 @@ struct AccumulatorOf<F> {
   using type = decltype(std::declval<const F&>().init());
 };
 
-/// Renders output tokens by 32 lanes, with the expressions and in the order of the host's rows.
+/// Renders output tokens by 32 lanes, with the expressions and the order of the host form.
 /// @tparam F models `FoldForm`, `SelectForm` or `MixForm`.
 template <class F>
 struct RenderLanes {
@@ -92,7 +92,7 @@ struct RenderLanes {
     }
 
    private:
-    /// Where the i-th contribution of this head stands among the output's.
+    /// The index of this head's i-th contribution among the output's contributions.
     [[nodiscard]] KVMELD_HD int at(int contribution) const {
       if (inputs->weights == nullptr) return contribution;
       int i = 0;
@@ -122,7 +122,7 @@ struct RenderLanes {
              });
   }
 
-  /// Stores what `fused` makes of each channel, or rope pair, that falls to this lane.
+  /// Stores the result of `fused` for each channel, or rope pair, of this lane.
   template <class Fused>
   KVMELD_HD void put_head(const PlaneTask& task, std::int32_t head, std::uint32_t out_shift,
                           std::int64_t slot, int lane, const Fused& fused) const {
@@ -131,7 +131,7 @@ struct RenderLanes {
     const std::int64_t offset = task.out.row_offset(slot, head);
     for (std::int32_t c = lane; c < task.out.shape.channels; c += lanes_per_row) {
       const RopePair pair = pair_at(task, c);
-      if (pair.partner >= 0 && pair.partner < c) continue;  // its first channel does both
+      if (pair.partner >= 0 && pair.partner < c) continue;  // handled with its first channel
       float a = 0;
       float b = 0;
       fused(c, pair, a, b);
@@ -183,7 +183,7 @@ struct RenderLanes {
     const bool paired = pair.partner >= 0;
     const int count = inputs.count;
     const int used = inputs.used_count();
-    // one chunk needs no tree, whose levels a device would keep in memory
+    // one chunk needs no tree, whose levels a device would spill to memory
     if (count <= chunk_inputs) {
       Accumulator a = fuser.init();
       Accumulator b = fuser.init();
@@ -266,7 +266,7 @@ struct RenderLanes {
                : rope_pair(task.pairing, task.first_channel, task.rotary_channels, channel);
   }
 
-  /// Types stored in blocks: a lane makes whole blocks, because the elements of one share a scale.
+  /// Block types: a lane computes whole blocks, because the elements of a block share a scale.
   template <class Fused>
   KVMELD_HD void put_blocks(const PlaneTask& task, std::int32_t head, std::uint32_t out_shift,
                             std::int64_t slot, int lane, const Fused& fused) const {
@@ -275,7 +275,7 @@ struct RenderLanes {
       const std::int32_t first = i * static_cast<std::int32_t>(row_block);
       float values[row_block];
       for (std::int32_t k = 0; k < row_block; ++k) {
-        // A pair is computed at its first channel, wherever the block's edge falls.
+        // A pair is computed at its first channel, also where its channels are in different blocks.
         const RopePair pair = pair_at(task, first + k);
         const bool second = pair.partner >= 0 && pair.partner < first + k;
         float a = 0;

@@ -19,7 +19,7 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace detail {
 
-/// Keys of one layer of a fragment, f64: what selection policies measure.
+/// The keys of one layer of a fragment in f64, for selection policies.
 struct LayerKeys {
   std::vector<std::int32_t> tokens;  ///< which of the fragment's tokens the layer holds, ascending
   std::vector<double> values;        ///< (token, head, channel)
@@ -37,7 +37,7 @@ inline void unrotate(const RopeSpec& rope, std::span<const double> frequencies,
                      std::int64_t position, double* row, std::int32_t channels) noexcept {
   for (std::int32_t c = 0; c < channels; ++c) {
     const RopePair pair = rope_pair(rope.pairing, rope.first_channel, rope.rotary_channels, c);
-    if (pair.partner <= c) continue;  // unpaired, or done with its partner
+    if (pair.partner <= c) continue;  // unpaired, or handled with its partner
     const math::SinCos at = math::sin_cos(static_cast<double>(position) *
                                           frequencies[static_cast<std::size_t>(pair.index)]);
     const double a = row[c], b = row[pair.partner];
@@ -46,10 +46,10 @@ inline void unrotate(const RopeSpec& rope, std::span<const double> frequencies,
   }
 }
 
-/// Reads the first plane (key or latent) of a layer, −1: ⌊layers / 2⌋; `turned_back` undoes each
-/// token's position.
+/// Reads the first plane (key or latent) of a layer, −1: ⌊layers / 2⌋; `rotated_back` rotates each
+/// key back to position 0.
 ///
-/// Errors: `invalid_argument` for a layer that is not there, and those of `inverse_frequencies`.
+/// Errors: `invalid_argument` for a layer that does not exist, and those of `inverse_frequencies`.
 [[nodiscard]] inline Result<LayerKeys> layer_keys(const Source& source, std::int32_t layer,
                                                   bool rotated_back) {
   const Geometry& geometry = source.fragment->geometry();
@@ -153,7 +153,7 @@ using RowMeasure = double (*)(const double*, const double*, std::size_t) noexcep
   return best_isa() == Isa::baseline ? distance_baseline : distance_avx2;
 }
 
-/// Checks a budget, and says whether every token fits into it.
+/// Checks a budget, and returns whether every token fits into it.
 [[nodiscard]] inline Result<bool> keeps_all(const char* policy, std::int64_t budget,
                                             std::int64_t tokens) {
   if (budget < 0)

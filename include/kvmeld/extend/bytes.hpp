@@ -22,11 +22,11 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace extend {
 
-/// Reads what `ByteWriter` wrote, from bytes that nobody vouches for: no length is believed before
-/// it is checked.
+/// Reads what `ByteWriter` wrote, from untrusted bytes: every length is checked before it is used.
 ///
-/// The first failure stays: later reads give zeros and touch nothing, so that a parser checks
-/// `status()` once at its end, and before it allocates by a count (`count` does).
+/// The first failure is kept, and later reads return zeros without reading, so that a parser checks
+/// `status()` once at its end. Before it allocates by a count, it reads the count by `count`, which
+/// checks it.
 class ByteReader {
  public:
   explicit ByteReader(std::span<const std::byte> bytes) noexcept
@@ -95,7 +95,7 @@ class ByteReader {
     failed_at_ = offset();
     rest_ = {};
   }
-  /// What went wrong first, with the byte where it did. `what` names the thing that was being read.
+  /// The first failure, with its byte offset. `what` names the thing that was being read.
   [[nodiscard]] Status status(std::string_view what) const {
     if (ok()) return {};
     return extend::error(code_, what, ": ", to_string(code_), " at byte ", failed_at_, " of ",
@@ -160,8 +160,8 @@ class ByteWriter {
 
 namespace detail {
 
-/// Memory that a decoded geometry may take: layers are written once and referred to, so few bytes
-/// can ask for many.
+/// Largest memory of a decoded geometry: equal layers are written once and referred to, so few
+/// bytes can describe many layers.
 inline constexpr std::size_t max_geometry_bytes = std::size_t{64} << 20;
 
 inline void write_rope(extend::ByteWriter& w, const RopeSpec& rope) {
@@ -188,7 +188,7 @@ inline void write_rope(extend::ByteWriter& w, const RopeSpec& rope) {
 
 namespace extend {
 
-/// An enumerator up to `last`; any other stays unread.
+/// An enumerator up to `last`; any other value fails the reader.
 template <class E>
 [[nodiscard]] E read_enum(extend::ByteReader& r, E last) noexcept {
   const auto raw = r.value<std::uint8_t>();
@@ -229,7 +229,7 @@ namespace detail {
   rope.short_factors = r.values<float>();
   rope.long_factors = r.values<float>();
   rope.factors = r.values<float>();
-  // a NaN equals nothing, itself included: such a cache could meet no other
+  // a NaN differs from itself, so such a cache could never be merged
   if (!(rope == rope)) r.fail(ErrorCode::corrupt);
   return rope;
 }
@@ -294,7 +294,7 @@ inline void write_geometry(extend::ByteWriter& w, const Geometry& geometry) {
   std::vector<std::size_t> index;
   for (const LayerShape& layer : geometry.layers) {
     extend::ByteWriter
-        one;  // bytes, not values, are compared: 0 and -0 are equal and have other ids
+        one;  // bytes are compared, not values: 0 and -0 are equal but have different ids
     detail::write_layer(one, layer);
     const auto same = std::find_if(distinct.begin(), distinct.end(), [&](const auto& known) {
       return std::ranges::equal(known, one.written());
@@ -308,8 +308,8 @@ inline void write_geometry(extend::ByteWriter& w, const Geometry& geometry) {
   for (const std::size_t i : index) w.varint(i);
 }
 
-/// Reads what `write_geometry` wrote; a failure stays in the reader. The caller runs `validate` on
-/// the result.
+/// Reads what `write_geometry` wrote; a failure is kept in the reader. The caller runs `validate`
+/// on the result.
 [[nodiscard]] inline Geometry read_geometry(extend::ByteReader& r) {
   Geometry geometry;
   geometry.model = r.text();
@@ -335,9 +335,8 @@ inline void write_geometry(extend::ByteWriter& w, const Geometry& geometry) {
   return geometry;
 }
 
-/// One code point read from the front of a text, and how many bytes it took: 0 bytes where the text
-/// is empty or not UTF-8 there (RFC 3629: no overlong forms, no surrogates, nothing above
-/// U+10FFFF).
+/// The first code point of a text, and its length in bytes: 0 bytes where the text is empty or not
+/// UTF-8 there (RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF).
 struct CodePoint {
   char32_t value = 0;
   std::size_t bytes = 0;

@@ -1,6 +1,6 @@
 #pragma once
 
-/// The compiled part of a plan, which does not depend on the merger, and what it is checked for.
+/// The compiled part of a plan, which does not depend on the merger's type, and its checks.
 
 #include <algorithm>
 #include <cmath>
@@ -36,8 +36,8 @@ namespace extend {
 
 /// Renders rows: row r is one output token of one (layer, plane), all heads.
 ///
-/// gather → turn to the frame → reduce → turn to the output position → store, in f32, nothing
-/// stored between.
+/// gather → rotate for the fusion → reduce → rotate to the output position → store, in f32, without
+/// intermediate buffers of the output's size.
 /// @tparam F models `FoldForm`, `SelectForm` or `MixForm`.
 template <class F>
 struct RenderWork {
@@ -75,8 +75,8 @@ struct PlanSource {
   Fragment fragment;
   std::size_t payload_index = 0;
   float weight = 1.0F;
-  /// Made by the plan: a copy of the local cache, or mapped from another model (and then mostly
-  /// un-rotated, all at position 0).
+  /// Created by the plan: a copy of the local cache, or projected from another model (then mostly
+  /// un-rotated, at position 0).
   bool own = false;
 
   [[nodiscard]] const Payload& payload() const noexcept {
@@ -90,7 +90,7 @@ struct GroupArrays {
   std::vector<RowInput> inputs;
   std::vector<std::uint32_t> out_shift;
   std::vector<std::uint32_t> run;
-  // (inputs) turn straight to the output; empty without head weights
+  // (inputs) shift directly to the output; empty without head weights
   std::vector<std::uint32_t> direct;
   std::vector<std::uint32_t> origin;  // (inputs) index of the contribution, likewise
 };
@@ -105,7 +105,7 @@ struct PlanCore {
   std::vector<std::int64_t> positions;  // (outputs)
   std::vector<TokenId> tokens;          // (outputs)
   std::vector<Hole> holes;
-  std::vector<std::int64_t> shifts{0};  // distinct turns; index 0 turns nothing
+  std::vector<std::int64_t> shifts{0};  // distinct shifts; index 0 is shift 0
   std::vector<detail::GroupArrays> groups;
   std::vector<std::uint32_t> layer_group;  // (layers)
   // (layers) each (head, input of the group), or empty
@@ -114,7 +114,7 @@ struct PlanCore {
   std::vector<RopeTable> ropes;
   std::vector<std::int32_t> layer_rope;  // (layers) −1: keys are not rotated
   std::int64_t bytes = 0;
-  std::int64_t fused = 0;  // outputs, holes left out, of two contributions or more
+  std::int64_t fused = 0;  // outputs, without holes, of two contributions or more
   RenderWarnings warnings = RenderWarnings::none;
   Digest128 render_id;
 
@@ -145,19 +145,20 @@ struct PlanCore {
 
 namespace extend {
 
-/// What planning asks of a fuser and its row form, whatever their types. Refers to both.
+/// The properties and functions of a fuser and its row form that planning needs, with their types
+/// erased. Refers to both.
 struct RowsCall {
   const void* fuser = nullptr;
   const void* rows = nullptr;
-  bool rotation_equivariant = false;  ///< equally rotated rows may be fused as they lie
-  bool keeps_single = false;          ///< one contribution is handed on as it is
+  bool rotation_equivariant = false;  ///< equally rotated rows may be fused as stored
+  bool keeps_single = false;          ///< a single contribution is returned unchanged
   bool selects = false;               ///< sorts the values of a channel
   bool mixes = false;                 ///< sees all contributions at once
   bool normalises = false;            ///< divides by the sum of the weights
   bool scales_weights = false;        ///< the plan itself makes the weights add up to 1
   /// The fuser's own bound on contributions; null where it has none.
   Status (*check)(const void* fuser, std::int64_t contributions) = nullptr;
-  /// The largest magnitude that inputs up to `peak` can give; null where the form tells none.
+  /// The largest magnitude that inputs up to `peak` can give; null where the form has none.
   double (*bound)(const void* rows, double peak, double weights, int channels) = nullptr;
   /// Renders rows [first, last) of the tasks.
   void (*render)(const void* rows, const PlaneTask* tasks, std::int64_t outputs, RowMode mode,
@@ -199,11 +200,11 @@ RowsCall rows_call(const F& fuser, const detail::RowForm<F>&& rows) = delete;
 
 }  // namespace extend
 
-// What a plan tells the row work of each plane.
+// The tasks of the row work, one for each plane.
 
 namespace detail {
 
-/// The task of one plane. `place` maps a host array to where the executor reads it.
+/// The task of one plane. `place` maps a host array to the address at which the executor reads it.
 /// @param index  of the plane among all planes of all layers
 /// @param bases  (sources) takes the addresses of the plane's rows
 template <class Place>
@@ -259,12 +260,11 @@ void fill_tasks(const PlanCore& core, const MutableKvCacheRef& out, PlaneTask* t
 
 }  // namespace extend
 
-// Plans that do less than was asked for.
+// Warnings of plans that do less than the caller probably intended.
 
 namespace detail {
 
-/// Whether a caller chose this fuser for what it does: any but what `merger()` takes where none is
-/// named.
+/// Whether a fuser was chosen by the caller: any but the default of `merger()`.
 template <class F>
 [[nodiscard]] bool chosen(const F& fuser) noexcept {
   if constexpr (std::is_same_v<F, WeightedMean>) {
@@ -290,12 +290,12 @@ KVMELD_API Status warn(PlanCore& core, std::span<const std::uint8_t> several, Re
 
 }  // namespace extend
 
-// Fragments of other models in a plan: asked for, checked, and made fragments of the target's
-// model.
+// Fragments of other models in a plan: requested from the aligner, checked, and converted to the
+// target's model.
 
 namespace detail {
 
-/// What an aligner takes beside fragments in the target's geometry, of any type.
+/// An aligner's conversion of fragments of other models, with its type erased.
 struct TransformCall {
   const void* policy = nullptr;
   Status (*accepts)(const void*, const Geometry&, const Geometry&) = nullptr;
@@ -322,7 +322,7 @@ template <class P>
 
 namespace extend {
 
-/// Refuses positions of outputs, prefix and spans that cannot stand in one context.
+/// Refuses positions of outputs, prefix and spans that cannot be in one context.
 KVMELD_API Status check_positions(const Geometry& geometry, const std::vector<PlanSource>& sources,
                                   const PlanCore& core, const FragmentSet::Entry* in_place,
                                   std::int64_t context_length);
@@ -331,12 +331,12 @@ KVMELD_API Status check_positions(const Geometry& geometry, const std::vector<Pl
 
 namespace detail {
 
-/// A fuser's `score`, whatever its type, and what asks it.
+/// A fuser's `score` with its type erased, and the function that calls it.
 struct ScoreCall {
   const void* fuser = nullptr;
   Status (*call)(const void*, const Scoring&, std::span<double>) = nullptr;
   bool norms = false;  ///< whether it reads them
-  /// `score_rows`, which only those pay for whose fuser scores.
+  /// `score_rows`, linked only where a fuser scores.
   Status (*rows)(const PlanCore&, AlignmentGroup&, std::vector<std::size_t>, const ScoreCall&,
                  std::span<const std::uint8_t>, std::int64_t) = nullptr;
 };
@@ -363,12 +363,12 @@ template <class F>
 
 }  // namespace detail
 
-// Planning, whatever the merger's type.
+// Planning, independent of the merger's type.
 
 namespace extend {
 
-/// Compiles an alignment into the rows of a plan, and refuses rows that its fuser, or the output's
-/// elements, cannot take: what every plan ends with.
+/// The last step of every plan: compiles an alignment into rows, and refuses rows that the fuser or
+/// the output's element type cannot take.
 /// @param recompute (outputs) 1 where the engine computes the token
 KVMELD_API Status finish_rows(PlanCore& core, const Alignment& alignment, const RowsCall& fuser,
                               std::span<const std::uint8_t> recompute, std::int64_t context_length);
@@ -377,7 +377,8 @@ KVMELD_API Status finish_rows(PlanCore& core, const Alignment& alignment, const 
 
 namespace detail {
 
-/// What planning asks of a merger, whatever its type: thunks over the merger. Refers to it.
+/// The functions of a merger that planning needs, with its type erased: thunks that refer to the
+/// merger.
 struct MergerCall {
   const void* merger = nullptr;
   Digest128 (*digest)(const void*) = nullptr;
@@ -453,17 +454,17 @@ template <class M>
   return call;
 }
 
-/// `plan`, whatever the merger's type.
+/// `plan` for a merger whose type is erased.
 [[nodiscard]] KVMELD_API Result<PlanCore> plan_core(const FragmentSet& set,
                                                     const MergerCall& merger, const Target& target);
 
 }  // namespace detail
 
-// What an output must be.
+// The checks of an output.
 
 namespace extend {
 
-/// Whether a layer of the output has a place for every row that is rendered and read later.
+/// Checks that a layer of the output has a slot for every row that is rendered and read later.
 [[nodiscard]] KVMELD_API Status check_slots_present(const PlanCore& core, std::size_t layer,
                                                     const TokenSlots& slots);
 
@@ -476,9 +477,9 @@ namespace detail {
   return static_cast<const PlanCore*>(core)->rendered(layer, token);
 }
 
-/// Refuses outputs that cannot take the rows: other shapes, too few slots, slots that share memory
-/// with each other, with a payload or with the workspace. `scratch`, in the workspace, takes a
-/// number for each output.
+/// Refuses outputs that cannot take the rows: other shapes, too few slots, or slots that share
+/// memory with each other, with a payload or with the workspace. `scratch`, in the workspace, holds
+/// one number for each output.
 KVMELD_API Status check_output(const PlanCore& core, const MutableKvCacheRef& out,
                                std::span<const std::byte> workspace, std::int64_t* scratch);
 

@@ -15,8 +15,8 @@
 
 KVMELD_NAMESPACE_BEGIN
 
-// Stored rows as f32 that are rotated while they are in registers: what comparing and attending to
-// un-rotated keys spends its time on.
+// Stored rows as f32, rotated while they are in registers. Comparing and attending to un-rotated
+// keys spends most time here.
 
 namespace detail {
 
@@ -45,8 +45,8 @@ KVMELD_TARGET_AVX512 KVMELD_NOINLINE void load_rotated_avx512(const Rotation& ro
 
 #endif  // KVMELD_X86_DISPATCH
 
-/// Reads the heads of one token, which lie side by side, as f32 and rotates them: the bytes of
-/// `load_row` and `turn_row`.
+/// Reads the contiguous heads of one token as f32 and rotates them: the bytes of `load_row` and
+/// `rotate_row`.
 inline void load_rotated([[maybe_unused]] ElementType type, Isa isa, const Rotation& rotation,
                          const std::byte* in, std::int64_t heads, float* out) noexcept {
 #if KVMELD_X86_DISPATCH
@@ -67,40 +67,42 @@ inline void load_rotated([[maybe_unused]] ElementType type, Isa isa, const Rotat
 
 }  // namespace detail
 
-// What a render reads and writes, as arrays that a device can copy as they lie.
+// The inputs and outputs of a render, as arrays that can be copied to a device unchanged.
 
 namespace extend {
 
-/// One contribution as the row work reads it: where the row lies, its weight, and how far its key
+/// One contribution as the row work reads it: its row, its weight, and the shift by which its key
 /// is rotated first.
 struct RowInput {
   std::uint32_t source = 0;
   std::uint32_t row = 0;  ///< index among the tokens that the layer group holds of that source
   float weight = 1.0F;
-  std::uint32_t shift = 0;  ///< row of the rope table; 0: as it is
+  std::uint32_t shift = 0;  ///< row of the rope table; 0: not rotated
 };
 
 }  // namespace extend
 
 namespace detail {
 
-/// The outputs of the layers that hold the same tokens, as arrays that a device can copy as they
-/// lie.
+/// The outputs of the layers that hold the same tokens, as arrays that can be copied to a device
+/// unchanged.
 struct RowGroup {
   const std::uint32_t* row_begin = nullptr;  ///< (outputs + 1)
   const RowInput* inputs = nullptr;
-  const std::uint32_t* out_shift = nullptr;  ///< (outputs) turn after the fusion; 0: none
-  /// (outputs) from here on copy consecutive rows of one source, equally rotated.
+  const std::uint32_t* out_shift = nullptr;  ///< (outputs) shift after the fusion; 0: none
+  /// (outputs) number of outputs from here on that copy consecutive rows of one source with one
+  /// shift.
   const std::uint32_t* run = nullptr;
-  /// (inputs) turn straight to the output, for a head that keeps one; null without head weights.
+  /// (inputs) shift directly to the output, for a head that keeps a single one; null without head
+  /// weights.
   const std::uint32_t* direct = nullptr;
 };
 
-/// The contributions to one head of an output: all of the output's, or those that head weights
-/// leave it.
+/// The contributions to one head of an output: all of the output's, or those with a nonzero head
+/// weight.
 struct HeadInputs {
   const RowInput* inputs = nullptr;
-  const float* weights = nullptr;  ///< 0: not of this head; null: the inputs' own
+  const float* weights = nullptr;  ///< 0: not of this head; null: the weights of the inputs
   int count = 0;                   ///< of the output
 
   [[nodiscard]] KVMELD_HD bool used(int i) const noexcept {
@@ -126,7 +128,7 @@ struct HeadInputs {
 
 namespace extend {
 
-/// One plane of one layer: where its rows come from and go to.
+/// One plane of one layer: the sources and the destination of its rows.
 struct PlaneTask {
   MutablePlaneRef out;
   detail::RowGroup group;
@@ -136,16 +138,15 @@ struct PlaneTask {
   RopePairing pairing = RopePairing::half_split;
   std::int32_t first_channel = 0;
   std::int32_t rotary_channels = 0;
-  /// (head, input) in place of the inputs' own, 0: not of this head; null: none.
+  /// (head, input) weights that replace those of the inputs, 0: not of this head; null: none.
   const float* head_weights = nullptr;
   std::int64_t input_count = 0;  ///< of the group
-  /// The local cache: a head that is its alone takes it as it is.
+  /// The source that is the local cache; a head to which only it contributes copies it unchanged.
   std::uint32_t local_source = 0xffffffff;
   std::int32_t layer = 0;
-  bool packed = false;  ///< output tokens follow each other in memory in canonical order
+  bool packed = false;  ///< output tokens are contiguous in memory in canonical order
 
-  /// Whether a head takes its only contribution as it is; `keeps_single`: the fuser does so with
-  /// any.
+  /// Whether a head takes its only contribution unchanged; `keeps_single`: the fuser always does.
   [[nodiscard]] KVMELD_HD bool keeps(const detail::HeadInputs& row,
                                      bool keeps_single) const noexcept {
     return row.used_count() == 1 &&
@@ -172,9 +173,9 @@ struct PlaneTask {
   }
 };
 
-inline constexpr std::int32_t max_channels = 1024;  ///< of a head; rows live on the stack
+inline constexpr std::int32_t max_channels = 1024;  ///< of a head; rows are on the stack
 
-inline constexpr int chunk_inputs = 64;  ///< contributions that are absorbed one after the other
+inline constexpr int chunk_inputs = 64;  ///< contributions that are absorbed in sequence
 
 }  // namespace extend
 
@@ -184,8 +185,8 @@ inline constexpr int max_levels = 12;  ///< of the tree that joins chunks: 64 <<
 
 }  // namespace detail
 
-// Output rows of one contribution: moved or rotated, in runs where rows follow each other; and how
-// finished rows are written.
+// Output rows of one contribution, copied or rotated, in runs where rows are contiguous; and the
+// writing of finished rows.
 
 namespace extend {
 
@@ -195,10 +196,10 @@ struct RowMode {
   bool streams = false;  ///< the output is larger than the caches
 };
 
-/// Bytes that are computed before they are streamed out: they stay in the first cache.
+/// Bytes that are computed before they are streamed out, few enough to stay in the L1 cache.
 inline constexpr std::int64_t stage_bytes = 16 << 10;
 
-/// Where a head of a slot of the output lies.
+/// The address of a head in a slot of the output.
 [[nodiscard]] inline std::byte* row_address(const PlaneTask& task, std::int64_t slot,
                                             std::int64_t head) noexcept {
   return task.out.data + task.out.byte_offset(task.out.row_offset(slot, head));
@@ -208,8 +209,8 @@ inline constexpr std::int64_t stage_bytes = 16 << 10;
 
 namespace detail {
 
-/// Rotates rows that follow each other on both sides, where the output streams straight from
-/// registers or through a stage.
+/// Rotates rows that are contiguous in source and target, where the output is streamed directly
+/// from registers or through a staging buffer.
 inline void rotate_run(const PlaneTask& task, RowMode mode, const Rotation& rotation,
                        const std::byte* in, std::byte* out, std::int64_t rows) noexcept {
   const std::int64_t bytes = row_bytes(task.out.shape);
@@ -227,7 +228,7 @@ inline void rotate_run(const PlaneTask& task, RowMode mode, const Rotation& rota
     const std::int64_t part = rows - at < most ? rows - at : most;
     rotate_stored_rows(task.out.shape.type, mode.isa, rotation, in + at * bytes, bytes, stage,
                        bytes, part);
-    // read while this piece is written
+    // prefetched while this stage is written
     const std::int64_t next = at + 2 * most <= rows ? most * bytes : 0;
     for (std::int64_t line = 0; line < next; line += 64)
       __builtin_prefetch(in + at * bytes + next + line);
@@ -235,7 +236,7 @@ inline void rotate_run(const PlaneTask& task, RowMode mode, const Rotation& rota
   }
 }
 
-/// Writes one finished row wherever its channels lie.
+/// Writes one finished row, whatever the layout of its channels.
 inline void put_row(const PlaneTask& task, RowMode mode, std::int64_t slot, std::int64_t head,
                     const float* row) noexcept {
   const PlaneShape& shape = task.out.shape;
@@ -260,7 +261,7 @@ namespace extend {
 
 namespace detail {
 
-/// Renders output `o`, which is a single contribution as it is or rotated, or a run of such;
+/// Renders output `o`, or a run of outputs, that has a single contribution, copied or rotated;
 /// returns how many are done.
 inline std::int64_t render_single(const PlaneTask& task, RowMode mode, std::int64_t o,
                                   std::int64_t last) noexcept {
@@ -304,18 +305,18 @@ inline std::int64_t render_single(const PlaneTask& task, RowMode mode, std::int6
 
 }  // namespace detail
 
-// Outputs that are folds of the same rows by weights of their own, as pooled tokens are: each row
-// is read once for all of them.
+// Outputs that fold the same rows with different weights, such as pooled tokens: each row is read
+// once for all of them.
 
 namespace detail {
 
-/// Channels of a head, up to a whole number of blocks.
+/// Channels of a head, rounded up to whole blocks.
 [[nodiscard]] inline std::int64_t pooled_width(const PlaneTask& task) noexcept {
   return (task.out.shape.channels + row_block - 1) / row_block * row_block;
 }
 
-/// Outputs from `o` on, below `last`, that are folded together: of the same rows, of which every
-/// head takes two or more. 0: not even one.
+/// The number of outputs from `o` on, below `last`, that are folded together: they have the same
+/// rows, and every head takes two or more. 0: none.
 [[nodiscard]] inline std::int64_t pooled_outputs(const PlaneTask& task, std::int64_t o,
                                                  std::int64_t last) noexcept {
   if (task.head_weights == nullptr) return 0;
@@ -338,13 +339,13 @@ namespace detail {
   return most;
 }
 
-/// One head of several outputs: chunks of 64 contributions, joined as a binary counter carries, all
-/// as `fold_heads` does for one output.
+/// One head of several outputs: chunks of 64 contributions, joined in the order of a binary
+/// counter, as `fold_heads` does for one output.
 template <class F>
 struct PooledHead {
   using Accumulator = typename FoldRows<F>::Accumulator;
   static constexpr std::int64_t most_outputs = max_channels / row_block;
-  // a head's rows lie a token apart: no processor asks for them by itself
+  // a head's rows are a token apart, which hardware prefetchers do not follow
   static constexpr int rows_ahead = 8;
 
   PooledHead(const F& f, const PlaneTask& t, Isa i, std::int64_t n)
@@ -437,23 +438,23 @@ std::int64_t render_pooled(const F& fuser, const PlaneTask& task, RowMode mode, 
 
 // The host form of a render: the expressions of the lane form, over whole rows and runs of rows.
 //
-// What does not depend on the fuser is compiled once a file; a fuser adds two small loops for each
-// instruction set.
+// Code that does not depend on the fuser is compiled once for each file; a fuser adds two small
+// loops for each instruction set.
 
 namespace detail {
 
-/// Zeros from channel n to the next whole block: what is sorted or mixed there must be a number.
+/// Writes zeros from channel n to the end of its block, since sorting and mixing read whole blocks.
 inline void pad_row(float* row, std::int64_t n) noexcept {
   for (std::int64_t c = n; c % row_block != 0; ++c) row[c] = 0;
 }
 
-/// Heads of one output that are fused in one go, as one long row.
+/// Heads of one output that are fused together, as one long row.
 struct HeadSpan {
   std::int64_t first = 0;
   std::int64_t count = 1;
 };
 
-/// Heads of one contribution in f32, rotated to the frame. row: (heads, channels)
+/// Reads heads of one contribution as f32, rotated for the fusion. row: (heads, channels)
 inline void fetch_rows(const PlaneTask& task, RowMode mode, const RowInput& input, HeadSpan heads,
                        float* row) noexcept {
   const std::byte* const in = task.input(input, heads.first);
@@ -463,7 +464,7 @@ inline void fetch_rows(const PlaneTask& task, RowMode mode, const RowInput& inpu
   load_row(task.out.shape.type, mode.isa, in, heads.count * task.out.shape.channels, row);
 }
 
-/// Folds heads of an output: chunks of 64 contributions, joined as a binary counter carries.
+/// Folds heads of an output: chunks of 64 contributions, joined in the order of a binary counter.
 template <class F>
 void fold_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs,
                 HeadSpan heads, float* row) {
@@ -527,7 +528,7 @@ void select_heads(const F& fuser, const PlaneTask& task, RowMode mode, const Hea
   }
 }
 
-/// Mixes one head of an output from all of its contributions side by side.
+/// Mixes one head of an output from all of its contributions at once.
 template <class F>
 void mix_head(const F& fuser, const PlaneTask& task, RowMode mode, const HeadInputs& inputs,
               std::int64_t head, float* fused) {
@@ -576,9 +577,8 @@ void fuse_heads(const F& fuser, const PlaneTask& task, RowMode mode, const HeadI
   }
 }
 
-/// Renders the heads of one output: several in one go where they lie side by side and what is done
-/// to each is the same. A head that weights leave a single contribution takes it as it is, or
-/// rotated once.
+/// Renders the heads of one output, several together where they are contiguous and are treated
+/// alike. A head whose weights keep a single contribution copies it, or rotates it once.
 template <class F>
 void render_heads(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o,
                   std::int64_t slot) {
@@ -666,8 +666,7 @@ void render_fused(const F& fuser, const PlaneTask& task, RowMode mode, std::int6
 
 namespace detail {
 
-/// Renders one output by order statistics: slices of its contributions side by side, sorted channel
-/// by channel.
+/// Renders one output by order statistics: slices of its contributions, sorted channel by channel.
 template <class F>
 void render_selected(const F& fuser, const PlaneTask& task, RowMode mode, std::int64_t o) {
   const std::int64_t slot = task.out.slots.slot(o);
@@ -718,7 +717,7 @@ void render_rows(const F& fuser, const PlaneTask* tasks, std::int64_t outputs, R
     const std::int64_t first = begin % outputs;
     const std::int64_t last = end - begin < outputs - first ? first + (end - begin) : outputs;
     begin += last - first;
-    // nothing is stored, and what counts heads in channels could not
+    // there is nothing to store, and later code divides by the number of channels
     if (task.out.shape.channels == 0) continue;
     for (std::int64_t o = first; o < last;) {
       const std::uint32_t count = task.group.row_begin[o + 1] - task.group.row_begin[o];

@@ -18,8 +18,8 @@ KVMELD_NAMESPACE_BEGIN
 
 namespace extend {
 
-/// Channels that a row body handles at once: a trip count known at compile time is what g++ -O2
-/// vectorises.
+/// Channels that a row body handles at once: g++ -O2 vectorises only loops whose trip count is
+/// known at compile time.
 inline constexpr std::ptrdiff_t row_block = 32;
 
 }  // namespace extend
@@ -142,15 +142,14 @@ KVMELD_HD KVMELD_ALWAYS_INLINE void store_q8_0(const float* __restrict in,
 }
 }  // namespace detail
 
-// Blocks of 32 elements by x86 vector code, where what compilers make of the portable loops is too
-// slow.
+// Blocks of 32 elements by x86 vector code, where compilers make slow code of the portable loops.
 
 #if KVMELD_X86_DISPATCH
 
 namespace detail {
 
-// Compiler vectors and builtins rather than <immintrin.h>, which costs every user 0.3 s a file
-// under g++ 12.
+// Compiler vectors and builtins instead of <immintrin.h>, which costs every user 0.3 s for each
+// file under g++ 12.
 template <class T, int bytes>
 struct VectorOf {
   typedef T type __attribute__((vector_size(bytes)));
@@ -165,7 +164,7 @@ namespace extend {
 template <class T, int bytes>
 using vector_t = typename detail::VectorOf<T, bytes>::type;
 
-/// The same at any address, and of bytes that are also of another type.
+/// The same at any address, and allowed to alias other types.
 template <class T, int bytes>
 using unaligned_vector_t = typename detail::VectorOf<T, bytes>::unaligned;
 
@@ -185,14 +184,14 @@ namespace detail {
 
 #endif  // KVMELD_X86_DISPATCH
 
-// Contiguous elements to f32 and back, in the right instruction set.
+// Contiguous elements to f32 and back, in a given instruction set.
 
 namespace extend {
 
 /// Reads `n` contiguous elements at any address as f32. `in` and `out` must not overlap.
 ///
 /// f64 narrows to nearest even; i8 comes without scale; q8_0 starts at a block. An unknown type
-/// leaves `out` as it is: plans refuse it long before. Bytes are the same for every `isa`.
+/// leaves `out` unchanged; plans refuse it before. Bytes are the same for every `isa`.
 KVMELD_API void load_row(ElementType type, Isa isa, const std::byte* in, std::ptrdiff_t n,
                          float* out) noexcept;
 
@@ -209,8 +208,8 @@ KVMELD_API void store_row(ElementType type, Isa isa, const float* in, std::ptrdi
 
 namespace detail {
 
-/// Copies one element to or from any address. Devices read and write words whole only where they
-/// are told that these are aligned, as nearly all elements are.
+/// Copies one element to or from any address. Devices access whole words only where the compiler
+/// knows that they are aligned, as nearly all elements are.
 template <std::size_t size>
 KVMELD_HD inline void copy_element(void* to, const void* from, const std::byte* stored) noexcept {
   if (reinterpret_cast<std::uintptr_t>(stored) % size == 0) {
@@ -378,11 +377,11 @@ struct Lanes8<ElementType::bf16> {
 
 namespace extend {
 
-/// Sixteen elements in two vectors. Which element lies in which lane is the type's own affair
-/// (`even_odd`): what treats all elements alike need not know, and no shuffle is spent on it.
+/// Sixteen elements in two vectors. The order of elements in lanes depends on the type
+/// (`even_odd`): code that treats all elements alike need not know it, and no shuffle is needed.
 template <ElementType type>
 struct Lanes16 {
-  static constexpr bool even_odd = false;  ///< the first eight elements, then the last eight
+  static constexpr bool even_odd = false;  ///< false: the first eight elements, then the last eight
   static constexpr std::ptrdiff_t half = 8 * block_bytes(type);
 
   KVMELD_TARGET_AVX2 KVMELD_ALWAYS_INLINE static void load(const std::byte* in, FloatLanes& first,
@@ -610,8 +609,8 @@ struct Avx512Lanes32<ElementType::bf16> {
 
 #endif  // KVMELD_X86_DISPATCH
 
-// Conversions between stored elements, f32 and f64 that g++ makes of two halves and puts together
-// unless they are called by name.
+// Conversions between stored elements, f32 and f64, by builtin: otherwise g++ converts two halves
+// and combines them.
 
 #if KVMELD_X86_DISPATCH
 
@@ -682,10 +681,10 @@ load_sixteen(const std::byte* in) noexcept {
 
 #endif  // KVMELD_X86_DISPATCH
 
-// One vector type, so that a kernel is written once: as a template without a target of its own,
-// which goes as a whole into an entry for each instruction set. It is never compiled alone, so it
-// names no vectors of the compiler's own: g++ would take those apart before. For the same reason a
-// vector's operations are plain inline functions, which follow the kernel into its entry.
+// One vector type, so that a kernel is written once, as a template without a target attribute that
+// is inlined as a whole into an entry function for each instruction set. A kernel must not name the
+// compiler's own vector types, which g++ would lower to scalars before inlining. For the same
+// reason a vector's operations are plain inline functions, which are inlined with the kernel.
 
 #if KVMELD_X86_DISPATCH
 
@@ -838,8 +837,8 @@ KVMELD_TARGET_AVX2 inline Vec<float, 32> load_eight(const std::byte* in) noexcep
   return x;
 }
 
-/// Thirty-two elements between memory and an array that compilers keep in registers, in an order of
-/// the type's own.
+/// Thirty-two elements between memory and an array that compilers keep in registers, in an order
+/// that depends on the type.
 template <ElementType type, int bytes>
 struct Lanes32 {
   KVMELD_TARGET_AVX2 static void load(const std::byte* in, float* x) noexcept {
@@ -859,14 +858,14 @@ struct Lanes32<type, 64> {
   }
 };
 
-/// Asks for what lies ahead of a step of 32 elements: of f32 those may be two lines.
+/// Prefetches ahead of a step of 32 elements, which for f32 may be two lines.
 template <ElementType type, int written>
 KVMELD_ALWAYS_INLINE void prefetch_step(const std::byte* at) noexcept {
   __builtin_prefetch(at, written);
   if constexpr (block_bytes(type) == 4) __builtin_prefetch(at + 64, written);
 }
 
-/// Entries of a kernel, which is `Body::run`.
+/// The entry functions of a kernel, which is `Body::run`.
 template <class Body, class Function = decltype(Body::run)>
 struct Kernel;
 template <class Body, class R, class... A, bool quiet>
@@ -879,7 +878,7 @@ struct Kernel<Body, R(A...) noexcept(quiet)> {
   }
 };
 
-/// A few vectors by name: compilers keep arrays of them in memory.
+/// A few vectors as separate members: compilers would keep an array of them in memory.
 template <class V, int n>
 struct Vecs {
   V first;
@@ -906,8 +905,8 @@ struct Vecs<V, 1> {
 
 #endif  // KVMELD_X86_DISPATCH
 
-// How a render writes outputs that are larger than the caches, and how that is chosen for the
-// processor at hand.
+// How a render writes outputs that are larger than the caches, and how the method is chosen for the
+// processor.
 
 namespace exec {
 
@@ -915,7 +914,7 @@ namespace exec {
 enum class StreamWay : std::uint8_t {
   off,       ///< through the caches, whatever the size
   one_page,  ///< line after line
-  /// Lines of four stretches of 4 KiB in turn, so that one core waits for four pages at once.
+  /// Alternately lines of four stretches of 4 KiB, so that one core waits for four pages at once.
   four_pages,
 };
 
@@ -944,13 +943,13 @@ struct Streaming {
 
 namespace exec {
 
-/// What the processor at hand is given unless `set_streaming` says otherwise: `four_pages` on
-/// Intel's, `one_page` on others, from a quarter of the last-level cache that a core can have on,
-/// and from 4 MiB at least; `off` where there are no streaming stores.
+/// The default for this processor, unless `set_streaming` changes it: `four_pages` on Intel's,
+/// `one_page` on others, from a quarter of the last-level cache that a core can have on, and from 4
+/// MiB at least; `off` where there are no streaming stores.
 ///
-/// A copy reads as much as it writes, and what it wrote is read next: from a quarter on, streaming
-/// and reading back from memory takes less time than writing through the caches and finding part of
-/// it there. docs/performance.md has the rates of both ways.
+/// A copy reads as much as it writes, and its result is read next. From a quarter of the cache on,
+/// streaming and then reading from memory is faster than writing through the caches and then
+/// finding part of the result there. docs/performance.md has the rates of both ways.
 [[nodiscard]] KVMELD_API Streaming default_streaming() noexcept;
 
 }  // namespace exec
@@ -960,8 +959,8 @@ namespace exec {
 /// How large outputs are written in this process now.
 [[nodiscard]] KVMELD_API Streaming streaming() noexcept;
 
-/// Has the renders that start from now on write large outputs so; one that is under way and streams
-/// may go on in the new order. Any thread may call it at any time; bytes do not change.
+/// Sets how renders that start from now on write large outputs; a running one that streams may
+/// change to the new order. Thread-safe; bytes do not change.
 ///
 /// Where there are no streaming stores all ways are `off`. Errors: `invalid_argument` (a negative
 /// threshold), `unknown_field`.
@@ -969,18 +968,19 @@ KVMELD_API Status set_streaming(const Streaming& chosen);
 
 }  // namespace exec
 
-// Writing large outputs past the caches: a line that is overwritten whole need not be read first.
+// Writing large outputs past the caches: a line that is overwritten completely need not be read
+// first.
 
 namespace detail {
 
-/// Bytes of each of the four stretches that are streamed in turn.
+/// Bytes of each of the four stretches that are streamed alternately.
 inline constexpr std::int64_t stream_stretch = 4096;
-/// How far ahead of a single stream its source is asked for.
+/// Bytes ahead of a single stream that its source is prefetched.
 inline constexpr std::int64_t stream_ahead = 1024;
 
 /// Whether an output of so many bytes is written past the caches.
 [[nodiscard]] KVMELD_API bool streams_output(std::int64_t bytes) noexcept;
-/// Whether lines of four stretches are streamed in turn.
+/// Whether lines of four stretches are streamed alternately.
 [[nodiscard]] KVMELD_API bool streams_four_pages() noexcept;
 
 }  // namespace detail
@@ -995,7 +995,7 @@ KVMELD_API void stream_copy(std::byte* out, const std::byte* in, std::size_t byt
 
 namespace detail {
 
-/// Makes streamed stores visible to whoever sees what this thread does next.
+/// Orders streamed stores before this thread's later stores.
 inline void stream_fence() noexcept {
 #if KVMELD_X86_DISPATCH
   __builtin_ia32_sfence();
@@ -1007,27 +1007,27 @@ inline void stream_fence() noexcept {
 namespace exec {
 
 /// Measures which way to stream is the fastest here, in the caller's memory: copies of half of
-/// `scratch` to its other half by `memcpy` and by both ways, the best of three each. Neither
-/// chooses nor allocates: give the result to `set_streaming`.
+/// `scratch` to its other half by `memcpy` and by both ways, the best of three each. It neither
+/// changes the setting nor allocates: pass the result to `set_streaming`.
 ///
 /// The way is `off` where `memcpy` was the fastest; the threshold stays that of
-/// `default_streaming`. Takes some 30 ms for 64 MiB, which should be several times the threshold:
-/// what fits the caches is copied through them the fastest. Errors: `invalid_argument` (less than 2
-/// MiB).
+/// `default_streaming`. Takes some 30 ms for 64 MiB, which should be several times the threshold,
+/// since data that fits the caches is copied fastest through them. Errors: `invalid_argument` (less
+/// than 2 MiB).
 [[nodiscard]] KVMELD_API Result<Streaming> measure_streaming(std::span<std::byte> scratch);
 
 }  // namespace exec
 
 namespace extend {
 
-/// Bytes ahead of the loads that are asked for where `inputs` rows are read side by side: rows of
-/// consecutive tokens follow each other in a payload. Far enough to be in the next page, near
-/// enough for all inputs together to stay in the first cache.
+/// How many bytes ahead of the loads to prefetch where `inputs` rows are read together; rows of
+/// consecutive tokens are contiguous in a payload. Far enough to reach the next page, near enough
+/// for all inputs together to stay in the L1 cache.
 [[nodiscard]] constexpr std::ptrdiff_t prefetch_bytes(int inputs) noexcept {
   return inputs <= 4 ? 4096 : inputs >= 16 ? 1024 : 16384 / inputs / 64 * 64;
 }
 
-/// Bytes ahead of the stores that are asked for: a line is fetched before it is written.
+/// How many bytes ahead of the stores to prefetch, since a line is fetched before it is written.
 inline constexpr std::ptrdiff_t written_ahead = 1024;
 
 }  // namespace extend

@@ -56,7 +56,7 @@ class Random {
   std::uint64_t state_;
 };
 
-/// What an agent did, in the words of a log.
+/// An entry of the log: one operation of an agent.
 struct Operation {
   enum class Kind : std::uint8_t { insert, supersede, remove };
   Kind kind = Kind::insert;
@@ -71,12 +71,12 @@ struct Operation {
   static constexpr std::uint64_t unknown_sequence = ~std::uint64_t{0};
 };
 
-/// A plain list of what was done, kept apart from the library, and what must therefore be in every
-/// set at the end.
+/// A plain list of all operations, independent of the library, from which the expected content of
+/// every set follows.
 ///
-/// The reference is one sentence: a mark is in force if its operation happened and no removal that
-/// had observed it happened. What was acknowledged happened, unless nobody holds it any more and a
-/// fault explains that (`forget`).
+/// The reference rule: a mark is in force if its operation happened and no removal that had
+/// observed it happened. An acknowledged operation happened, unless no member holds it any more and
+/// a fault explains that (`forget`).
 class History {
  public:
   /// False: the dot was used before.
@@ -88,7 +88,7 @@ class History {
     operations_.push_back(std::move(operation));
     return true;
   }
-  /// An acknowledged operation that only lost disks held: from now on it may have happened or not.
+  /// Marks an acknowledged operation that only lost disks held: it may have happened or not.
   void forget(const Dot& dot) {
     for (Operation& o : operations_) {
       if (o.dot == dot) o.acknowledged = false;
@@ -96,7 +96,7 @@ class History {
   }
   [[nodiscard]] const std::vector<Operation>& operations() const noexcept { return operations_; }
 
-  /// What is wrong with a set's marks; empty: nothing.
+  /// The first error in a set's marks; empty: none.
   /// @param marks of every entry of a set, each with its id.
   [[nodiscard]] std::string check(const std::vector<std::pair<FragmentId, Mark>>& marks) const {
     const auto held = [&](const Operation& o) {
@@ -156,36 +156,37 @@ class History {
   std::vector<Operation> operations_;
 };
 
-/// What goes wrong in a simulation.
+/// The kinds of faults in a simulation.
 enum class Fault : std::uint8_t {
-  drop,               ///< a message is lost
-  duplicate,          ///< a message arrives twice
-  reorder,            ///< a message arrives behind a later one of the same sender
-  delay,              ///< a message arrives seconds later
-  truncate,           ///< a message loses its end
-  bit_flip,           ///< a message arrives with one wrong bit
-  partition,          ///< members fall into two groups that do not hear each other, until it heals
-  slow_peer,          ///< a member answers late for a while
-  crash,              ///< a process ends between two calls
-  torn_write,         ///< a process ends in the middle of a write
-  restart,            ///< a process starts again, in a new epoch
-  old_snapshot,       ///< a disk is restored from a copy that was made earlier
-  clock_jump,         ///< a member's clock jumps ahead or back
-  disk_full,          ///< a store takes nothing more for a while
-  store_unavailable,  ///< a store answers nothing for a while
-  write_refused,      ///< one write fails and did not happen
-  write_in_doubt,     ///< one write fails and happened
+  drop,          ///< a message is lost
+  duplicate,     ///< a message arrives twice
+  reorder,       ///< a message arrives behind a later one of the same sender
+  delay,         ///< a message arrives seconds later
+  truncate,      ///< a message is truncated
+  bit_flip,      ///< a message arrives with one wrong bit
+  partition,     ///< members are split into two groups that cannot reach each other, until it heals
+  slow_peer,     ///< a member answers late for a while
+  crash,         ///< a process ends between two calls
+  torn_write,    ///< a process ends in the middle of a write
+  restart,       ///< a process starts again, in a new epoch
+  old_snapshot,  ///< a disk is restored from an earlier copy
+  clock_jump,    ///< a member's clock jumps ahead or back
+  disk_full,     ///< a store is full for a while
+  store_unavailable,  ///< a store does not answer for a while
+  write_refused,      ///< one write fails and has no effect
+  write_in_doubt,     ///< one write fails but takes effect
   bit_rot,            ///< a blob or record at rest has one wrong bit
   lying_manifest,     ///< a peer sends a manifest of another fragment, or one with wrong chunks
   lying_chunk,        ///< a peer sends other bytes than the chunk that was asked for
   lying_news,         ///< a peer claims to have seen what it has not
   forged_dot,         ///< a peer acts in the name of the member it writes to
-  foreign_dot,        ///< a peer tells one member that another did what it did not
-  foreign_removal,    ///< a peer removes in another's name, or ends what another has not done yet
-  foreign_gone,       ///< a peer says that all of another's operations are gone
+  foreign_dot,        ///< a peer tells one member of another's operation that did not happen
+  foreign_removal,    ///< a peer removes in another's name, or removes an operation that has not
+                      ///< happened yet
+  foreign_gone,       ///< a peer claims that all of another's operations are removed
   flood,              ///< a peer sends operations beyond the quota
   join,               ///< a new member enters while the others compact
-  leave,              ///< a member leaves for good, its disk with it
+  leave,              ///< a member leaves permanently, and its disk is lost
   merger_upgrade,     ///< members restart with another merger, one after the other
 };
 /// Number of faults.
@@ -240,22 +241,22 @@ struct Faults {
   double disk_full = 0.15;          ///< a member
   double store_unavailable = 0.15;  ///< a member
   double bit_rot = 0.3;             ///< a member
-  double byzantine = 6;             ///< messages a second of one peer that lies in every way above
-  double insider = 0.5;             ///< of a run: that peer is a member
+  double byzantine = 6;  ///< messages a second of a peer that is Byzantine in every way above
+  double insider = 0.5;  ///< of a run: that peer is a member
   double join = 0.15;
   double leave = 0.1;
   double merger_upgrade = 0.5;  ///< of a run
 
-  /// Nothing goes wrong.
+  /// No faults.
   [[nodiscard]] static Faults none() noexcept {
     return {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
   }
 };
 
-/// What a simulation did and found, of one seed or of many.
+/// The figures and the first failure of a simulation, for one seed or many.
 struct Report {
-  std::string failure{};   ///< the first thing that went wrong, in one sentence; empty: nothing did
-  std::uint64_t seed = 0;  ///< of the failure; of the only run where there was none
+  std::string failure{};   ///< the first failure, in one sentence; empty: none
+  std::uint64_t seed = 0;  ///< of the failure; without one, of the only run
   std::uint64_t runs = 0;
   FaultCounts faults{};
   std::uint64_t events = 0;      ///< messages delivered, ticks and operations
@@ -267,27 +268,28 @@ struct Report {
   std::uint64_t removed = 0;     ///< acknowledged
   std::uint64_t evicted = 0;
   std::uint64_t unconfirmed = 0;  ///< operations whose call failed and which may have happened
-  /// Acknowledged, on lost disks only: nobody else had ever received them.
+  /// Acknowledged operations on lost disks only: no other member ever received them.
   std::uint64_t lost_operations = 0;
-  /// Whose bytes lost or rotten disks alone held: an agent produced them again.
+  /// Payloads whose bytes only lost or corrupted disks held: an agent computed them again.
   std::uint64_t lost_payloads = 0;
-  std::uint64_t compacted = 0;  ///< operations that ended as ranges of what is gone
+  std::uint64_t compacted = 0;  ///< operations that ended as ranges of removed dots
   std::uint64_t refused = 0;    ///< frames that members refused
-  std::uint64_t unvouched = 0;  ///< operations that members left out since nobody vouched for them
-  /// Times that a member was told of its own dots before it gave them out.
+  std::uint64_t unvouched =
+      0;  ///< operations that members left out because no other member confirmed them
+  /// Times that a member received its own dots before it used them.
   std::uint64_t reused = 0;
-  std::uint64_t strikes = 0;  ///< wrong pieces that members noticed
+  std::uint64_t strikes = 0;  ///< wrong chunks and manifests that members noticed
   std::uint64_t corrupt_records = 0;
   std::uint64_t fetched = 0;  ///< payloads from peers
-  /// Times that a member named another one as rendering with another merger.
+  /// Times that a member reported another one that renders with another merger.
   std::uint64_t other_mergers = 0;
   /// Simulated time from the last fault to the same state everywhere; the longest of all runs.
   std::uint64_t healed_after_ms = 0;
-  std::uint64_t fingerprint = 0;  ///< of everything delivered: the same seed gives the same one
+  std::uint64_t fingerprint = 0;  ///< hash of all deliveries: equal for equal seeds
 
   [[nodiscard]] bool ok() const noexcept { return failure.empty(); }
 
-  /// What runs the failing seed again, alone and with a trace.
+  /// The command that runs the failing seed again, alone and with a trace.
   [[nodiscard]] std::string replay() const {
     return "replay: KVMELD_SIM_SEED=" + extend::decimal(seed) + " and the same program";
   }
@@ -349,7 +351,7 @@ struct Report {
   }
 };
 
-/// A small model: two layers of one head with 32 channels, f32, rotated keys.
+/// The geometry of a small model: two layers of one head with 32 channels, f32, rotated keys.
 [[nodiscard]] inline std::shared_ptr<const Geometry> small_geometry() {
   auto geometry = std::make_shared<Geometry>();
   geometry->model = "simulated model";
@@ -393,7 +395,7 @@ inline void fill(HostCache& cache, Random& random, std::optional<float> same = s
   return out;
 }
 
-/// Bytes at rest, and what they were before they rotted.
+/// Stored bytes, and the bytes that were written, where they differ.
 struct Stored {
   using Bytes = std::shared_ptr<const std::vector<std::byte>>;
   Bytes now{};
@@ -402,13 +404,13 @@ struct Stored {
   [[nodiscard]] bool rotten() const noexcept { return now != written; }
 };
 
-/// What a disk or server holds. A copy is a snapshot of it; bytes are shared.
+/// The content of a disk or server. A copy is a snapshot; bytes are shared.
 struct SimulatedDisk {
   std::map<BlobKey, Stored> blobs{};
-  /// By number; a cursor is the generation and the number that comes next.
+  /// By number; a cursor is the generation and the next number.
   std::map<std::uint64_t, Stored> records{};
   std::uint64_t next_record = 1;
-  /// Changes where the content is not what it was: a restored server answers as a new one.
+  /// Changes where the content was replaced: a restored server counts as a new one.
   std::uint64_t generation = 1;
 
   /// Flips one bit of one blob or record. False where there is none.
@@ -430,11 +432,11 @@ struct SimulatedDisk {
 
 /// A `BlobStore` over a simulated disk, with a switch for each way in which stores fail.
 ///
-/// What a write has acknowledged stays, until the simulation rots it or restores the disk from a
-/// snapshot. A write that returned an error may have happened. A write in whose middle the process
-/// ends is not there, there, or torn, as the contract of `BlobStore` allows; from then on every
-/// call fails until `restart`. Over a shared disk every member has a store, its connection, of its
-/// own.
+/// An acknowledged write persists until the simulation corrupts it or restores the disk from a
+/// snapshot. A write that returned an error may have taken effect. A write during which the process
+/// ends is absent, complete, or torn, as the contract of `BlobStore` allows; from then on every
+/// call fails until `restart`. On a shared disk every member has its own store, as its own
+/// connection.
 class SimulatedStore final : public replica::BlobStore {
  public:
   SimulatedStore(std::shared_ptr<SimulatedDisk> disk, std::uint64_t seed)
@@ -442,8 +444,8 @@ class SimulatedStore final : public replica::BlobStore {
 
   bool full = false;
   bool unavailable = false;
-  double refused = 0;   ///< probability that a write fails and does not happen
-  double in_doubt = 0;  ///< probability that a write happens and fails
+  double refused = 0;   ///< probability that a write fails without effect
+  double in_doubt = 0;  ///< probability that a write takes effect and fails
   /// The process ends in the middle of the n-th write from now; 0: it does not.
   std::uint64_t dies_in = 0;
   FaultCounts* counts = nullptr;
@@ -503,15 +505,15 @@ class SimulatedStore final : public replica::BlobStore {
     if (outcome.happens && outcome.whole) {
       const auto end = disk_->records.lower_bound(number_of(cursor));
       for (auto at = disk_->records.begin(); at != end;) {
-        // A crash in the middle leaves some of the old ones.
+        // A crash during the loop leaves some of the old records.
         at = outcome.status.ok() || random_.chance(0.5) ? disk_->records.erase(at) : std::next(at);
       }
       disk_->records[disk_->next_record++] = stored(bytes);
     }
     return outcome.status;
   }
-  /// Which content this is: a replica that finds another than before writes down again what it
-  /// holds.
+  /// Identifies the content: a replica that finds another generation than before stores again what
+  /// it holds.
   [[nodiscard]] std::uint64_t generation() const noexcept override { return disk_->generation; }
 
  private:
@@ -525,7 +527,7 @@ class SimulatedStore final : public replica::BlobStore {
   [[nodiscard]] std::uint64_t cursor_at(std::uint64_t number) const noexcept {
     return disk_->generation << number_bits | number;
   }
-  /// 0 for a cursor of another content: what it had seen says nothing of this one.
+  /// 0 for a cursor of another generation, which does not apply to this content.
   [[nodiscard]] std::uint64_t number_of(std::uint64_t cursor) const noexcept {
     return cursor >> number_bits == disk_->generation
                ? cursor & ((std::uint64_t{1} << number_bits) - 1)
@@ -576,18 +578,18 @@ struct Delivery {
   std::vector<std::byte> bytes{};
 };
 
-/// Carries messages in simulated time, and loses, repeats, reorders, delays, cuts and damages them
-/// as it is told.
+/// Carries messages in simulated time, and drops, duplicates, reorders, delays, truncates and
+/// corrupts them as configured.
 class SimulatedNetwork {
  public:
   SimulatedNetwork(std::uint64_t seed, FaultCounts& counts) : random_(seed), counts_(&counts) {}
 
-  Faults faults = Faults::none();  ///< those of messages are read
+  Faults faults = Faults::none();  ///< only those of messages are read
 
-  /// Members on different sides do not hear each other, what is under way included.
+  /// Members on different sides cannot reach each other; messages in flight are lost as well.
   void set_side(replica::MemberId member, bool side) { sides_[member] = side; }
   void heal() { sides_.clear(); }
-  /// Adds to the time that everything to and from a member takes; 0: as the others.
+  /// Adds to the latency of all messages to and from a member.
   void set_slowness(replica::MemberId member, std::int64_t ms) { slowness_[member] = ms; }
 
   void send(std::int64_t now_ms, replica::MemberId from, replica::MemberId to,
@@ -674,14 +676,13 @@ class SimulatedNetwork {
   std::uint64_t cut_off_ = 0;
 };
 
-/// A peer that is heard and must not be believed: it serves other bytes than were asked for, acts
-/// in other members' names, says that what they did is gone and that they did what they did not,
-/// and floods.
+/// A Byzantine peer: it serves other bytes than were requested, acts in other members' names,
+/// claims that their operations were removed or that they did others, and floods.
 ///
-/// It stays within what replicas promise to bear (docs/convergence.md). A stranger may say
-/// anything. A member does not make up operations of another, whole, before that one was heard; nor
-/// what an agent did in an earlier life, to that agent; and neither announces fragments under its
-/// own dots that nobody can serve.
+/// It stays within the faults that replicas tolerate (docs/convergence.md). As a non-member it may
+/// send anything. As a member it does not invent complete operations of another member before that
+/// one was heard, nor operations of an agent's earlier epoch towards that agent; and in neither
+/// role does it announce fragments under its own dots that nobody can serve.
 class ByzantinePeer {
  public:
   static constexpr replica::MemberId id = 1'000'000;
@@ -695,7 +696,7 @@ class ByzantinePeer {
         member_(member),
         counts_(&counts) {}
 
-  /// A life of a member that goes on.
+  /// A running epoch of a member.
   struct Life {
     replica::MemberId member;
     std::uint64_t epoch;
@@ -704,7 +705,7 @@ class ByzantinePeer {
   struct Lie {
     replica::MemberId to;
     std::vector<std::byte> frame;
-    bool at_once = false;  ///< reaches the victim while it is in the life that the lie is about
+    bool at_once = false;  ///< delivered while the victim is in the epoch that the lie is about
   };
 
   /// Reads a message, and answers a request with something wrong, or not at all.
@@ -733,8 +734,7 @@ class ByzantinePeer {
     return out;
   }
 
-  /// A lie that nobody asked for: to a member, about itself or about another, which may be the
-  /// same.
+  /// An unsolicited lie to a member, about itself or another, which may be the same.
   [[nodiscard]] Lie act(const Life& victim, const Life& other) {
     const Fragment& some = corpus_[random_.below(corpus_.size())];
     switch (random_.below(7)) {
@@ -761,7 +761,7 @@ class ByzantinePeer {
         ++(*counts_)[Fault::flood];
         return lie(victim.member, replica::ReplicaMessage::delta, replica::encode_set(flood));
       }
-      // in the name of a member that is a stranger to nobody, what it has done already included
+      // in the name of a known member, including operations that it has done already
       case 3: {
         if (member_) return end(victim, other);
         return forge(victim.member, some, {other.member, random_.below(20), other.epoch},
@@ -795,7 +795,8 @@ class ByzantinePeer {
     ++(*counts_)[fault];
     return at_once(lie(to, replica::ReplicaMessage::delta, replica::encode_set(forged)));
   }
-  /// Ends what another has not done yet: by a removal of its own or, as a stranger, of that other.
+  /// Removes an operation that another member has not done yet: in its own name or, as a
+  /// non-member, in that member's.
   [[nodiscard]] Lie end(const Life& victim, const Life& other) {
     Removal removal{{id, random_.below(20), 1}, corpus_[random_.below(corpus_.size())].id(), {}};
     if (!member_ && random_.chance(0.5))
@@ -820,13 +821,13 @@ class ByzantinePeer {
   [[nodiscard]] std::vector<std::byte> false_chunk() {
     ++(*counts_)[Fault::lying_chunk];
     const Payload& payload = corpus_[random_.below(corpus_.size())].payloads()[0];
-    // another one, as well-formed as can be
+    // another chunk, well-formed
     auto bytes = replica::encode_chunk(replica::raw_chunk(payload, 0, chunk_bytes_));
     if (random_.chance(0.3)) bytes.resize(random_.below(bytes.size() + 1));
     if (random_.chance(0.3)) bytes.assign(random_.below(64), std::byte{0xA5});
     return bytes;
   }
-  /// Another fragment's manifest, or the right one with chunks that nobody has.
+  /// The manifest of another fragment, or the right one with chunks that nobody has.
   [[nodiscard]] std::vector<std::byte> false_manifest(const FragmentId& of) {
     ++(*counts_)[Fault::lying_manifest];
     const Fragment* told = &corpus_[random_.below(corpus_.size())];

@@ -105,7 +105,7 @@ KVMELD_API Status check_table(const TokenPlacement& placement, std::int64_t bloc
   return {};
 }
 
-/// Copies bytes that do not overlap; planes without channels have none, and no memory either.
+/// Copies bytes that do not overlap; planes without channels have no bytes and may have no memory.
 inline void copy_bytes(std::byte* to, const std::byte* from, std::int64_t count) noexcept {
   if (count > 0) std::memcpy(to, from, static_cast<std::size_t>(count));
 }

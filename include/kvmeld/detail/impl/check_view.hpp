@@ -1,7 +1,6 @@
 #pragma once
 
-/// Bodies of check_view.hpp: what a view must be before it is read, and what its keys say about a
-/// rope.
+/// Bodies of check_view.hpp: the checks of views, and the check of a rope against keys.
 
 #include <algorithm>
 #include <cstddef>
@@ -110,8 +109,8 @@ KVMELD_API Status check_slots(const TokenSlots& slots, std::int64_t tokens,
 
 namespace detail {
 
-/// The range of element offsets; false where there is none. Exact: each axis is linear, so its ends
-/// are at its ends.
+/// The range of element offsets; false where there is none. Exact: each axis is linear, so its
+/// extremes are at its ends.
 [[nodiscard]] inline bool element_range(const PlaneRef& plane, Wide& low, Wide& high) noexcept {
   if (plane.shape.heads <= 0 || plane.shape.channels <= 0) return false;
   bool any = false;
@@ -195,8 +194,8 @@ struct SlotRange {
   }
 };
 
-/// Whether no two (slot, head, channel) share an element: each axis steps over all that the smaller
-/// ones span.
+/// Whether no two (slot, head, channel) share an element: the stride of each axis is at least the
+/// span of all axes with smaller strides.
 [[nodiscard]] inline bool nested(const PlaneRef& plane, const SlotRange& range) noexcept {
   if (range.high < range.low) return true;
   const std::int64_t unit = block_elements(plane.shape.type), block = plane.slots.block_size;
@@ -257,7 +256,7 @@ KVMELD_API std::vector<Segment> segments(const PlaneRef& plane) {
 [[nodiscard]] inline bool intersect(const std::vector<Segment>& a,
                                     const std::vector<Segment>& b) noexcept {
   std::uintptr_t reach_a = 0,
-                 // segments of one plane may overlap each other, so remember how far any went
+                 // segments of one plane may overlap each other, so the furthest end is remembered
       reach_b = 0;
   for (std::size_t i = 0, j = 0; i < a.size() || j < b.size();) {
     if (j == b.size() || (i < a.size() && a[i].first <= b[j].first)) {
@@ -450,8 +449,8 @@ struct RopeFit {
   double scaled_error = 0.0;  // relative to at_q, best scale
 };
 
-/// Plain f64, a pair at a time: this is a check of the fast path's declaration, so it shares no
-/// code with the fast path.
+/// Plain f64, a pair at a time: this checks what the fast path assumes, so it shares no code with
+/// the fast path.
 [[nodiscard]] inline RopeFit fit_rope(const RopeSpec& rope, RopePairing pairing,
                                       std::int32_t channels, const std::vector<double>& cosines,
                                       const std::vector<double>& sines, std::span<const float> at_p,
@@ -488,7 +487,7 @@ struct RopeFit {
   return fit;
 }
 
-/// Refuses what `verify_rope` cannot measure by: (token, head, channel) keys at p and at q.
+/// Refuses samples that `verify_rope` cannot use: (token, head, channel) keys at p and at q.
 inline Status check_rope_samples(std::int32_t heads, std::int32_t channels,
                                  std::span<const float> keys_at_p, std::span<const float> keys_at_q,
                                  std::int64_t p, std::int64_t q, double tolerance) {
@@ -523,7 +522,7 @@ inline Status check_rope_samples(std::int32_t heads, std::int32_t channels,
                size_p <= 0.0 ? p : q, " are zero");
 }
 
-/// How well each of four explanations fits the keys.
+/// The errors of four hypotheses about the keys.
 struct RopeFits {
   RopeFit declared, swapped, still, reverse;
 };
@@ -551,7 +550,7 @@ struct RopeFits {
           fit(rope.pairing, ones, zeros), fit(rope.pairing, cosines, backward)};
 }
 
-/// What a caller may have declared wrong.
+/// A guess at what the caller declared wrongly.
 [[nodiscard]] inline std::string rope_hint(const RopeSpec& rope, const RopeFits& fits,
                                            double tolerance) {
   if (fits.still.error <= tolerance)

@@ -1,6 +1,6 @@
 #pragma once
 
-/// Bodies of fragment.hpp: what is sealed, hashed and viewed.
+/// Bodies of fragment.hpp: sealing, hashing, views.
 
 #include <algorithm>
 #include <array>
@@ -96,7 +96,7 @@ KVMELD_API Status check_seal(const KvCacheRef& view, const SealOptions& options)
   return validate(view.geometry());
 }
 
-/// Which of the tokens from `first` on a layer holds; its planes must agree.
+/// The tokens from `first` on that a layer holds; its planes must agree.
 [[nodiscard]] inline Result<TokenSet> present_tokens(const KvCacheRef& view, std::size_t layer,
                                                      std::int64_t first) {
   const std::size_t planes = view.geometry().layers[layer].planes.size();
@@ -303,7 +303,8 @@ KVMELD_API HostCache::HostCache(std::shared_ptr<const Geometry> geometry, std::i
       grow(shape.heads, extend::row_scales(shape) * std::int64_t{sizeof(float)});
     }
   }
-  if (!counted) total = (std::numeric_limits<std::size_t>::max)() / 2;  // more than there can be
+  if (!counted)
+    total = (std::numeric_limits<std::size_t>::max)() / 2;  // larger than any allocation
   bytes_.resize(total + line);
   void* begin = bytes_.data();
   std::size_t space = bytes_.size();

@@ -366,7 +366,7 @@ class Successions {
   }
   /// The smallest id of a circle is superseded by nothing.
   static void open_circles(std::vector<std::size_t>& next) {
-    std::vector<std::size_t> walk(next.size(), none);  // by which walk an entry was met first
+    std::vector<std::size_t> walk(next.size(), none);  // the walk that reached an entry first
     for (std::size_t begin = 0; begin < next.size(); ++begin) {
       std::size_t at = begin;
       while (at != none && walk[at] == none) {
@@ -444,8 +444,8 @@ KVMELD_API Result<FragmentSet> refresh::set_behind(const FragmentSet& set, const
 
 namespace detail {
 
-/// Marks in force after two replicas met: those that both have, and those of either that the other
-/// has not seen. Linear.
+/// The marks in force after a join: those that both have, and those of either that the other has
+/// not seen. O(marks).
 [[nodiscard]] inline std::vector<Mark> join_marks(const std::vector<Mark>& a,
                                                   const CausalContext& seen_by_a,
                                                   const std::vector<Mark>& b,
@@ -522,7 +522,7 @@ KVMELD_API std::vector<FragmentId> FragmentSet::join_entries(const FragmentSet& 
     const detail::Probe theirs = j.probe();
     bool equal = mine.same_prefix(theirs);
     bool first = mine.before(theirs);
-    if (equal && mine.tag != theirs.tag) {  // of one id most likely, and it may be two
+    if (equal && mine.tag != theirs.tag) {  // most likely one id, but the prefix may be shared
       equal = i.entry().id == j.entry().id;
       first = i.entry().id < j.entry().id;
     }
@@ -555,8 +555,8 @@ KVMELD_API void FragmentSet::join_removals(const FragmentSet& other,
     if (mine != nullptr && other.find(removal.id) == nullptr && other.forgets(*mine))
       touched.push_back(removal.id);
     if (context_.contains(removal.dot)) continue;
-    // What a new removal takes back is in force on its id, or not seen yet. If neither, it was
-    // taken back before, or somebody named another's.
+    // An operation that a new removal names is normally in force on its id, or not seen yet.
+    // Otherwise it was removed before, or the removal names an operation on another id.
     for (const Dot& dot : removal.removed) {
       if (context_.contains(dot) && (mine == nullptr || !detail::has_mark(*mine, dot)))
         elsewhere.push_back(dot);
@@ -566,8 +566,9 @@ KVMELD_API void FragmentSet::join_removals(const FragmentSet& other,
 }
 
 KVMELD_API void FragmentSet::forget_compacted() {
-  // What a removal took goes where the removal goes, also where the other's word on it was clipped:
-  // else these operations would be in no record, and nobody could be told that they ended.
+  // Where a removal is compacted, the operations that it removed are compacted too, also those
+  // missing in the other's record: otherwise they would be in no record, and no replica could learn
+  // that they were removed.
   CausalContext taken;
   for (const Removal& r : removals_) {
     if (!compacted_.contains(r.dot)) continue;
@@ -652,8 +653,8 @@ KVMELD_API void FragmentSet::compact(const CausalContext& stable) {
     for (const Dot& dot : removal.removed) gone.add(dot);
   }
   std::erase_if(removals_, [&](const Removal& r) { return gone.contains(r.dot); });
-  // A payload goes with the last removal that names its fragment: whoever lacks one may hold it in
-  // force.
+  // A payload is dropped with the last removal that names its fragment: a replica that lacks one of
+  // them may still hold the fragment in force.
   std::vector<FragmentId> named;
   for (const Removal& removal : removals_) named.push_back(removal.id);
   std::sort(named.begin(), named.end());

@@ -60,23 +60,21 @@ KVMELD_API Status check_plane(const PlaneShape& shape, std::size_t layer, std::s
   return {};
 }
 
-/// Refuses a layer whose rope nobody declared, that is none an engine can have, or that its planes
-/// contradict.
+/// Refuses a layer whose rope is undeclared, invalid, or contradicted by the layer's planes.
 ///
-/// Looked at whether or not a plane is marked rotary and whatever the key form: what is not rotated
-/// here and was by the engine is a wrong cache in silence.
+/// The check does not depend on whether a plane is marked rotary, nor on the key form: keys that
+/// the engine rotated but this library does not would silently give a wrong cache.
 [[nodiscard]] inline Status check_layer_rope(const LayerShape& layer, std::size_t l) {
   const bool rotates = layer.rope.kind != RopeKind::none;
   const auto check = [&](std::int32_t channels) -> Status {
     const Status status = validate(layer.rope, channels);
     return status.ok() ? status : error(status.code(), "layer ", l, ": ", status.message());
   };
-  // Without a plane to fit into, what the spec says of itself is checked in a head that is just
-  // large enough.
+  // Without a rotary plane, the spec is checked against a head that is just large enough.
   const std::int64_t end =
       static_cast<std::int64_t>(layer.rope.first_channel) + layer.rope.rotary_channels;
   KVMELD_TRY(check(end > 0 && end <= INT32_MAX ? static_cast<std::int32_t>(end) : 1));
-  // Where keys lie apart as a part with position and one without, the former alone is rotated.
+  // Where keys are stored as a part with position and a part without, only the former is rotated.
   bool apart = false, marked = layer.planes.empty();
   for (const PlaneShape& shape : layer.planes) apart = apart || shape.plane == Plane::rope_part;
   for (std::size_t p = 0; p < layer.planes.size(); ++p) {

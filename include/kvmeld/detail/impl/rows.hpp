@@ -1,6 +1,6 @@
 #pragma once
 
-/// Bodies of extend/rows.hpp: conversions of whole rows, and how large outputs are written.
+/// Bodies of extend/rows.hpp: conversions of whole rows, and the writing of large outputs.
 
 #include <algorithm>
 #include <atomic>
@@ -68,8 +68,8 @@ KVMELD_ALWAYS_INLINE void store_block<ElementType::q8_0>(const float* __restrict
   store_q8_0(in, out);
 }
 
-// All of a row: whole blocks, then the rest through a padded one, so that the same expressions make
-// every byte.
+// All of a row: whole blocks, then the rest through a padded block, so that the same expressions
+// compute every byte.
 
 template <class Block, ElementType type>
 struct LoadBlocks {
@@ -142,7 +142,7 @@ struct Avx2Block<ElementType::f16> {
                                                                 std::byte* out) noexcept {
     Lanes8<ElementType::f16>::store(load_lanes(in), out);
   }
-  // Four calls, not a loop: g++ would keep it, as long as its own overhead.
+  // Four calls, not a loop, which g++ would not unroll.
   KVMELD_TARGET_AVX2 static void load(const std::byte* __restrict in,
                                       float* __restrict out) noexcept {
     load_one(in, out);
@@ -177,7 +177,8 @@ struct Avx2Block<ElementType::bf16> : PortableBlock<ElementType::bf16> {
   }
 };
 
-/// Both 8-bit floats pass through binary16, of which they are a part once E4M3 is scaled by 2^-8.
+/// Both 8-bit floats are converted through binary16, which contains their values once E4M3 is
+/// scaled by 2^-8.
 ///
 /// Storing rounds to odd there (towards zero, a lost remainder sets the last bit), so that the
 /// second rounding, to nearest even, gives what one rounding would.
@@ -252,11 +253,11 @@ struct Avx2Block<ElementType::f8_e5m2> : Avx2Float8Block<ElementType::f8_e5m2> {
 #endif  // KVMELD_X86_DISPATCH
 
 /// Row conversions of one instruction set, out of line: a row body that is inlined into several
-/// instruction sets carries no target of its own, and each conversion is compiled once a file; the
-/// call costs a nanosecond or two a row.
+/// instruction sets carries no target of its own, and each conversion is compiled once for each
+/// file; the call costs one or two nanoseconds for each row.
 ///
-/// AVX-512 has none of its own: conversions keep up with the caches in AVX2, and a third copy costs
-/// every user compile time.
+/// There are none for AVX-512: AVX2 conversions keep up with the caches, and a third copy would
+/// cost every user compile time.
 template <bool vectors>
 struct RowCalls {
   template <ElementType type>
@@ -365,13 +366,13 @@ KVMELD_API void store_row(ElementType type, Isa isa, const float* in, std::ptrdi
 
 }  // namespace extend
 
-// How large outputs are written.
+// The writing of large outputs.
 
 namespace detail {
 
 #if KVMELD_X86_DISPATCH
 
-/// Bytes of the last-level cache that one core can have: its size by the number of logical
+/// One core's share of the last-level cache in bytes: its size divided by the number of logical
 /// processors that share it.
 ///
 /// Intel describes its caches in leaf 4 of cpuid, AMD and Hygon in leaf 0x8000001D, whose fields
@@ -394,8 +395,8 @@ namespace detail {
   return share;
 }
 
-/// Whether the processor is one that writes one stream faster than four: any but Intel's, as it was
-/// measured on AMD's and no other maker's was at hand.
+/// Whether the processor writes one stream faster than four: all but Intel's, as measured on AMD's;
+/// others were not measured.
 [[nodiscard]] inline bool likes_one_stream() noexcept {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(0, &a, &b, &c, &d) == 0) return true;
@@ -432,7 +433,7 @@ KVMELD_API exec::Streaming default_streaming() noexcept {
 
 namespace detail {
 
-/// What is in force in this process.
+/// The setting of this process.
 [[nodiscard]] inline StreamState& stream_state() noexcept {
   static const exec::Streaming start = exec::default_streaming();
   static StreamState state{start.way, start.threshold_bytes};
@@ -484,7 +485,8 @@ KVMELD_API bool streams_four_pages() noexcept {
 KVMELD_ALWAYS_INLINE void stream_line(std::byte* out, const std::byte* in) noexcept {
   typedef long long Chunk __attribute__((vector_size(16), may_alias));
   typedef long long UnalignedChunk __attribute__((vector_size(16), aligned(1), may_alias));
-  // Spelled out: `auto` would drop the attributes, and g++ then reads aligned.
+  // The type is spelled out: `auto` would drop the attributes, and g++ would then use aligned
+  // loads.
   Chunk* const to = reinterpret_cast<Chunk*>(out);
   const UnalignedChunk* const from = reinterpret_cast<const UnalignedChunk*>(in);
   const Chunk a = from[0], b = from[1], c = from[2], d = from[3];
@@ -501,7 +503,7 @@ KVMELD_ALWAYS_INLINE void stream_line(std::byte* out, const std::byte* in) noexc
 #endif
 }
 
-/// Streams whole lines, four stretches in turn; returns the bytes that are done.
+/// Streams whole lines of four stretches alternately; returns the number of bytes written.
 inline std::size_t stream_four_pages(std::byte* out, const std::byte* in,
                                      std::size_t bytes) noexcept {
   constexpr std::size_t stretch = stream_stretch, line = 64;
@@ -519,7 +521,8 @@ inline std::size_t stream_four_pages(std::byte* out, const std::byte* in,
   return at;
 }
 
-/// Streams whole lines one after the other in vectors of 32 bytes; returns the bytes that are done.
+/// Streams whole lines one after the other in vectors of 32 bytes; returns the number of bytes
+/// written.
 inline KVMELD_TARGET_AVX2 KVMELD_NOINLINE std::size_t stream_one_page(std::byte* out,
                                                                       const std::byte* in,
                                                                       std::size_t bytes) noexcept {
