@@ -63,7 +63,8 @@ class Checker:
             name = arguments.pop(0)
         folder = self.root / "examples"
         sources = [p for p in (folder / f"{name}.cpp",) if p.exists()]
-        sources = sources or sorted((folder / "studies").glob(f"{name}_*"))
+        if name.isdigit():
+            sources = sorted((folder / "studies").glob(f"{name}_*"))
         sources = sources or sorted((folder / "studies").glob(f"[0-9][0-9]_{name}.*"))
         sources = sources or sorted((folder / "studies").glob(f"[0-9][0-9]_*_{name}.*"))
         if not sources:
